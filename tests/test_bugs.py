@@ -3,10 +3,12 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from torch import nn
 
 from helpers.processes import outcomes
-from zbpp import Pipeline, plan
+from zbpp import Pipeline, backward_input, checkpoint, plan
+from zbpp.autograd.compiled import compile_stage
 from zbpp.builders.model import build_model
 from zbpp.config import ConfigError
 from zbpp.data import regression_data
@@ -110,3 +112,35 @@ def test_a_modules_own_error_was_blamed_on_the_boundary_to_the_stage_before():
     with pytest.raises(RuntimeError) as caught:
         Pipeline(stages, plan("zb_v", 1, 2), F.mse_loss).step(torch.ones(4, 4), target=torch.ones(4, 4))
     assert (type(caught.value), str(caught.value)) == (RuntimeError, "planted")
+
+
+def test_compiling_a_stage_that_runs_one_layer_twice_left_tracers_in_its_weights():
+    """`Attempting to use FunctionalTensor on its own`, in the compiled stage and in the plain module."""
+    layer = nn.Linear(4, 4).double()
+    stage, x = nn.Sequential(layer, nn.GELU(), layer), torch.randn(2, 4).double()
+    expected = torch.autograd.grad(stage(x).sum(), layer.parameters())
+    compile_stage(stage, backend="eager")
+    _, weight_grads = backward_input(stage(x).sum(), None, [x])
+    weight_grads.accumulate()
+    torch.testing.assert_close([p.grad for p in layer.parameters()], [*expected], rtol=1e-12, atol=1e-14)
+
+
+def test_a_compiled_stage_without_anything_to_train_ended_in_a_zip_error():
+    """A frozen first stage: `zip() argument 2 is shorter than argument 1`."""
+    frozen, head = nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+    F.mse_loss(head(frozen(x)), target).backward()
+    expected = head.weight.grad.clone()
+    head.zero_grad()
+    stages = {0: nn.Sequential(frozen), 1: head}
+    compile_stage(stages[0], backend="eager")
+    Pipeline(stages, plan("zb_v", 1, 1), F.mse_loss).step(x, target=target)
+    torch.testing.assert_close(head.weight.grad, expected)
+
+
+def test_a_reentrant_checkpoint_in_a_recomputed_block_ended_in_advice_that_did_not_fit():
+    """`incompatible with .grad() or passing an `inputs` parameter`: the user had written neither."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    y = checkpoint(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True), x)
+    with pytest.raises(RuntimeError, match="in a block that zbpp.checkpoint or recompute computes again"):
+        backward_input(y.sum(), None, [x])

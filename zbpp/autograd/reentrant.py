@@ -37,8 +37,13 @@ def whole_backward(
     keep: whether another pass will follow. edges: position of an input -> its edge. wanted: the ids of the
     parameters that the caller named.
     Raises ValueError if only a part of the graph is asked for: a plain backward stops at leaves only, and it
-    adds to the `.grad` of all of them.
+    adds to the `.grad` of all of them. Raises RuntimeError inside another B, in the recompute of a block.
     """
+    if not torch.autograd._is_checkpoint_valid():
+        raise RuntimeError(
+            "a torch checkpoint with use_reentrant=True runs in a block that zbpp.checkpoint or recompute "
+            "computes again: write use_reentrant=False, or do not recompute this block"
+        )
     _refuse_part_of_graph(edges, wanted)
     caught: dict[int, Tensor] = {}
 

@@ -102,7 +102,10 @@ def _trace(
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     traced = _Fresh(read)
-    joint = aot_export_joint_with_descriptors(stack, traced, args, kwargs, decompositions=decompositions())
+    with _restored_tensors(module):
+        joint = aot_export_joint_with_descriptors(
+            stack, traced, args, kwargs, decompositions=decompositions()
+        )
     graph = joint.graph_module
     inputs = [node.meta["desc"] for node in graph.graph.find_nodes(op="placeholder")]
     results = graph.graph.output_node().meta["desc"]
@@ -121,6 +124,23 @@ def _trace(
         [_output_of(each.output) for each in inputs if each.is_tangent()],
         joint.out_spec,
     )
+
+
+@contextmanager
+def _restored_tensors(module: nn.Module) -> Iterator[None]:
+    """Give the module its parameters and buffers back at the end.
+
+    While torch traces it puts other tensors in their place. It leaves them in a module that has two names.
+    """
+    places: list[dict[str, Any]] = [
+        place for each in module.modules() for place in (each._parameters, each._buffers)
+    ]
+    before = [dict(place) for place in places]
+    try:
+        yield
+    finally:
+        for place, tensors in zip(places, before, strict=True):
+            place.update(tensors)
 
 
 def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple[GraphModule, GraphModule]:

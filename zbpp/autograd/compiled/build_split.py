@@ -153,6 +153,8 @@ def _described(joint: Joint, names: _Names) -> list[str]:
 
 def _gradients(joint: Joint) -> dict[Source, Node]:
     """The gradients that exist, by the tensor or argument that they belong to."""
+    if not joint.tangents:  # no output requires grad, and the backward returns nothing
+        return {}
     pairs = zip(joint.sources, results(joint.backward), strict=True)
     return {source: node for source, node in pairs if node is not None}
 
