@@ -384,7 +384,7 @@ def test_the_place_is_the_same_under_each_switch_of_a_stage(switch):
     elif switch == "lora":
         peft = pytest.importorskip("peft")
         stage = peft.get_peft_model(stage, peft.LoraConfig(r=2, target_modules=["linear"])).base_model.model
-    options = {"offload": zbpp.ActivationOffload(zbpp.Costs(host=1e-6))} if switch == "offload" else {}
+    options = {"extras": [zbpp.ActivationOffload(zbpp.Costs(host=1e-6))]} if switch == "offload" else {}
     with Pipeline({0: stage}, plan("zb_h1", 1, M), F.mse_loss, **options) as pipeline:
         pipeline.step(x, target=y)
         found = find_non_finite(pipeline, x, target=y)
