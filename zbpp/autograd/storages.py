@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -11,6 +11,12 @@ from torch import Tensor
 def storages_of(tensor: Tensor) -> Iterator[torch.UntypedStorage]:
     """The storage of a tensor; of a sparse tensor or a DTensor, the storages of the tensors inside it."""
     return (part.untyped_storage() for part in tensors_inside(tensor))
+
+
+def bytes_of(tensors: Iterable[Tensor]) -> int:
+    """The bytes of the tensors' storages on this rank; each storage counts once."""
+    found = {storage._cdata: storage.nbytes() for each in tensors for storage in storages_of(each)}
+    return sum(found.values())
 
 
 def tensors_inside(tensor: Tensor) -> Iterator[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zbpp.autograd.storages import storages_of
+from zbpp.autograd.storages import bytes_of
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
 from zbpp.builders.optimizer import build_optimizer
@@ -155,7 +155,7 @@ class _Stages:
         if precision.is_mixed and not self._is_sharded:
             masters = MasterWeights(stage.parameters(), precision.compute)
         blocks = [[*each.parameters()] for each in [*blocks_of(stage)] or [stage]]
-        largest = max(map(_bytes, blocks), default=0)
+        largest = max(map(bytes_of, blocks), default=0)
         recompute_stages({index: stage}, config.memory.recompute)
         loss_fn = precision.widened(self._model.loss) if is_last else None
         release = config.memory.gradient_release
@@ -165,12 +165,12 @@ class _Stages:
             accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
             memory = microbatch_memory(index, stage, args, live, gradient_release=accumulation, **run)
             states, update = _optimizer_bytes(live, optimizer)
-        parameters = _bytes(stage.parameters())
-        trained = 0 if masters else _bytes(each for each in stage.parameters() if each.requires_grad)
+        parameters = bytes_of(stage.parameters())
+        trained = 0 if masters else bytes_of(each for each in stage.parameters() if each.requires_grad)
         found = StageBytes(
-            weights=_bytes([*stage.parameters(), *stage.buffers()]),
-            gradients=_bytes(_gradients_of(stage)),
-            optimizer=states + (0 if masters is None else _bytes(masters.parameters())),
+            weights=bytes_of([*stage.parameters(), *stage.buffers()]),
+            gradients=bytes_of(_gradients_of(stage)),
+            optimizer=states + (0 if masters is None else bytes_of(masters.parameters())),
             keeps_gradients=masters is not None,
             update=0 if accumulation is not None else update,
             leaves=bytes_that_leave(index, stage, args, **run),
@@ -197,10 +197,10 @@ class _Stages:
         share = trained * stored / max(1, full * computed)  # of the bytes measured with whole weights
         found = sharded(
             whole,
-            weights=sum(shards) * stored + _bytes(stage.buffers()),
+            weights=sum(shards) * stored + bytes_of(stage.buffers()),
             gradients=trained * stored,
             optimizer=states * share,
-            gathered=0 if parallel.reshard == "microbatch" else _bytes(parameters),
+            gathered=0 if parallel.reshard == "microbatch" else bytes_of(parameters),
             block=largest,
         )
         return replace(found, gradients=full * stored, update=whole.update * share)
@@ -242,7 +242,7 @@ def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tup
     start = live.mark()
     step()
     states = (value for state in optimizer.state.values() for value in state.values())
-    return _bytes(each for each in states if isinstance(each, Tensor)), live.highest - start
+    return bytes_of(each for each in states if isinstance(each, Tensor)), live.highest - start
 
 
 def _cast(stage: nn.Module, dtype: torch.dtype) -> None:
@@ -263,12 +263,6 @@ def _faked(fake: FakeTensorMode, value: Any) -> Any:
 def _nbytes(tree: Any) -> int:
     """The bytes of all tensors' elements; a tensor may be a view of a larger one."""
     return sum(each.nbytes for each in tree_leaves(tree) if isinstance(each, Tensor))
-
-
-def _bytes(tensors: Any) -> int:
-    """The bytes of the tensors' storages on this rank; each storage counts once."""
-    found = {storage._cdata: storage.nbytes() for each in tensors for storage in storages_of(each)}
-    return sum(found.values())
 
 
 def _gradients_of(stage: nn.Module) -> list[Tensor]:

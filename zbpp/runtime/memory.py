@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 
-from zbpp.autograd.storages import storages_of
+from zbpp.autograd.storages import bytes_of
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.live_tensors import AllocatedBytes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather
+
+_Found = TypeVar("_Found")
 
 
 class Level(NamedTuple):
@@ -113,10 +115,7 @@ def memory_per_stage(
         )
         for index, stage in stages.items()
     }
-    found: dict[int, StageMemory] = {}
-    for each in gather(mine, group):
-        found |= each
-    return [found[index] for index in range(num_stages)]
+    return _of_all_stages(mine, num_stages, group)
 
 
 def static_per_stage(
@@ -128,7 +127,14 @@ def static_per_stage(
     AdamW has them. stages: this rank's stages.
     """
     mine = {index: static_bytes(stage) for index, stage in stages.items()}
-    found = {index: size for each in gather(mine, group) for index, size in each.items()}
+    return _of_all_stages(mine, num_stages, group)
+
+
+def _of_all_stages(
+    mine: Mapping[int, _Found], num_stages: int, group: dist.ProcessGroup | None
+) -> list[_Found]:
+    """What was found of each stage of the pipeline, in stage order. Collective."""
+    found = {index: each for of_rank in gather(mine, group) for index, each in of_rank.items()}
     return [found[index] for index in range(num_stages)]
 
 
@@ -138,16 +144,11 @@ def static_bytes(stage: nn.Module) -> int:
     A weight with a main_grad counts with its main_grad, a master and two states, all in float32.
     """
     trained = {each for each in stage.parameters() if each.requires_grad}
-    held = _local_bytes([*stage.parameters(), *stage.buffers()])
+    held = bytes_of([*stage.parameters(), *stage.buffers()])
     for each in trained:
         main = getattr(each, "main_grad", None)
-        held += 3 * _local_bytes([each]) if main is None else 4 * _local_bytes([main])
+        held += 3 * bytes_of([each]) if main is None else 4 * bytes_of([main])
     return held
-
-
-def _local_bytes(tensors: Iterable[Tensor]) -> int:
-    sizes = {part._cdata: part.nbytes() for each in tensors for part in storages_of(each)}
-    return sum(sizes.values())
 
 
 def stage_memory(
