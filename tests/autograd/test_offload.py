@@ -8,7 +8,7 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from zbpp import ActivationOffload, Costs, Pipeline, backward_input, plan
-from zbpp.autograd.copies import _ThreadCopy, copier_for
+from zbpp.autograd.host_copier import _ThreadCopy, copier_for
 from zbpp.autograd.offload import SavedActivations
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.layout import TensorLayout

@@ -11,7 +11,7 @@ from helpers.cases.functions import Deferring, Layer, OfTripled
 from helpers.cases.saved_hooks import under
 from helpers.split import assert_close, assert_equals_plain, call_module, double, float64, grads_of, leaf
 from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
-from zbpp.autograd.copies import HostCopier
+from zbpp.autograd.host_copier import HostCopier
 from zbpp.autograd.offload import SavedActivations
 
 

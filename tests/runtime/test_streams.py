@@ -14,7 +14,7 @@ from torch import nn
 
 from helpers.recorded_streams import FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
-from zbpp.autograd.copies import StreamCopier, _StreamCopy
+from zbpp.autograd.host_copier import StreamCopier, _StreamCopy
 from zbpp.autograd.offload import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead

@@ -25,7 +25,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
     forward_state.py      the buffers that a forward used, for its recompute
     offload.py            saved tensors that leave device memory between F and B
-    copies.py             copies to host memory while the computation goes on, and back
+    host_copier.py        copies to host memory while the computation goes on, and back
     host_memory.py        how much memory the machine has left
     explain.py            `explain`: what B would do with each weight
     deferral_reasons.py   the reasons, in words

@@ -172,10 +172,10 @@ def stage_memory(
     layouts: list[Layout] = []
 
     def forward() -> None:
-        layouts.append(layout_of(worker.forward(0, () if index == 0 else tuple(map(_received, inputs)))))
+        layouts.append(layout_of(worker.forward(0, () if index == 0 else tuple(map(received, inputs)))))
 
     def backward() -> None:
-        worker.backward_input(0, tuple(each and _gradient(each, device) for each in layouts[0]))
+        worker.backward_input(0, tuple(each and gradient_for(each, device) for each in layouts[0]))
 
     with _restored(module, device):
         saved = live_bytes(forward, device).after
@@ -184,13 +184,15 @@ def stage_memory(
     return StageMemory(saved, deferred)
 
 
-def _received(value: Any) -> Any:
+def received(value: Any) -> Any:
     """A copy, as if it had just been received into a buffer."""
     return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
 
 
-def _gradient(layout: TensorLayout, device: torch.device) -> Tensor:
-    return torch.ones(layout.shape, dtype=layout.dtype, device=device)
+def gradient_for(layout: TensorLayout, device: torch.device) -> Tensor | None:
+    """A gradient of an output with this layout; None for an output of integers."""
+    is_real = layout.dtype.is_floating_point or layout.dtype.is_complex
+    return torch.ones(layout.shape, dtype=layout.dtype, device=device) if is_real else None
 
 
 @contextmanager
@@ -216,7 +218,7 @@ def first_inputs(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, tuple[An
 
     def keep(index: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
         if index not in found:
-            found[index] = tuple(map(_received, inputs))
+            found[index] = tuple(map(received, inputs))
 
     handles = [stage.register_forward_pre_hook(partial(keep, index)) for index, stage in stages.items()]
     try:

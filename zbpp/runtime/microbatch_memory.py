@@ -19,8 +19,9 @@ from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.call import Feed
 from zbpp.runtime.gradient_release import GradientRelease
-from zbpp.runtime.layout import TensorLayout, layout_of
+from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
+from zbpp.runtime.memory import gradient_for, received
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
 from zbpp.schedule.microbatch_bytes import MicrobatchBytes
@@ -45,19 +46,18 @@ def microbatch_memory(
     loss_fn: Loss | None = None,
     target: Any = None,
     gradient_release: GradientRelease | None = None,
-    device: torch.device = _CPU,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
     gradient_release: what W does with gradients; None: the gradients stay.
     """
-    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
+    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     worker.release_leaves(None if gradient_release is None else partial(gradient_release.leaf_done, index))
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
-    _MicrobatchRun(worker, live, inputs, 0, device).measured()
-    found = _MicrobatchRun(worker, live, inputs, 1, device).measured()
+    _MicrobatchRun(worker, live, inputs, 0).measured()
+    found = _MicrobatchRun(worker, live, inputs, 1).measured()
     worker.end()
     return found
 
@@ -75,7 +75,7 @@ def bytes_that_leave(
     """How many of the bytes that F of one microbatch keeps may leave the device. On CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
-    message = tuple(map(_received, inputs)) if index else ()
+    message = tuple(map(received, inputs)) if index else ()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]
     found = _LeavingStorages(least_bytes, [*message, *inputs, *stays])
@@ -126,16 +126,14 @@ class _MicrobatchRun:
         live: LiveTensors,
         inputs: tuple[Any, ...],
         microbatch: int,
-        device: torch.device,
     ) -> None:
-        self._worker, self._live, self._inputs = worker, live, inputs
-        self._microbatch, self._device = microbatch, device
+        self._worker, self._live, self._inputs, self._microbatch = worker, live, inputs, microbatch
 
     def measured(self) -> MicrobatchMemory:
         before, x, x_is_kept = self._live.now, 0, None
         message: tuple[Any, ...] = ()
         if self._worker.index:
-            message = tuple(map(_received, self._inputs))
+            message = tuple(map(received, self._inputs))
             x_is_kept, x = _watch(message)
         # ---- F
         start = self._live.mark()
@@ -143,7 +141,7 @@ class _MicrobatchRun:
         rise_f = self._live.highest - start
         del message
         layout = layout_of(outputs)
-        copies = tuple([None if each is None else _received(each) for each in outputs])
+        copies = tuple([None if each is None else received(each) for each in outputs])
         for copy in copies:
             if copy is not None:
                 self._live.forget(copy)
@@ -153,7 +151,7 @@ class _MicrobatchRun:
         after_f = self._live.now - before
         kept_after_f = bool(x_is_kept and x_is_kept())
         # ---- B
-        grads = tuple(each and _gradient(each, self._device) for each in layout)
+        grads = tuple(each and gradient_for(each, _CPU) for each in layout)
         g_is_kept, g = _watch(grads)
         start = self._live.mark()
         given = self._worker.backward_input(self._microbatch, grads)
@@ -182,16 +180,6 @@ class _MicrobatchRun:
             rises=(rise_f, rise_b, rise_w, rise_whole),
         )
         return MicrobatchMemory(found, copies)
-
-
-def _received(value: Any) -> Any:
-    """A copy, as if it had just been received into a buffer."""
-    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-def _gradient(layout: TensorLayout, device: torch.device) -> Tensor | None:
-    is_real = layout.dtype.is_floating_point or layout.dtype.is_complex
-    return torch.ones(layout.shape, dtype=layout.dtype, device=device) if is_real else None
 
 
 def _watch(tensors: Sequence[Any]) -> tuple[Any, int]:

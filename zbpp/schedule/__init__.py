@@ -16,7 +16,7 @@ lower.py            timetable -> one program per rank: actions, sends, receives,
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
 reductions.py       when each stage's gradients are complete and are summed over its replicas
 offload.py          what leaves the device between F and B: the instructions; with offload_choice.py (which
-                    values, and where the instructions stand) and copies.py (how the copies run)
+                    values, and where the instructions stand) and copy_times.py (how long copies take)
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 numbering.py        gives each op of an order its microbatch; used by families and by the search
 transfers.py        a timeline's messages: when each one was sent and when it arrived

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbpp.schedule.copies import changes_of
+from zbpp.schedule.copy_times import changes_of
 from zbpp.schedule.costs import StageCosts
 from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.timetable import Row

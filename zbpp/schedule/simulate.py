@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.complete import check_backwards, check_row
-from zbpp.schedule.copies import CopySpan, RankCopies
+from zbpp.schedule.copy_times import CopySpan, RankCopies
 from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zbpp.runtime.measure.record import Messages, Spans, StepRecord
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
-from zbpp.schedule.copies import CopySpan
+from zbpp.schedule.copy_times import CopySpan
 from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.simulate import Transfer
 
