@@ -196,6 +196,7 @@ def _build_trainer(
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=config.memory.gradient_release,
+            per_parameter=config.optimizer.per_parameter,
             post_validation=build_validation(config.optimizer),
             non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
             loss_spike=config.loss_spike,

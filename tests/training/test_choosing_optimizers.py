@@ -230,17 +230,6 @@ class SumOfAll(torch.optim.SGD):
         super().step()
 
 
-class LocalNorm(torch.optim.SGD):
-    """Of a shard it takes the norm of the part that is here."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for p in group["params"]:
-                local = getattr(p.grad, "_local_tensor", p.grad)
-                local.div_(local.norm() + 1e-6)
-        super().step()
-
-
 # ---------------------------------------------------------------- groups
 
 
@@ -425,13 +414,12 @@ def on_two_ranks(rank):
 
     here = __name__
     found["all"] = refused(custom(f"{here}.SumOfAll", lr=0.1))
-    found["each"] = refused(custom(f"{here}.LocalNorm", lr=0.1))
+    found["each"] = refused(replace(custom(f"{here}.SumOfAll", lr=0.1), per_parameter=True))
     # the tied weight has the name embed.weight on rank 0, and head.weight on rank 1
     sgd = custom("torch.optim.SGD", lr=0.1)
     found["tied"] = refused(replace(sgd, groups=[{"match": "head*", "lr": 0.5}]))
     found["other"] = refused(replace(sgd, groups=[{"match": "norm*", "lr": 0.5}]))
     found["none"] = refused(replace(sgd, groups=[{"match": ["norm*", "nrom*"], "lr": 0.5}]))
-    found["local"] = refused(custom(f"{here}.LocalNorm", lr=0.1), shard=2)
     found["muon"] = refused(MUON, shard=2)
     for name, data in (("shard", replace_rows(DATA, rank)), ("tensor", DATA)):
         mesh = make_mesh(**{name: 2})
@@ -462,14 +450,13 @@ def replace_rows(data, rank):
 def test_several_ranks_and_shards():
     one, two = run_ranks(on_two_ranks, 2)
     assert one["all"] == two["all"]
-    assert "SumOfAll does not go with several ranks" in one["all"]
-    assert "depends on the gradients of others" in one["all"]
+    assert "SumOfAll is none of torch.optim's" in one["all"]
+    assert "write optimizer.per_parameter=true" in one["all"]
     assert [one["each"], two["each"]] == [[[5, 0.1]], [[7, 0.1]]]
     assert [one["tied"][1], two["tied"][1]] == [[1, 0.5], [1, 0.5]]
     assert [one["other"][1], two["other"][1]] == [[0, 0.5], [2, 0.5]]
     assert one["none"] == two["none"]
     assert "groups: nrom* matches no parameter" in one["none"]
-    assert "LocalNorm does not go with parallel.shard" in one["local"]
     assert [n for n, _ in one["muon"]] == [4, 2, 6]
     expected = by_torch(_muon, clip_norm=0.4)
     for losses, weights in (each[f"run {name}"] for each in (one, two) for name in ("shard", "tensor")):

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
-from zbpp.runtime.optimizer_trial import refusal_of_ranks, refusal_of_shards
+from zbpp.runtime.gradient_release import updates_each_alone
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import (
     OPTIMIZERS,
@@ -53,7 +53,7 @@ def optimizer_of(
     refusal = ""
     try:
         made = build_optimizer(named_parameters(pipeline, masters), options, gradient_release)
-        refusal = _refusal(made, options, pipeline)
+        refusal = _refusal(made, options, pipeline.timetable.num_ranks)
     except ConfigError as error:
         refusal = str(error)
     for each in pipeline.place.gather(refusal):
@@ -63,25 +63,15 @@ def optimizer_of(
     return made
 
 
-def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, pipeline: Pipeline) -> str:
-    """Why this optimizer would update the cut model differently from the whole one; "" if it would not."""
-    if options.name not in ("custom", "muon"):
+def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, num_ranks: int) -> str:
+    """Why this optimizer may update the cut model differently from the whole one; "" if it does not."""
+    if num_ranks == 1 or options.per_parameter or updates_each_alone(optimizer):
         return ""
-    name = type(optimizer).__name__
-    is_cut = pipeline.timetable.num_ranks > 1
-    why = refusal_of_ranks(optimizer) if is_cut else ""
-    if why:
-        return (
-            f"optimizer: {name} does not go with several ranks, which update their parts of the model by "
-            f"themselves: {why}; write another optimizer, or parallel.num_processes=1"
-        )
-    why = refusal_of_shards(optimizer)
-    if why:
-        return (
-            f"optimizer: {name} does not go with parallel.shard or parallel.tensor: {why}; write "
-            "parallel.replicate instead, or another optimizer"
-        )
-    return ""
+    return (
+        f"optimizer: {type(optimizer).__name__} is none of torch.optim's or torch-optimi's, and each rank "
+        "updates its part of the model by itself: if it updates each parameter from this parameter's "
+        "gradient alone, write optimizer.per_parameter=true, else parallel.num_processes=1"
+    )
 
 
 def build_optimizer(

@@ -26,12 +26,11 @@ from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.gradient_release import OptimizerAccumulation, parameters_of, update
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.microbatch_memory import bytes_that_leave, microbatch_memory
-from zbpp.runtime.optimizer_accumulation import OptimizerAccumulation
-from zbpp.runtime.partial_updates import OneByOne, is_optimi
 from zbpp.runtime.weight_buffers import Piece
 from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
@@ -228,19 +227,10 @@ def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module
 
 def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
     """(bytes of the optimizer's states, temporary bytes of a step)."""
-    is_in_parts = is_optimi(optimizer) and optimizer.defaults["gradient_release"]
-    updates = OneByOne(optimizer) if is_in_parts else None
-
-    def step() -> None:
-        if updates is None:
-            optimizer.step()
-        else:
-            updates.begin()
-            updates.update([each for group in optimizer.param_groups for each in group["params"]])
-
-    step()
+    trained = [each for each in parameters_of(optimizer) if each.grad is not None]
+    update(optimizer, trained)
     start = live.mark()
-    step()
+    update(optimizer, trained)
     states = (value for state in optimizer.state.values() for value in state.values())
     return bytes_of(each for each in states if isinstance(each, Tensor)), live.highest - start
 

@@ -25,12 +25,7 @@ What they use:
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
-    gradient_release  weights updated inside the step, their gradients dropped: how
-    stage_updates   ... at the end of a stage; or
-    optimizer_accumulation  gradients of each microbatch go into the optimizer's states
-    partial_updates an optimizer's step for some of its parameters
-    optimizer_trial does an optimizer update each parameter by itself?
-    released      which parameters are released where, and what release doesn't go with
+    gradient_release  weights updated inside the step, their gradients dropped
     tied_gradients  copies of one parameter on several ranks; local_ties: in several stages of one rank
     sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again

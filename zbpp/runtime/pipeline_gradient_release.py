@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.gradient_release import make_gradient_release
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.pipeline_end import PipelineEnd
-from zbpp.runtime.released import make_gradient_release
 from zbpp.runtime.stage import Loss
 
 
@@ -24,7 +24,12 @@ class PipelineGradientRelease(PipelineEnd):
     _release_arguments: dict[str, Any]
 
     def release_gradients(
-        self, optimizer: torch.optim.Optimizer, *, accumulate: bool = False, keep_squares: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: bool = False,
+        keep_squares: bool = False,
+        per_parameter: bool = False,
     ) -> None:
         """From the next step on, `step` updates this rank's weights itself and drops their gradients.
 
@@ -33,10 +38,13 @@ class PipelineGradientRelease(PipelineEnd):
         calls `optimizer.step()` after each step. Remove that call and `zero_grad` from the loop. The learning
         rate may be changed between steps, also by torch's schedulers.
 
-        optimizer: of all or some of `parameters()`; the gradients of the other parameters stay.
-        accumulate: each microbatch's gradients go into the states of an optimizer of torch-optimi, and are
-        dropped one by one; see zbpp/runtime/optimizer_accumulation.py. keep_squares: fill `released_squares`,
-        from which the norm is computed; without effect if accumulate is set.
+        optimizer: of all or some of `parameters()`; the gradients of the other parameters stay. Its step
+        hooks run at each update. accumulate: each microbatch's gradients go into the states of an optimizer
+        of torch-optimi, and are dropped one by one; see zbpp/runtime/gradient_release.py. keep_squares: fill
+        `released_squares`, from which the norm is computed; without effect if accumulate is set.
+        per_parameter: what the caller says of an optimizer that is none of torch.optim's or torch-optimi's:
+        it updates each parameter from this parameter's gradient alone, and keeps no count of steps for
+        several parameters.
 
         The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip
         an update because a gradient is infinite or NaN. A step that fails may have updated some weights, and
@@ -51,18 +59,18 @@ class PipelineGradientRelease(PipelineEnd):
                 "one optimizer with a group for each kind of parameters"
             )
         loss = self._loss_fn if isinstance(self._loss_fn, nn.Module) else nn.Module()
-        last = self.timetable.num_stages - 1
+        computes_loss = self.timetable.num_stages - 1 in self.stages
         try:
             release = make_gradient_release(
                 optimizer,
                 self.stages,
                 self._late,
-                loss.parameters() if last in self.stages else (),
+                loss.parameters() if computes_loss else (),
                 self.place,
-                last,
                 self.timetable.num_microbatches,
                 accumulate=accumulate,
                 keep_squares=keep_squares,
+                per_parameter=per_parameter,
             )
         except ValueError as error:
             refusal = str(error)
@@ -74,6 +82,7 @@ class PipelineGradientRelease(PipelineEnd):
             "optimizer": optimizer,
             "accumulate": accumulate,
             "keep_squares": keep_squares,
+            "per_parameter": per_parameter,
         }
 
     @property

@@ -22,6 +22,7 @@ def make_update(
     *,
     skips: Callable[[Outcome], bool],
     gradient_release: str,
+    per_parameter: bool,
     post_validation: Validation | None,
     clip_norm: float | None,
     masters: MasterWeights | None,
@@ -34,7 +35,13 @@ def make_update(
             raise ValueError(
                 "gradient release drops the gradients that post-validation may need again: leave one out"
             )
-        return ReleasedUpdate(pipeline, optimizer, accumulate=gradient_release == "accumulate", **common)
+        return ReleasedUpdate(
+            pipeline,
+            optimizer,
+            accumulate=gradient_release == "accumulate",
+            per_parameter=per_parameter,
+            **common,
+        )
     if post_validation is None:
         return Update(optimizer, skips=skips, **common)
     return PostValidatedUpdate(

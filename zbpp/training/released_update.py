@@ -18,8 +18,9 @@ class ReleasedUpdate(Update):
     """Sets the learning rate before each step, and gathers the norm after the step.
 
     accumulate: whether each microbatch's gradients go into the optimizer's states; grad_norm is then None.
-    The other arguments are those of Trainer. Raises ValueError for options that need all gradients at the
-    same time: clipping by the norm, a loss scale, master weights. Collective.
+    per_parameter: see Pipeline.release_gradients. The other arguments are those of Trainer. Raises ValueError
+    for options that need all gradients at the same time: clipping by the norm, a loss scale, master weights.
+    Collective.
     """
 
     def __init__(
@@ -28,6 +29,7 @@ class ReleasedUpdate(Update):
         optimizer: torch.optim.Optimizer,
         *,
         accumulate: bool,
+        per_parameter: bool,
         clip_norm: float | None,
         masters: MasterWeights | None,
         loss_scale: LossScale | None,
@@ -45,7 +47,9 @@ class ReleasedUpdate(Update):
             )
         super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
         self._accumulate = accumulate
-        pipeline.release_gradients(optimizer, accumulate=accumulate, keep_squares=not accumulate)
+        pipeline.release_gradients(
+            optimizer, accumulate=accumulate, keep_squares=not accumulate, per_parameter=per_parameter
+        )
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
         """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""

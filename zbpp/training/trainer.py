@@ -58,8 +58,9 @@ class Trainer:
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
     the scale. gradient_release: off, step or accumulate: the pipeline's step updates the weights itself, see
-    Pipeline.release_gradients. post_validation: how the weights are updated before the norm is known; a
-    step's metrics then come one step later. None: the update waits for the norm.
+    Pipeline.release_gradients; there, too, what per_parameter says of the optimizer. post_validation: how the
+    weights are updated before the norm is known; a step's metrics then come one step later. None: the update
+    waits for the norm.
 
     non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
     loss_spike: the number of deviations that makes a loss a spike, see loss_spikes.py; None: none is flagged.
@@ -83,6 +84,7 @@ class Trainer:
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
     gradient_release: str = "off"
+    per_parameter: bool = False
     post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
@@ -107,6 +109,7 @@ class Trainer:
             self.optimizer,
             skips=self.values.skips,
             gradient_release=self.gradient_release,
+            per_parameter=self.per_parameter,
             post_validation=self.post_validation,
             clip_norm=self.clip_norm,
             masters=self.masters,

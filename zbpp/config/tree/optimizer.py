@@ -25,6 +25,8 @@ class OptimizerConfig(Checked):
     that are no matrix of a hidden layer; momentum is Muon's. custom is the optimizer that build names.
 
     build: `_target_`, an optimizer's class, and its own arguments, in place of those of this config.
+    per_parameter: of the optimizer that build names: whether it updates each parameter from this parameter's
+        gradient alone, as torch.optim's and torch-optimi's do, of which that is known.
     groups: other options for parameters by name, see zbpp/training/parameter_groups.py.
     lr_schedule: after the warm-up, down to min_ratio of the rate; wsd falls in the last decay_steps (null: a
         fifth of all steps).
@@ -34,6 +36,7 @@ class OptimizerConfig(Checked):
     prefix: ClassVar[str] = "optimizer."
     name: str = one_of("adamw", "stable_adamw", "lion", "muon", "custom")
     build: Any = field(default_factory=_open_node)
+    per_parameter: bool = False
     groups: list[dict[str, Any]] = field(default_factory=list)
     learning_rate: float = ranged(1e-3, above=0)
     beta1: float = ranged(0.9, below=1)
