@@ -45,9 +45,10 @@ def retreats(caplog):
 
 
 @pytest.fixture(autouse=True)
-def _everything_is_compiled(request, retreats):
+def _everything_is_compiled(request, caplog):
     yield
-    assert "retreats" in request.function.__code__.co_varnames or retreats() == []
+    said = [each.getMessage() for each in caplog.get_records("call") if each.levelno >= logging.WARNING]
+    assert "retreats" in request.function.__code__.co_varnames or said == []
 
 
 class Tied(nn.Module):
@@ -122,6 +123,35 @@ class Passing(nn.Module):
         return y, x, self.scale, y[1:], y, y.argmax(-1), None
 
 
+class Branches(nn.Module):
+    """Returns what a function makes of the input and of a normed projection of the input."""
+
+    def __init__(self, branch):
+        super().__init__()
+        self.linear, self.norm, self.branch = nn.Linear(4, 4), nn.LayerNorm(4), branch
+
+    def forward(self, x):
+        return self.branch(x, self.norm(x), self.linear(x))
+
+
+def without_gradients(x, h, y):
+    with torch.no_grad():
+        return y, torch.tanh(y), y * 1
+
+
+BRANCHES = {
+    "a stop-gradient branch": lambda x, h, y: (y, y.detach()),
+    "a stop-gradient branch first": lambda x, h, y: (y.detach(), y),
+    "two of them around a norm": lambda x, h, y: (h.detach(), h, h.detach()),
+    "copies of both": lambda x, h, y: (y, y.detach().clone(), y.clone(), y.view(-1), y.detach().view(-1)),
+    "one tensor twice": lambda x, h, y: (y, y, h.detach(), y),
+    "copies of the input": lambda x, h, y: (y, x.clone().view(-1), x.detach().clone().view(-1), x),
+    "chunks": lambda x, h, y: (*y.chunk(2, -1), *y.detach().chunk(2, -1), h),
+    "integers": lambda x, h, y: (h, h.argmax(-1), h > 0, h.argmax(-1)),
+    "without gradients": without_gradients,
+}
+
+
 MODELS = {
     "the first stage of a Llama": (lambda: llama(0), lambda: torch.randint(20, (2, 8))),
     "a middle one": (llama, lambda: leaf(2, 8, 16)),
@@ -143,6 +173,41 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_a_compiled_module_gets_the_gradients_of_plain_autograd(name):
     equals_plain(*MODELS[name])
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_each_of_several_outputs_requires_grad_if_it_does_in_plain_autograd(name):
+    equals_plain(lambda: Branches(BRANCHES[name]), lambda: leaf(2, 3, 4))
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_an_output_is_changed_without_changing_another_one_where_plain_outputs_can_be(name):
+    def shared(is_compiled):
+        module, x = Branches(BRANCHES[name]), leaf(2, 3, 4)
+        if is_compiled:
+            compile_stage(module, backend="eager")
+        tensors = [*module(x), x, *module.parameters()]
+        owners = [each.untyped_storage().data_ptr() for each in tensors]
+        return {(i, j) for j, _ in enumerate(owners) for i in range(j) if owners[i] == owners[j]}
+
+    assert shared(is_compiled=True) <= shared(is_compiled=False)
+
+
+@pytest.mark.parametrize("change", [lambda y: y, torch.detach])
+def test_outputs_of_which_none_requires_grad_are_those_of_the_module(change):
+    def make():
+        torch.manual_seed(0)
+        stage = Branches(lambda x, h, y: (change(y), F.dropout(change(h)), x))
+        return stage.requires_grad_(change is torch.detach)
+
+    stage, x = make(), torch.randn(2, 3, 4)
+    compile_stage(stage, backend="eager")
+    sides = []
+    for side in (make(), stage):
+        torch.manual_seed(1)
+        sides.append(side(x))
+    assert not any(each.requires_grad for each in sides[1])
+    torch.testing.assert_close(*sides)
 
 
 def test_a_tied_weight_keywords_constants_and_a_mask_are_compiled_right():

@@ -7,9 +7,8 @@ from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.node import map_arg
 
-from zbpp.autograd.compiled.fx_graphs import placeholders, results
+from zbpp.autograd.compiled.fx_graphs import call, placeholders, results
 from zbpp.autograd.compiled.min_cut import contributions
 
 aten = torch.ops.aten
@@ -57,14 +56,14 @@ def _add(graph: Graph, total: Node, term: Node, turned: bool) -> None:
             _add_rows(graph, total, *term.args[:2], turned=turned)
         else:
             value = _transposed(graph, term) if turned else term
-            _call(graph, aten.copy_.default, total, _call(graph, aten.add.Tensor, total, value))
+            call(graph, aten.copy_.default, total, call(graph, aten.add.Tensor, total, value))
 
 
 def _add_product(graph: Graph, total: Node, term: Node, turned: bool) -> None:
     left, right = term.args
     if turned:  # (a b)^T = b^T a^T
         left, right = (_transposed(graph, each) for each in (right, left))
-    _call(graph, _ADDING[term.target], total, left, right)
+    call(graph, _ADDING[term.target], total, left, right)
 
 
 def _is_simple(embedding: Node) -> bool:
@@ -75,18 +74,12 @@ def _is_simple(embedding: Node) -> bool:
 
 def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any, *, turned: bool) -> None:
     """turned: each token has a column of the parameter, not a row, as in LoRA of an embedding."""
-    rows = _call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
-    tokens = _call(graph, aten.reshape.default, indices, [-1])
+    rows = call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
+    tokens = call(graph, aten.reshape.default, indices, [-1])
     added = _transposed(graph, rows) if turned else rows
-    _call(graph, aten.index_add_.default, total, 1 if turned else 0, tokens, added)
+    call(graph, aten.index_add_.default, total, 1 if turned else 0, tokens, added)
 
 
 def _transposed(graph: Graph, node: Any) -> Node:
     dims = list(range(node.meta["val"].dim()))
-    return _call(graph, aten.permute.default, node, [*dims[:-2], dims[-1], dims[-2]])
-
-
-def _call(graph: Graph, target: Any, *args: Any) -> Node:
-    node = graph.call_function(target, args)
-    node.meta["val"] = target(*map_arg(args, lambda each: each.meta["val"]))
-    return node
+    return call(graph, aten.permute.default, node, [*dims[:-2], dims[-1], dims[-2]])

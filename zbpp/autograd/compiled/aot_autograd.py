@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zbpp.autograd.auxiliary import auxiliary_loss
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
-from zbpp.autograd.compiled.fx_graphs import is_random
+from zbpp.autograd.compiled.fx_graphs import extract, is_random
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 
 NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
@@ -146,6 +146,8 @@ def _restored_tensors(module: nn.Module) -> Iterator[None]:
 def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple[GraphModule, GraphModule]:
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
+    if not any(each.is_tangent() for each in inputs):
+        return simplified(graph), extract(graph, [], [])
     random = [node for node in graph.graph.nodes if is_random(node)]
     for node in random:
         node.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # a second draw would give other numbers

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch.fx import GraphModule, Node
 
 from zbpp.autograd.compiled.accumulate_in_place import add_in_place
@@ -13,11 +15,13 @@ from zbpp.autograd.compiled.compiled_split import BGraph, CompiledSplit, FGraph,
 from zbpp.autograd.compiled.dynamo import CaptureError
 from zbpp.autograd.compiled.fx_graphs import (
     bytes_of,
+    call,
     extract,
     is_random,
     needed_by,
     placeholders,
     results,
+    viewed,
 )
 from zbpp.autograd.compiled.inductor import Backend, build
 from zbpp.autograd.compiled.min_cut import BackwardCut, cut_backward, is_held, separate_convolutions
@@ -169,12 +173,39 @@ def _tangents(joint: Joint) -> tuple[tuple[int, tuple[int, ...]], ...]:
 def _forward(joint: Joint, computed: list[str]) -> GraphModule:
     """F's graph. It does not return the inputs that the backward needs: those are kept as they are."""
     nodes = {node.name: node for node in joint.forward.graph.nodes}
-    outputs = results(joint.forward)[: len(joint.mutated) + joint.num_outputs]
+    first, last = len(joint.mutated), len(joint.mutated) + joint.num_outputs
+    values = results(joint.forward)
+    outputs = [*values[:first], *_separate(joint.forward, values[first:last])]
     outputs += [nodes[name] for name in computed]
     used = needed_by(node for node in outputs if isinstance(node, Node))
     if any(is_random(node) and node not in used for node in joint.forward.graph.nodes):
         raise CaptureError("forward draws random numbers that nothing is computed from: leave them out")
     return extract(joint.forward, [node for node in placeholders(joint.forward) if node in used], outputs)
+
+
+def _separate(graph: GraphModule, outputs: Sequence[Any]) -> list[Any]:
+    """The outputs, copied where they share memory with another output, an input or a constant.
+
+    They were copied when the call was traced, but Inductor's passes remove copies. If one tensor were two
+    outputs, autograd could not tell which of them requires grad.
+    """
+    found, owners = [], set[Node]()
+    for output in outputs:
+        if isinstance(output, Node):
+            owner = _owner(output)
+            if owner in owners or owner.op != "call_function":
+                with graph.graph.inserting_after(output):
+                    output = call(graph.graph, torch.ops.aten.clone.default, output)
+            owners.add(owner)
+        found.append(output)
+    return found
+
+
+def _owner(node: Node) -> Node:
+    """The node that made the memory."""
+    while (whole := viewed(node)) is not None:
+        node = whole
+    return node
 
 
 def _places(graph: GraphModule, pool: dict[str, int]) -> tuple[int, ...]:

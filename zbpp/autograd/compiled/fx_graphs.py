@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 
 def placeholders(graph: GraphModule) -> list[Node]:
@@ -44,6 +46,13 @@ def extract(whole: GraphModule, inputs: Sequence[Node], outputs: Sequence[Any]) 
     return GraphModule(whole, graph)
 
 
+def call(graph: Graph, target: Any, *args: Any) -> Node:
+    """A new node that calls an operation, with the fake tensor of its result."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*map_arg(args, lambda each: each.meta["val"]))
+    return node
+
+
 def bytes_of(nodes: Iterable[Node]) -> int:
     """Bytes of the nodes' storages, each counted once."""
     storages = [tensor.untyped_storage() for node in nodes if (tensor := tensor_of(node)) is not None]
@@ -54,6 +63,13 @@ def tensor_of(node: Node) -> Tensor | None:
     """The fake tensor that stands for the node's value; None if it is no tensor."""
     value = node.meta.get("val")
     return value if isinstance(value, Tensor) else None
+
+
+def viewed(node: Node) -> Node | None:
+    """The node that this node is a view of, or one of several views; None if its memory is its own."""
+    made_by: Any = node.args[0] if node.target is operator.getitem else node
+    is_view = isinstance(made_by.target, torch._ops.OpOverload) and made_by.target.is_view
+    return made_by.all_input_nodes[0] if is_view else None
 
 
 def is_random(node: Node) -> bool:

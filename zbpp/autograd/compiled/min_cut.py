@@ -23,7 +23,7 @@ import networkx  # type: ignore[import-untyped]  # torch brings it along
 import torch
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.compiled.fx_graphs import extract, is_random, needed_by, placeholders, tensor_of
+from zbpp.autograd.compiled.fx_graphs import extract, is_random, needed_by, placeholders, tensor_of, viewed
 
 aten = torch.ops.aten
 
@@ -218,9 +218,11 @@ def _is_cheap(node: Node) -> bool:
 
 def _base(node: Node) -> Node:
     """The node itself; for a view of a whole tensor, that tensor: W makes the view again at no cost."""
-    while isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
-        viewed = node.all_input_nodes[0]
-        if tensor_of(viewed) is None or tensor_of(viewed).numel() != tensor_of(node).numel():  # type: ignore[union-attr]
-            break
-        node = viewed
+    while (whole := viewed(node)) is not None and _size(whole) == _size(node):
+        node = whole
     return node
+
+
+def _size(node: Node) -> int | None:
+    tensor = tensor_of(node)
+    return None if tensor is None else tensor.numel()
