@@ -26,7 +26,7 @@ from zbpp.planning.receive_pool import pool_bytes
 from zbpp.planning.stage_bytes import StageBytes, num_buffers
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
-from zbpp.schedule.lower import Program, Reduce, Release, lower, with_copies
+from zbpp.schedule.lower import Program, Reduce, Release, lower
 from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
@@ -111,10 +111,10 @@ def predict_memory(
         raise PlanError(f"{len(stages)} stages were measured, the timetable has {timetable.num_stages}")
     batch = {0: inputs}
     batch[timetable.num_stages - 1] = batch.get(timetable.num_stages - 1, 0.0) + target
-    programs, copies = lower(timetable), offload or [()] * timetable.num_ranks
+    programs = lower(timetable, offload)
     gates = gate_positions(timetable) if is_validated_later else (0,) * timetable.num_ranks
     return [
-        _RankRun(timetable, with_copies(programs[rank], copies[rank]), stages, batch, gates[rank]).run()
+        _RankRun(timetable, programs[rank], stages, batch, gates[rank]).run()
         for rank in (range(timetable.num_ranks) if ranks is None else ranks)
     ]
 

@@ -115,8 +115,8 @@ class Program(NamedTuple):
 class Programs(Sequence[Program]):
     """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, timeline: Timeline, offload: Sequence[RankOffload] = ()) -> None:
+        self._timeline, self._offload = timeline, offload
         self._links = _connected(timeline.timetable)
         self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
 
@@ -171,7 +171,8 @@ class Programs(Sequence[Program]):
         keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
-        return Program(rank, tuple([instructions[i] for i in order]), in_flight)
+        program = Program(rank, tuple([instructions[i] for i in order]), in_flight)
+        return with_copies(program, self._offload[rank]) if self._offload else program
 
 
 def _sort_keys(positions: Numbers, slot: int) -> Numbers:
@@ -223,14 +224,16 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
     return int(waiting.max(initial=0))
 
 
-def lower(timetable: Timetable) -> Programs:
+def lower(timetable: Timetable, offload: Sequence[RankOffload] = ()) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
     Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
+    offload: of each rank, what leaves the device and comes back (`choose_offload`); a rank's offload concerns
+    no other rank.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
-    return Programs(simulate(timetable))
+    return Programs(simulate(timetable), offload)
 
 
 def with_copies(program: Program, placed: RankOffload) -> Program:
