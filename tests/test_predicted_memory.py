@@ -35,7 +35,6 @@ CASES = {
     "validation": [*GPT, *LATER],
     # Every update is redone: no rank's gradients are within the norm.
     "redone": [*GPT, *LATER, "optimizer.clip_norm=1.0e-3"],
-    "validation, inverse": [*GPT, *LATER, "optimizer.rollback=inverse"],
 }
 PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 UPPER_BOUNDS = ("offload", "redone")

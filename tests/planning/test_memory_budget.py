@@ -77,7 +77,7 @@ def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
 
 def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     stage = StageBytes(weights=100, gradients=50, optimizer=200, saved=20, deferred=4)
-    changed = validated_later(stage, trained=100, is_exact=True)
+    changed = validated_later(stage, trained=100)
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
     (rank,) = predict_memory(timetable, [changed], is_validated_later=True)
     plain = predict_memory(timetable, [stage])[0].totals
@@ -86,7 +86,7 @@ def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     (rank,) = predict_memory(timetable, [replace(changed, update=90)], is_validated_later=True)
     assert rank.peak == rank.update == sum(rank.at_peak.values()) == plain[-1] + 300 + 90
     assert (rank.peak_at, rank.at_peak["copies"], rank.at_peak["temporary"]) == ("the update", 300, 90)
-    scaled = validated_later(stage, trained=100, is_exact=True, is_scaled=True)  # copies gradients, too
+    scaled = validated_later(stage, trained=100, copies_gradients=True)  # copies gradients, too
     assert scaled.copies == changed.copies + 50
 
 

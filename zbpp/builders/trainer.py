@@ -71,7 +71,7 @@ def build_validation(options: OptimizerConfig) -> Validation | None:
     """How updates are validated after they are made; None: they wait for the norm."""
     if options.validation == "before":
         return None
-    return Validation(after=options.validation_after, rollback=options.rollback)
+    return Validation(after=options.validation_after)
 
 
 def build_replan(

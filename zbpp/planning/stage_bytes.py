@@ -104,17 +104,14 @@ def released(stage: StageBytes, *, is_shared: bool) -> StageBytes:
     return replace(stage, releases=True, reduced=reduced)
 
 
-def validated_later(
-    stage: StageBytes, *, trained: float, is_exact: bool, is_scaled: bool = False
-) -> StageBytes:
+def validated_later(stage: StageBytes, *, trained: float, copies_gradients: bool = False) -> StageBytes:
     """The stage under post-validation.
 
-    trained: the bytes of the weights that the optimizer changes. is_exact: whether copies of weights and
-    optimizer states are kept; otherwise an update is computed backwards, without copies. is_scaled: whether
-    an update changes gradients in place, to divide a loss scale out of them; then they are copied, too.
+    trained: the bytes of the weights that the optimizer changes. copies_gradients: whether an update changes
+    gradients in place, to divide a loss scale out of them, say; then they are copied, too.
     """
-    copies = trained + stage.optimizer + (stage.gradients if is_scaled else 0.0)
-    return replace(stage, copies=copies if is_exact else 0.0)
+    copies = trained + stage.optimizer + (stage.gradients if copies_gradients else 0.0)
+    return replace(stage, copies=copies)
 
 
 def num_buffers(stages: Sequence[StageBytes]) -> int:

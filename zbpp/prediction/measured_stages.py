@@ -18,12 +18,14 @@ class WeightBytes(NamedTuple):
     """The bytes of a stage's weights: of all weights, of the largest block's, and of the trained ones.
 
     trained: the weights that the optimizer updates itself; 0 with float32 masters, which it updates instead.
+    changes_gradients: whether the optimizer's step may change gradients.
     """
 
     all: float
     block: float
     num_blocks: int
     trained: float
+    changes_gradients: bool = False
 
 
 class MeasuredStages(NamedTuple):
@@ -83,7 +85,6 @@ def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> S
         parallel = config.parallel
         stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
     if config.optimizer.validation == "after":
-        is_exact = config.optimizer.rollback == "exact"
-        is_scaled = PRECISIONS[config.precision].is_scaled
-        stage = validated_later(stage, trained=weights.trained, is_exact=is_exact, is_scaled=is_scaled)
+        copies_gradients = weights.changes_gradients or PRECISIONS[config.precision].is_scaled
+        stage = validated_later(stage, trained=weights.trained, copies_gradients=copies_gradients)
     return stage

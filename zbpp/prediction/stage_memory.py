@@ -38,6 +38,7 @@ from zbpp.training.batch import batch_for
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.parameter_groups import Named
 from zbpp.training.precision import PRECISIONS
+from zbpp.training.rollback import changes_gradients
 
 FAKE = "on fake tensors: no memory was needed"
 REAL = "by one microbatch on the CPU"
@@ -176,7 +177,9 @@ class _Stages:
             **asdict(memory.bytes),
         )
         sizes = [Piece(each).nbytes for each in blocks if each]
-        weights = WeightBytes(parameters, max(sizes, default=0), len(sizes), trained)
+        weights = WeightBytes(
+            parameters, max(sizes, default=0), len(sizes), trained, changes_gradients(optimizer)
+        )
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))

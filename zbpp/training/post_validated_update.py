@@ -10,8 +10,8 @@ F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the
 
 If the gradients should have been clipped, or some rank's gradients (in a Trainer: or losses) are not finite,
 each rank takes its update back, does what the synchronous run does (it scales the gradients and updates, or
-skips the update), and begins the step again. With the exact rollback, losses and weights equal those of the
-synchronous run to the last bit.
+skips the update), and begins the step again. Losses and weights equal those of the synchronous run to the
+last bit.
 """
 
 from __future__ import annotations
@@ -27,23 +27,18 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.posts import Ticket
 from zbpp.runtime.world import check_equal
-from zbpp.training.inverse import InverseRollback
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
-from zbpp.training.rollback import ExactRollback, Rollback
-from zbpp.training.unchanged import AfterUpdate
+from zbpp.training.rollback import Rollback
 from zbpp.training.update import Result, Update, not_finite
 from zbpp.training.validation_switch import ValidationSwitch
 
-ROLLBACKS = ("exact", "inverse")
-
 
 class Validation(NamedTuple):
-    """The options of post-validation. after: see ValidationSwitch. rollback: "exact" or "inverse"."""
+    """The options of post-validation. after: see ValidationSwitch."""
 
     after: int = 10
-    rollback: str = "exact"
 
 
 class _Posted(NamedTuple):
@@ -62,14 +57,12 @@ class _Pending(NamedTuple):
 
     gradients: of its step; kept here, since a sharded stage has other parameters while its weights are
         gathered in the next step.
-    left: weights, gradients and optimizer states after the update; nobody may change them before the gate.
     has_stepped: whether this rank has updated its weights at once. loss_scale, rate: the loss scale and the
         learning rate of its step. scale_before: the state of the LossScale before the update.
     """
 
     pipeline: Pipeline
     gradients: list[Tensor]
-    left: AfterUpdate
     ticket: Ticket
     has_stepped: bool
     loss_scale: float
@@ -81,9 +74,7 @@ class PostValidatedUpdate(Update):
     """An Update that does not wait for the norm, and is its pipeline's PendingUpdate.
 
     num_redone: how many updates were redone. num_taken_back: how many of the redone updates this rank had
-    made at once. validation.rollback: "exact" copies parameters and optimizer states before the update;
-    "inverse" computes the update backwards (inverse.py). Raises ValueError on all ranks for an optimizer
-    whose step can't be taken back. Collective.
+    made at once. Raises ValueError on all ranks for a pipeline whose steps can't begin again. Collective.
     """
 
     def __init__(
@@ -104,8 +95,8 @@ class PostValidatedUpdate(Update):
         pipeline.meet("PostValidation")
         pipeline.posts()
         self._switch = ValidationSwitch(validation.after)
-        options = {"clip_norm": clip_norm, "optimizer.validation_after": validation.after}
-        self._rollback = _agreed_rollback(validation.rollback, optimizer, pipeline, options)
+        _check_agreed(pipeline, {"clip_norm": clip_norm, "optimizer.validation_after": validation.after})
+        self._rollback = Rollback(optimizer)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
         self.num_redone = self.num_taken_back = 0
@@ -140,19 +131,18 @@ class PostValidatedUpdate(Update):
         gradients = gradients_of(pipeline.parameters())
         try:
             # Also if this rank updates only at the gate: options such as the learning rate may change before.
-            self._rollback.keep(gradients if scale != 1 else [], steps=steps)
+            self._rollback.keep(steps=steps, scales=scale != 1)
             if steps:
                 self._update(gradients, 1 / scale)
             else:
                 # The update follows at the gate. torch's learning-rate schedulers warn if called before the
                 # optimizer's first step.
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
-            self._rollback.after_step(has_stepped=steps)
+            self._rollback.after_step()
         except BaseException as error:  # the other ranks have this rank's share, and continue the run
             pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
             raise
-        left = AfterUpdate(pipeline.parameters(), self._optimizer)
-        self._pending = _Pending(pipeline, gradients, left, ticket, steps, scale, self._rate, scale_before)
+        self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
         if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
         pipeline.pending_update = self
@@ -194,7 +184,6 @@ class PostValidatedUpdate(Update):
         outcome = outcome_of(shares, pending.pipeline, pending.loss_scale)
         is_right = self._is_good(outcome.norm) and all(each.has_stepped for each in posted)
         is_right = is_right and not self._skips(outcome)
-        pending.left.check(needs_gradients=not is_right)
         if not is_right:
             self.num_redone += 1
             self.num_taken_back += pending.has_stepped
@@ -237,32 +226,14 @@ _CHANGED_INPUTS = (
 )
 
 
-def _agreed_rollback(
-    name: str, optimizer: torch.optim.Optimizer, pipeline: Pipeline, options: dict[str, Any]
-) -> Rollback:
-    """This rank's Rollback. Raises ValueError on all ranks if one rank can't have one.
+def _check_agreed(pipeline: Pipeline, options: dict[str, Any]) -> None:
+    """Raise ValueError on all ranks if the steps of one rank can't have a gate.
 
     options: the options that all ranks must have alike, since each rank decides by them whether an update was
     right. Raises AgreementError on all ranks if they differ.
     """
-    made: Rollback | None = None
-    refusal = pipeline.gate_refusal
-    try:
-        made = _rollback(name, optimizer)
-    except ValueError as error:
-        refusal = str(error)
-    refusals, given = zip(*pipeline.place.gather((refusal, options)), strict=True)
+    refusals, given = zip(*pipeline.place.gather((pipeline.gate_refusal, options)), strict=True)
     for each in refusals:
         if each:
             raise ValueError(each)
     check_equal("options of post-validation", given)
-    assert made is not None  # or there is a refusal
-    return made
-
-
-def _rollback(name: str, optimizer: torch.optim.Optimizer) -> Rollback:
-    if name == "exact":
-        return ExactRollback(optimizer)
-    if name == "inverse":
-        return InverseRollback(optimizer)
-    raise ValueError(f"rollback={name!r}: write {' or '.join(ROLLBACKS)}")

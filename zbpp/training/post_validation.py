@@ -24,8 +24,7 @@ class PostValidation:
 
     clip_norm: gradients are clipped to this norm over all stages together; None: no clipping. An update whose
     gradients are not finite is skipped. masters, loss_scale: as in a loop without this class; this class
-    updates both. rollback: "exact" copies parameters and optimizer states, for every optimizer; "inverse"
-    computes the update backwards, for torch's AdamW and SGD, and is not exact.
+    updates both.
 
         validated = zbpp.PostValidation(pipeline, optimizer, clip_norm=1.0)
         for x, y in batches:
@@ -33,8 +32,8 @@ class PostValidation:
             scheduler.step()
         validated.settle()
 
-    With the exact rollback, losses and weights equal those of this loop to the last bit, if one leaves out
-    the 1e-6 that `clip_grad_norm_` adds to the norm before it divides:
+    Losses and weights equal those of this loop to the last bit, if one leaves out the 1e-6 that
+    `clip_grad_norm_` adds to the norm before it divides:
 
             optimizer.zero_grad()
             losses = pipeline.step(x, target=y)
@@ -44,9 +43,10 @@ class PostValidation:
             scheduler.step()
 
     Between two steps the last update may still be taken back: call `settle` before you read the weights, or
-    change them or the optimizer's states. The pipeline's own methods (evaluate, state_dict, close, ...)
-    settle first. norm: the norm of the last step whose norm is known; NaN before the first. Raises ValueError
-    on all ranks for an optimizer whose step can't be taken back. Collective.
+    change them, their gradients or the optimizer's states. The pipeline's own methods (evaluate, state_dict,
+    close, ...) settle first. Copied, and taken back, are the parameters and what the optimizer keeps in its
+    `state` and `param_groups`. norm: the norm of the last step whose norm is known; NaN before the first.
+    Collective.
     """
 
     def __init__(
@@ -57,7 +57,6 @@ class PostValidation:
         clip_norm: float | None = None,
         masters: MasterWeights | None = None,
         loss_scale: LossScale | None = None,
-        rollback: str = "exact",
     ) -> None:
         self.pipeline, self.norm = pipeline, math.nan
         self._num_steps: int | None = None  # of the pipeline, after the last step here
@@ -67,7 +66,7 @@ class PostValidation:
             clip_norm=clip_norm,
             masters=masters,
             loss_scale=loss_scale,
-            validation=Validation(after=0, rollback=rollback),
+            validation=Validation(after=0),
         )
 
     @property

@@ -56,7 +56,6 @@ class OptimizerConfig(Checked):
     validation: str = one_of("before", "after")
     # With validation=after: it begins after so many steps in a row that were not clipped. 0: always.
     validation_after: int = ranged(10)
-    rollback: str = one_of("exact", "inverse")  # how an update is taken back: by a copy, or computed
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -77,8 +77,6 @@ class TrainConfig(RunConfig):
             )
         if self.memory.gradient_release != "off":
             self._check_gradient_release()
-        if self.optimizer.validation == "after" and self.optimizer.rollback == "inverse":
-            self._check_inverse()
         if self.memory.offload != "none" and self.schedule.costs is None:
             raise ConfigError(
                 f"memory.offload={self.memory.offload} plans copies by measured times: run zbpp measure, and "
@@ -202,19 +200,6 @@ class TrainConfig(RunConfig):
             raise ConfigError(
                 f"{setting} with parallel.replicate={parallel.replicate}, parallel.shard={parallel.shard}: "
                 "gradients would have to be reduced in each microbatch; write memory.gradient_release=step"
-            )
-
-    def _check_inverse(self) -> None:
-        """Refuse options with which an update can't be computed backwards."""
-        if self.precision == "mixed_float16":
-            raise ConfigError(
-                "optimizer.rollback=inverse needs gradients without a loss scale, which precision="
-                "mixed_float16 divides out of them: write optimizer.rollback=exact"
-            )
-        if self.optimizer.kahan_sum:
-            raise ConfigError(
-                "optimizer.rollback=inverse is for torch's AdamW, and optimizer.kahan_sum=true takes another "
-                "one: write optimizer.rollback=exact"
             )
 
     @property
