@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 # data <- training: batches know no stage.
 # stage_api, seeding, streams, error_text, ranges and partition know nobody.
 _PLANS = {"schedule", "families", "planning"}
-_LEAVES = {"stage_api", "seeding", "rank_death", "streams", "error_text"}
+_LEAVES = {"stage_api", "seeding", "streams", "error_text"}
 _RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
@@ -32,17 +32,15 @@ MAY_IMPORT = {
     },
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
-    "zbpp/rank_death.py": set(),
     "zbpp/error_text.py": set(),
     "zbpp/streams.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges", "rank_death", "stop_ranks"} | _TRAINING,
+    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges"} | _TRAINING,
     "zbpp/fork_server.py": {"end_with_launcher"},
     "zbpp/end_with_launcher.py": set(),
     "zbpp/pass_signals.py": set(),
-    "zbpp/stop_ranks.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     "zbpp/elastic.py": {"builders", "config"} | _PLANS,
     "zbpp/app.py": {"builders", "config", "elastic", "job", "memory_failure", "results"} | _TRAINING,
@@ -71,7 +69,7 @@ MAY_IMPORT = {
     # The data path beside a small GPT that trains.
     "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
     # A cluster is checked with a GPT, under torchrun.
-    "zbpp/benchmark/cluster/": {"benchmark", "models", "end_with_launcher"} | _TRAINING,
+    "zbpp/benchmark/cluster/": {"benchmark", "models", "render", "end_with_launcher"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},

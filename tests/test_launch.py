@@ -541,8 +541,13 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
         ({1: (1.0, "refusal", "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
         ({0: (1.0, "broken pipe", ""), 1: (2.0, "bug", "lost its peer")}, {0: 1, 1: 1}, BrokenPipeError, ""),
         ({}, {0: 3, 1: -15}, Refusal, "^rank 0 left with exit status 3 before the run's end$"),
-        # A stopped rank runs again when the others end, and its alarm is long due.
-        ({0: (1.0, "lost", "rank 1 is behind: silent")}, {0: 1, 1: 1}, Refusal, "^rank 1 is behind: silent$"),
+        (
+            {0: (1.0, "lost", "its peer"), 1: (2.0, "bug", "Trace")},
+            {0: 1},
+            RankError,
+            "^rank 1 failed\nTrace$",
+        ),
+        ({0: (1.0, "lost", "its peer"), 1: (2.0, "lost", "too")}, {1: 1}, Refusal, "^its peer$"),
         ({}, {0: -15}, Refusal, "^ranks ended without a word; exit codes by rank: {0: -15}$"),
     ],
 )

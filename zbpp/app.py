@@ -6,7 +6,7 @@ No algorithm is in this file, and nothing here asks what a schedule is called.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +29,12 @@ from zbpp.elastic import adapted
 from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.memory_failure import MemoryFailure
 from zbpp.results import write_results
-from zbpp.runtime import Pipeline
+from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.first_start import of_first_start
 from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
-from zbpp.runtime.world import World, broadcast, world
+from zbpp.runtime.world import CommunicationError, World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
-from zbpp.training.leaving.deaths import Deaths
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers
 from zbpp.training.loss_scale import LossScale
@@ -49,6 +48,8 @@ from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.summary import Summary, Title, summarise
 from zbpp.training.trainer import Trainer
 from zbpp.training.update import Metrics
+
+_GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
 
 
 def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:
@@ -70,24 +71,24 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         _run_folder(config, home, rank, num_processes) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
-        memory.explained(),  # after Deaths has told the other ranks
-        Deaths(signals, config.parallel.timeout) as deaths,
+        memory.explained(),
+        _heard_of_last(signals),
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
         memory.prepares(job.timetable, here.device)
-        deaths.trainer = trainer = _trainer_of(config, job, mesh, here)
+        path = home / broadcast(config.run_dir)
+        recorder = FlightRecorder(path / "failure", ends_process=True)
+        trainer = _trainer_of(config, job, mesh, here, [recorder, memory])
         memory.doing = "between the steps"
         check_room(trainer, weights_on_host=config.memory.offload_weights)
-        path = home / broadcast(config.run_dir)
-        trainer.pipeline.leave_records_in(path / "failure", ends_process=True)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step, num_processes)
             folder.write("config.yaml", resolved_yaml)
             _print_facts(config, job, change)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
-        with Loggers(made) as loggers, _explained(trainer):
+        with Loggers(made) as loggers, _recorded(recorder):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
             lost = [] if folder is None else [LeaveLostFolder(folder)]
             trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
@@ -99,12 +100,22 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 
 
 @contextmanager
-def _explained(trainer: Trainer) -> Iterator[None]:
-    """Tell the other ranks of an error that ends this one, and note on it which rank the others wait for."""
+def _recorded(recorder: FlightRecorder) -> Iterator[None]:
+    """Leave this rank's record if an error ends the run, also between the pipeline's calls."""
     try:
         yield
     except Exception as error:
-        trainer.pipeline.explain(error)
+        recorder.fail(error)
+        raise
+
+
+@contextmanager
+def _heard_of_last(signals: LeaveOnSignal) -> Iterator[None]:
+    """A rank that waited in vain ends a moment later: the launcher is to hear first of the rank to blame."""
+    try:
+        yield
+    except CommunicationError:
+        signals.wait(_GRACE)
         raise
 
 
@@ -139,18 +150,25 @@ def _run_folder(config: TrainConfig, home: Path, rank: int, num_processes: int) 
         yield folder
 
 
-def _trainer_of(config: TrainConfig, job: Job, mesh: DeviceMesh | None, here: World) -> Trainer:
-    """Prepare the job's stages, and build the trainer over them. Collective."""
+def _trainer_of(
+    config: TrainConfig, job: Job, mesh: DeviceMesh | None, here: World, extras: Sequence[Extra]
+) -> Trainer:
+    """Prepare the job's stages, and build the trainer over them. Collective. extras: of the pipeline."""
     precision = PRECISIONS[config.precision]
     prepare_stages(config, job, here.device, precision, mesh)
     loss_fn = precision.widened(job.model.loss)
     with naming("model"):
-        pipeline = _build_pipeline(config, job, loss_fn, precision, mesh)
+        pipeline = _build_pipeline(config, job, loss_fn, precision, mesh, extras)
         return _build_trainer(config, job, loss_fn, precision, pipeline)
 
 
 def _build_pipeline(
-    config: TrainConfig, job: Job, loss_fn: Callable[..., Any], precision: Precision, mesh: DeviceMesh | None
+    config: TrainConfig,
+    job: Job,
+    loss_fn: Callable[..., Any],
+    precision: Precision,
+    mesh: DeviceMesh | None,
+    extras: Sequence[Extra],
 ) -> Pipeline:
     pipeline = build_pipeline(
         job.stages,
@@ -161,7 +179,7 @@ def _build_pipeline(
         precision,
         mesh,
         job.offload,
-        config.cuda_graphs,
+        [*([CudaGraphs()] if config.cuda_graphs else []), *extras],
     )
     with naming("finetune"):
         check_fine_tuned(pipeline, job.model)

@@ -22,9 +22,7 @@ from uuid import uuid4
 
 from zbpp import fork_server
 from zbpp.ranges import ConfigError
-from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
-from zbpp.stop_ranks import KILLED, killing_what_is_left
 
 _BEGUN = "begun"  # a file that exists when a rank has begun
 
@@ -106,7 +104,6 @@ def on_ranks(
     with (
         TemporaryDirectory(prefix="zbpp-") as folder,
         _without_torchs_log(),
-        killing_what_is_left(Path(folder)),
         _same_package(),
         passing_signals(Path(folder) / _BEGUN) if passes_signals else nullcontext() as passed,
     ):
@@ -176,15 +173,11 @@ def _run_rank(function: Callable[[Any], Any], argument: Any, folder: str) -> Any
         if isinstance(error, BrokenPipeError):
             kind = "broken pipe"
             discard_output()
-        elif isinstance(error, RankDeath):
-            kind, text = "death", str(error)
-        elif _is_of_communication(error) and not wants_traceback():
-            kind, text = "lost", "\n".join([*getattr(error, "__notes__", ()), str(error)])  # the cause first
+        elif is_of_communication(error) and not wants_traceback():
+            kind, text = "lost", with_notes(error)
         elif isinstance(error, refusals()) and not wants_traceback():
             kind, text = "refusal", with_notes(error)
         failure = {"time": time.time(), "kind": kind, "text": text}
-        if isinstance(error, RankDeath):
-            failure |= {"gone": error.gone, "rest": error.rest}
         try:
             _write_at_once(Path(folder), os.environ["RANK"], json.dumps(failure))
         except OSError as unwritten:  # a full disk: the launcher learns the exit status alone
@@ -198,7 +191,8 @@ def with_notes(error: Exception) -> str:
     return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
-def _is_of_communication(error: Exception) -> bool:
+def is_of_communication(error: Exception) -> bool:
+    """Whether a message did not come; the rank that raises this is not the one to blame."""
     from zbpp.runtime import CommunicationError
 
     return isinstance(error, CommunicationError)
@@ -223,47 +217,21 @@ def _first_error(folder: Path, failures: Mapping[int, Any], stopped_by: str | No
     written = {
         int(path.name): json.loads(path.read_text()) for path in folder.iterdir() if path.name.isdigit()
     }
-    for rank, failure in failures.items():  # a rank that its watch thread has ended
+    for rank, failure in failures.items():  # a rank that its watchdog has ended
         if rank not in written and isinstance(getattr(failure, "message", None), dict):
             text = failure.message["message"]
             written[rank] = {"time": failure.timestamp, "kind": "refusal", "text": text}
     for rank, failure in failures.items():
-        if failure.exitcode < 0 and not _is_ours(folder, rank, -failure.exitcode, written):
-            name = signal.Signals(-failure.exitcode).name
-            return Refusal(f"rank {rank} died of {name}{_seen_by_others(written, rank)}")
-    for rank, failure in failures.items():
-        if failure.exitcode > 0 and rank not in written and not _is_behind(written):
-            # os._exit in code of the user's
-            rest = _seen_by_others(written, rank)
-            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end{rest}")
+        if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
+            return Refusal(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
+        if failure.exitcode > 0 and rank not in written:  # os._exit in code of the user's
+            return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end")
     if not written:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")
-    # The others say that a rank is gone or silent; a rank that failed says why.
-    rank = min(written, key=lambda each: (written[each]["kind"] in ("death", "lost"), written[each]["time"]))
+    # The others say that a message did not come; a rank that failed says why.
+    rank = min(written, key=lambda each: (written[each]["kind"] == "lost", written[each]["time"]))
     kind, text = written[rank]["kind"], written[rank]["text"]
     if kind == "broken pipe":
         return BrokenPipeError()
     return RankError(f"rank {rank} failed\n{text}") if kind == "bug" else Refusal(text)
-
-
-def _is_ours(folder: Path, rank: int, number: int, written: Mapping[int, dict[str, Any]]) -> bool:
-    """Whether a signal ended a rank because another one had failed: SIGTERM by torch, SIGKILL by stop_ranks.
-
-    It did not if another rank has seen that this one was gone before.
-    """
-    if number == signal.SIGTERM:
-        return True
-    is_seen = any(rank in each.get("gone", ()) for each in written.values())
-    return number == signal.SIGKILL and (folder / KILLED).exists() and not is_seen
-
-
-def _is_behind(written: Mapping[int, dict[str, Any]]) -> bool:
-    """Whether a rank said that it waited in vain. Then a silent one was stopped, was woken, and has ended."""
-    return any(each["kind"] == "lost" and " is behind: " in each["text"] for each in written.values())
-
-
-def _seen_by_others(written: Mapping[int, dict[str, Any]], rank: int) -> str:
-    """What the first rank that noticed says after `rank 2 died`; "" if no rank did."""
-    said = [each for each in written.values() if rank in each.get("gone", ())]
-    return str(min(said, key=lambda each: each["time"])["rest"]) if said else ""

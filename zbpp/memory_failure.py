@@ -8,17 +8,22 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.config import TrainConfig
+from zbpp.runtime import Extra
 from zbpp.runtime.out_of_memory import is_out_of_memory, seconds_to_explain
 from zbpp.schedule import Timetable
 from zbpp.training.out_of_memory import failed_at, measured
 
 
-class MemoryFailure:
+class MemoryFailure(Extra):
     """Adds notes to out-of-memory errors. The error keeps its type; other errors stay as they are.
+
+    As an extra of the pipeline it does so while the links stand: the other ranks wait for the prediction.
 
     rank, num_processes: of the job. doing: what runs outside of the steps, for the text. timetable: None
     until it is known. device: this rank's.
     """
+
+    name = "memory_failure"
 
     def __init__(self, config: TrainConfig, rank: int, num_processes: int) -> None:
         self._config, self._rank, self._num_processes = config, rank, num_processes
@@ -38,11 +43,15 @@ class MemoryFailure:
         try:
             yield
         except Exception as error:
-            if is_out_of_memory(error) and error is not self._noted:
-                self._noted = error
-                for line in self._lines(failed_at(error)):
-                    error.add_note(line)
+            self.fail(error)
             raise
+
+    def fail(self, error: BaseException) -> None:
+        """Add what is known to an out-of-memory error, once."""
+        if is_out_of_memory(error) and error is not self._noted:
+            self._noted = error
+            for line in self._lines(failed_at(error)):
+                error.add_note(line)
 
     def _lines(self, at: str) -> Iterator[str]:
         yield measured(self._rank, self._num_processes, f"in {at}" if at else self.doing, self.device)

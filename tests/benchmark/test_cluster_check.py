@@ -28,6 +28,7 @@ from zbpp.benchmark.cluster.settings import BEGUN, PARTS, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.world import World
+from zbpp.schedule import to_csv
 
 SCRIPT = Path(__file__).parents[2] / "scripts/cluster_check.sh"
 CPU = torch.device("cpu")
@@ -80,7 +81,7 @@ def test_two_ranks_on_cpus_fill_the_table(tmp_path, capsys):
         timed = rows["speed", f"1f1b (1 stages per rank), {runtime}"]["numbers"]
         assert timed["makespan_ms"] > 0
         assert timed["predicted_makespan_ms"] > 0
-    assert "rank 0 named it after" in rows["hang", "rank 1 stops in F"]["found"]
+    assert "the first of 2 records was written after" in rows["hang", "rank 1 stops in F"]["found"]
     text = capsys.readouterr().out
     assert text == (tmp_path / "cluster.txt").read_text()
     assert text.splitlines()[-1] == f"{len(rows)} rows: none failed, 0 SLOW, 0 not run"
@@ -114,23 +115,37 @@ def test_a_row_during_which_the_processes_died_and_a_part_that_never_began_are_f
     assert text.splitlines()[-1].startswith("4 rows: 2 FAILED (links (start); schedules zb_v)")
 
 
+def stood_still(place, written):
+    """The record of rank 2, which is at `place`."""
+    return {
+        "process": 2, "rank": 2, "processes": [0, 1, 2], "num_processes": 3, "job": "j", "written": written,
+        "why": "", "gave_up": False, "call": "step 2", "last": [["call", "step 2", 1.0], [*place, 1.0]],
+        "stack": "", "timetable": to_csv(plan("zb_h1", 3, 6)),
+    }  # fmt: skip
+
+
+def gave_up(written):
+    """The record of rank 0, which awaits rank 2."""
+    found = stood_still(["at", "Recv g(0,0) from 2"], written)
+    return {**found, "process": 0, "rank": 0, "gave_up": True}
+
+
 @pytest.mark.parametrize(
-    ("said", "after", "outcome"),
+    ("records", "outcome"),
     [
-        ("CommunicationError: late rank 2 is behind: at 2F0", 31.0, OK),
-        ("CommunicationError: late rank 2 is behind: at 2F0", 99.0, FAILED),  # much later than the timeout
-        ("CommunicationError: late rank 1 is behind: at 1F0", 31.0, FAILED),
-        ("the step ended: nothing stopped", 1.0, FAILED),
-        (None, 0.0, FAILED),
+        ([gave_up(31.0), stood_still(["at", "2F0"], 31.5)], OK),
+        ([gave_up(99.0), stood_still(["at", "2F0"], 99.5)], FAILED),  # much later than the timeout
+        ([gave_up(31.0), stood_still(["at", "Recv x(2,0) from 1"], 31.5)], FAILED),  # rank 1 left no record
+        ([], FAILED),
     ],
 )
-def test_the_rank_that_stopped_has_to_be_named_in_time(tmp_path, said, after, outcome):
+def test_the_rank_that_stopped_has_to_be_named_in_time(tmp_path, records, outcome):
     folder = tmp_path / "hang"
     folder.mkdir()
     assert verdict(tmp_path) is None
     (folder / "begin.json").write_text(json.dumps({"victim": 2, "begin": 0.0, "timeout": 30.0}))
-    if said:
-        (folder / "said-0.json").write_text(json.dumps({"rank": 0, "after": after, "said": said}))
+    for each in records:
+        (folder / f"flight-rank-{each['process']}.json").write_text(json.dumps(each))
     found = verdict(tmp_path)
     assert (found.name, found.outcome) == ("rank 2 stops in F", outcome), found
 
@@ -402,7 +417,7 @@ def test_files_that_a_full_disk_has_cut_off_are_a_failure_in_the_table(tmp_path)
     assert verdict(tmp_path)[2:4] == (FAILED, "begin.json is cut off: is the disk full?")
     begin.write_text(json.dumps({"victim": 1, "begin": 0.0, "timeout": 4.0}))
     said.write_text('{"rank": 0, "af')
-    assert verdict(tmp_path)[2:4] == (FAILED, "nobody named it; no rank left a word: see hang.log")
+    assert verdict(tmp_path)[2:4] == (FAILED, "nothing names it; no rank left a word: see hang.log")
 
 
 def test_an_end_before_the_stopped_rank_was_named_is_no_failure(tmp_path):

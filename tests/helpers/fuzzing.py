@@ -46,16 +46,10 @@ def _metadata() -> bytes:
     return pickle.dumps(Metadata(data, {"a": ("a",)}, {MetadataIndex("a"): None}))
 
 
-def _standing(rank: int) -> dict[str, object]:
-    return {
-        "rank": rank, "call": "step", "number": 1, "instruction": "0F1", "told": 2.0, "since": 1.0,
-        "awaits": None, "actions": 1,
-    }  # fmt: skip
-
-
 _RECORD = {
-    "pipeline": "p", "standing": _standing(0), "others": [_standing(1)], "stack": ["x"],
-    "timetable": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
+    "process": 0, "rank": 0, "processes": [0, 1], "num_processes": 2, "job": "j", "written": 9.0, "why": "",
+    "gave_up": True, "call": "step 1", "last": [["call", "step 1", 7.0], ["at", "Recv g(0,0) from 1", 8.0]],
+    "stack": "x", "timetable": "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1",
 }  # fmt: skip
 _SUMMARY = {
     "schedule": "ZB-H1", "loss": 1.0, "rows_per_second": 3.0, "predicted_bubble_rate": 0.1, "num_ranks": 1,

@@ -1,49 +1,173 @@
-"""Which rank the others wait for: said by those that wait, with a record of each rank that runs."""
+"""Each rank's record of its last instructions, and the thread that looks whether the rank goes on."""
 
 import json
 import os
-import re
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.processes import run_ranks
+from helpers.processes import outcomes, run_ranks
 from zbpp import Pipeline, plan
 from zbpp.commands import hang
-from zbpp.runtime import CommunicationError
-from zbpp.runtime.flight_recorder import Standing, behind
+from zbpp.runtime import CommunicationError, FlightRecorder
+from zbpp.runtime.call import Call
+from zbpp.runtime.executor import BeginAgain
+from zbpp.runtime.failures import watchdog
+from zbpp.schedule import Action, Op
 
-M, SIZE, TIMEOUT = 4, 4, 8.0
+M, SIZE, TIMEOUT = 4, 4, 5.0
+F0, STEP = Action(0, Op.F, 0), Call((), None, {})
 
 
-def standing(rank, awaits=None, instruction="1F0", *, call="step", number=3, position=5, gave_up=False):
-    return Standing(rank, call, number, position, 2, 20, instruction, awaits, 0.0, 0.0, rank, "", gave_up)
+def rank_of(num_ranks=2, timeout=60.0):
+    """What a recorder asks of its rank."""
+    place = SimpleNamespace(broadcast=lambda key: key, groups={}, pipeline=None)
+    return SimpleNamespace(
+        rank=0, key="j", place=place, timetable=plan("zb_h1", num_ranks, M), timeout=timeout, num_steps=0
+    )
 
 
-@pytest.mark.parametrize(
-    ("standings", "expected"),
-    [
-        ([standing(0, 1), standing(1, 2), standing(2)], 2),
-        ([standing(0, 1), standing(1), standing(2, 1)], 1),
-        ([standing(0, 1), standing(1, 0)], None),
-        # At its end a call awaits whoever has done less.
-        ([standing(0, None, "", position=20), standing(1, 2), standing(2, number=2)], 2),
-        ([standing(0, 1), standing(1, None, "", call="", number=2)], 1),
-        ([standing(0, 1)], None),
-        # Between calls, in vain with others in a gather: for the rank that has not come to it.
-        ([standing(rank, None, "", call="", gave_up=rank != 2) for rank in range(4)], 2),
-        ([standing(0, None, "", call="", gave_up=True), standing(1, 2), standing(2, number=2)], 2),
-        ([standing(0, None, "", call="", gave_up=True), standing(1, 0)], None),
-    ],
-)
-def test_waits_are_followed_to_the_rank_that_waits_for_nobody(standings, expected):
-    found = behind({each.rank: each for each in standings}, 0)
-    assert (found and found.rank) == expected
+def recorder(folder, *, ends_process=False, **options):
+    made = FlightRecorder(folder, ends_process=ends_process)
+    made.attach(rank_of(**options))
+    return made
+
+
+def record_in(folder, rank=0):
+    return json.loads((folder / f"flight-rank-{rank}.json").read_text())
+
+
+def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_path):
+    flight, given = recorder(tmp_path), (torch.ones(1),)
+    run = flight.bind(F0, lambda message: (flight.newest[:2], message))
+    flight.begin(STEP)
+    assert run(given) == (("at", F0), given)
+    assert flight.newest[:2] == ("done", F0)
+    flight.end(STEP, None)
+    before = time.time()
+    flight.fail(ValueError("planted"))
+    record = record_in(tmp_path)
+    assert [each[:2] for each in record["last"][1:]] == [
+        ["call", "step 1"], ["at", "0F0"], ["done", "0F0"], ["outside", ""]
+    ]  # fmt: skip
+    assert all(before - 60 < moment <= record["written"] for *_, moment in record["last"])
+    assert (record["why"], record["gave_up"]) == ("ValueError: planted", False)
+
+
+def test_a_long_step_has_its_last_instructions_in_the_record(tmp_path):
+    flight = recorder(tmp_path)
+    flight.begin(STEP)
+    for microbatch in range(1000):
+        flight.bind(Action(0, Op.F, microbatch), lambda message: message)(())
+    flight.write()
+    record = record_in(tmp_path)
+    assert record["call"] == "step 1"
+    assert len(record["last"]) == 1024
+    assert record["last"][-1][:2] == ["done", "0F999"]
+    flight.close()
+
+
+def test_a_rank_for_which_nobody_waits_writes_nothing(tmp_path):
+    flight = recorder(tmp_path, num_ranks=1)
+    flight.fail(ValueError("planted"))
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_step_that_begins_again_has_not_failed(tmp_path):
+    flight = recorder(tmp_path)
+    flight.fail(BeginAgain())
+    assert not [*tmp_path.iterdir()]
+    flight.close()
+
+
+def test_an_error_about_a_message_says_where_the_user_finds_more(tmp_path):
+    flight, error = recorder(tmp_path), CommunicationError("timed out")
+    flight.begin(STEP)
+    flight.fail(error)
+    flight.fail(ValueError("a second one"))
+    assert record_in(tmp_path)["gave_up"]
+    assert error.__notes__ == [f"in step 1: `zbpp hang {tmp_path}` shows which rank the others waited for"]
+
+
+def wait_until(condition):
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def test_a_rank_that_is_busy_between_calls_has_a_record_until_it_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(watchdog, "_INTERVAL", 0.01)
+    monkeypatch.setattr(watchdog, "_GRACE", 0.0)
+    flight, path = recorder(tmp_path, timeout=0.1), tmp_path / "flight-rank-0.json"
+    wait_until(lambda: path.exists() and path.read_text().endswith("}"))
+    assert "most recent call first" in record_in(tmp_path)["stack"]
+    for _ in range(3):
+        flight.begin(STEP)
+        time.sleep(0.01)
+    wait_until(lambda: not path.exists())
+    flight.close()
+
+
+def loop(folder, condition, ends_process):
+    """Runs in a process of its own: an instruction that lasts while `condition()` is true."""
+    flight = recorder(folder, timeout=0.3, ends_process=ends_process)
+    flight.begin(STEP)
+
+    def endless_loop(message):
+        while condition():
+            pass
+
+    flight.bind(F0, endless_loop)(())
+    print("it came back")
+
+
+def run_loop(folder, condition, ends_process=True):
+    code = f"""
+import sys; sys.path[:0] = {sys.path!r}
+from pathlib import Path
+from runtime_test import loop
+loop(Path({str(folder)!r}), lambda: {condition}, {ends_process})
+"""
+    (folder / "runtime_test.py").symlink_to(__file__)
+    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_a_process_that_does_not_come_back_from_an_instruction_is_ended_with_its_stack(tmp_path):
+    done = run_loop(tmp_path, "True")
+    assert done.returncode == 1
+    said = "rank 0 did not come back from its own code: it is at 0F0 of step 1 for "
+    assert done.stderr.startswith(f"error: {said}")
+    assert "in endless_loop" in done.stderr
+    record = record_in(tmp_path)
+    assert record["last"][-1][:2] == ["at", "0F0"]
+    assert "in endless_loop" in record["stack"]
+    assert said in (tmp_path / "error.json").read_text()
+
+
+def test_code_that_holds_pythons_lock_is_ended_with_its_stack(tmp_path):
+    done = run_loop(tmp_path, "sum(range(10**15))")
+    assert done.returncode == 1
+    assert "in endless_loop" in done.stderr
+    assert "Timeout" in done.stderr
+
+
+def test_a_process_that_is_not_to_be_ended_goes_on(tmp_path):
+    done = run_loop(tmp_path, f"not list(Path({str(tmp_path)!r}).glob('flight*'))", ends_process=False)
+    assert (done.returncode, done.stdout) == (0, "it came back\n"), done.stderr
+
+
+# ---------------------------------------------------------------- three ranks
 
 
 class Stalls(nn.Linear):
@@ -53,14 +177,9 @@ class Stalls(nn.Linear):
 
     def forward(self, x):
         stall, self.stall = self.stall, None
-        if stall is not None and torch.is_grad_enabled():
+        if stall is not None:
             stall()
         return super().forward(x)
-
-
-def stopped():
-    time.sleep(2)  # it tells where it is once a second
-    os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def fails():
@@ -68,93 +187,91 @@ def fails():
 
 
 def endless_loop(folder):
-    while not (folder / "flight-rank-1.json").exists():
+    while len([*folder.glob("flight-rank-*.json")]) < 3:
         time.sleep(0.01)
 
 
-def steps(rank, stall, folder):
+def lose_a_message():
+    """The next message that this rank sends never arrives."""
+    from zbpp.runtime.p2p import Outbox
+
+    start = Outbox._start
+
+    class Sent:
+        def wait(self):
+            """It seems to have been received."""
+
+    def lost(self, tensor):
+        Outbox._start = start
+        self._num_sent += 1
+        return Sent(), tensor
+
+    Outbox._start = lost
+
+
+def steps(rank, stall, folder, timeout):
     """What this rank says of a pipeline whose stage 1 stalls in its second step."""
-    stage = Stalls(SIZE, SIZE)
-    with Pipeline({rank: stage}, plan("zb_h1", 3, M), F.mse_loss, timeout=TIMEOUT) as pipeline:
-        pipeline.leave_records_in(folder)
+    stage, extras = Stalls(SIZE, SIZE), [FlightRecorder(folder)]
+    timetable = plan("zb_h1", 3, M)
+    with Pipeline({rank: stage}, timetable, F.mse_loss, timeout=timeout, extras=extras) as pipeline:
         batch = torch.randn(M, SIZE)
         pipeline.step(batch, target=batch)
         if rank == 1:
             stage.stall = stall
         try:
             pipeline.step(batch, target=batch)
-        except CommunicationError as error:
-            return " ".join(getattr(error, "__notes__", []))
-        except ValueError as error:
-            return str(error)
-    return "no error"
+        except (CommunicationError, ValueError) as error:
+            return [str(error), *getattr(error, "__notes__", [])]
+    return ["no error"]
 
 
-def two_stalls(rank, folder):
-    pid = folder / "pid"
-    if rank == 1:
-        pid.write_text(str(os.getpid()))
-    said = [steps(rank, stopped, folder / "stopped")]
-    if rank == 0:
-        os.kill(int(pid.read_text()), signal.SIGCONT)
-    said.append(steps(rank, lambda: endless_loop(folder / "loop"), folder / "loop"))
-    said.append(steps(rank, fails, folder / "failed"))
-    return said
+def three_stalls(rank, folder):
+    return [
+        steps(rank, fails, folder / "failed", 60.0),
+        steps(rank, lambda: endless_loop(folder / "loop"), folder / "loop", TIMEOUT),
+        steps(rank, lose_a_message, folder / "lost", TIMEOUT),
+    ]
+
+
+def shown(folder, capsys):
+    assert hang.main([str(folder)]) == 0
+    return capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_stopped_rank_and_one_in_an_endless_loop_are_named_with_what_they_did(
+def test_the_rank_that_the_others_waited_for_is_found_from_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    *stalls, failed = zip(*run_ranks(two_stalls, 3, tmp_path), strict=True)
-    assert "planted" in failed[1]
-    for each in failed[::2]:
-        assert each.partition("\n")[0] == "rank 1 failed: ValueError: planted"
-    for number, said in enumerate(stalls):
-        for rank in (0, 2):
-            assert said[rank].startswith("rank 1 is behind: "), said
-            place, how = said[rank].splitlines()
-            assert re.search(r"at 1F0 for \d+\.\d s, instruction 2 of \d+ of step 2$", place)
-            assert f"`zbpp hang {tmp_path}" in how
-        is_stopped = (
-            re.search(r"silent for \d+\.\d s \(its process is stopped", said[0] + said[2]) is not None
-        )
-        assert is_stopped == (number == 0), said
-    for stale in ("stopped", "failed"):  # an earlier failure of more ranks left these in the same folder
-        record = tmp_path / stale / "flight-rank-1.json"
-        left = json.loads(record.read_text())
-        left["standing"]["told"] = 0
-        (tmp_path / "loop" / f"flight-rank-{7 + len(stale)}.json").write_text(json.dumps(left))
-    assert hang.main([str(tmp_path / "loop")]) == 0
-    said, headline, _, shown = capsys.readouterr().out.split("\n", 3)
-    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d  rank 1 is behind: at 1F0 .*", headline)
-    assert said == "left out: 2 records of another replica or an earlier failure"
-    table = [line.split() for line in shown.splitlines()]
-    assert [row[0] for row in table[:4]] == ["rank", "0", "1", "2"]
-    assert table[2][1:4] == ["step", "2", "1F0"]
-    assert "x(2,0) from 1" in " ".join(table[3])
-    assert "rank 1  [1F0] 1F1 " in shown
-    assert "in endless_loop" in shown.partition("rank 1, which awaited no other rank, was here:")[2]
-    assert hang.main([str(tmp_path / "stopped")]) == 0
-    assert "\nrank 1: its process was stopped (SIGSTOP, Ctrl-Z) at 1F0 of step 2" in capsys.readouterr().out
-    assert hang.main([str(tmp_path / "failed")]) == 0
-    shown = capsys.readouterr().out
-    assert "  rank 1 failed: ValueError: planted" in shown.partition("\n")[0]
-    shown = shown.partition("\nrank 1 failed here:\n")[2]
-    assert 'raise ValueError("planted")' in shown
-    assert "\nValueError: planted\n" in shown
-    assert shown.endswith("in 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1\n")
-    assert "watch.py" not in shown
-    assert "failure_record.py" not in shown
-    records = [json.loads((tmp_path / f"loop/flight-rank-{rank}.json").read_text()) for rank in range(3)]
-    assert "endless_loop" in "".join(records[1]["stack"])
-    assert [each["standing"]["call"] for each in records] == ["step"] * 3
-    program = [text for number, _, text, _ in records[1]["last"] if number == 1]
-    assert len(program) == len(set(program)) > 3 * M
-    assert [text for number, _, text, _ in records[1]["last"] if number == 2] == ["Recv x(1,0) from 0", "1F0"]
+    told = run_ranks(three_stalls, 3, tmp_path)
+    assert told[1][0][0] == "planted"
+    for rank in (0, 2):
+        for said, name in zip(told[rank], ("failed", "loop", "lost"), strict=True):
+            assert f"rank {rank}, instruction " in said[0]
+            hint = f"in step 2: `zbpp hang {tmp_path / name}` shows which rank the others waited for"
+            assert said[-1] == hint
+    headline, *lines = shown(tmp_path / "failed", capsys).splitlines()
+    assert headline.endswith("  rank 1 failed: ValueError: planted")
+    assert lines[-1].endswith("in 1F0 (F, the forward, of stage 1, microbatch 0) on rank 1")
+    headline, *lines = shown(tmp_path / "loop", capsys).splitlines()
+    assert "rank 1 is behind: at 1F0 of step 2 for " in headline
+    assert headline.endswith(("rank 0 awaited rank 1", "rank 2 awaited rank 1"))
+    (row,) = [line.split() for line in lines if line.startswith("1 ")]
+    assert row[1:5] == ["at", "1F0", "of", "step"]
+    assert "rank 1  [1F0] 1F1 " in "\n".join(lines)
+    assert "in endless_loop" in "\n".join(lines).partition("rank 1 was here:")[2]
+    headline = shown(tmp_path / "lost", capsys).splitlines()[0]
+    assert "no rank is behind: the ranks await each other, a message is lost: rank " in headline
 
 
-def test_a_silent_rank_is_behind_whatever_it_awaited_when_it_spoke_last():
-    stopped, waiting = standing(1, awaits=0)._replace(told=1.0), standing(0, awaits=1)._replace(told=9.0)
-    assert behind({0: waiting, 1: stopped}, 0) is stopped
-    assert behind({0: waiting, 1: stopped._replace(told=8.5)}, 0) is None  # they await each other
+def one_is_gone(rank, folder, how):
+    return steps(rank, lambda: os.kill(os.getpid(), how), folder, TIMEOUT)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_rank_without_a_record_is_the_one_that_was_killed_or_stopped(tmp_path, capsys, how):
+    (_, first), _, (_, last) = outcomes(one_is_gone, 3, tmp_path, how, timeout=15)
+    assert "(Recv " in first[0] + last[0]
+    assert " left no record (its process was killed or stopped" in shown(tmp_path, capsys).splitlines()[0]
+    assert "rank 1 left no record" in shown(tmp_path, capsys)
+    assert not (tmp_path / "flight-rank-1.json").exists()

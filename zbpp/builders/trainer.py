@@ -11,9 +11,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
-from zbpp.runtime import ActivationOffload, Pipeline
+from zbpp.runtime import ActivationOffload, Extra, Pipeline
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
@@ -33,7 +32,7 @@ def build_pipeline(
     precision: Precision,
     mesh: DeviceMesh | None,
     offload: ActivationOffload | None = None,
-    cuda_graphs: bool = False,
+    extras: Sequence[Extra] = (),
 ) -> Pipeline:
     """This rank's part of the pipeline. Collective.
 
@@ -52,7 +51,7 @@ def build_pipeline(
         seed=seed,
         timeout=parallel.timeout,
         dynamic_shapes=parallel.dynamic_shapes,
-        extras=[*([CudaGraphs()] if cuda_graphs else []), *([] if offload is None else [offload])],
+        extras=[*([] if offload is None else [offload]), *extras],
     )
 
 

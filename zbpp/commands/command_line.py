@@ -16,9 +16,16 @@ from pathlib import Path
 from zbpp.commands.shadowed import check_no_library_is_hidden
 from zbpp.config import Composed, Trust, add_current_folder, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
-from zbpp.launch import RankError, Refusal, discard_output, refusals, wants_traceback, with_notes
+from zbpp.launch import (
+    RankError,
+    Refusal,
+    discard_output,
+    is_of_communication,
+    refusals,
+    wants_traceback,
+    with_notes,
+)
 from zbpp.planning import canonical_name
-from zbpp.rank_death import RankDeath
 from zbpp.schedule import PlanError
 
 GRACE = 3.0  # s in which the rank that caused a failure can end the job first
@@ -70,13 +77,12 @@ def _ended_in_order() -> Iterator[None]:
             raise
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
-    except RankDeath as death:
-        _end_with(str(death), is_settled=True, is_shown=not death.is_told)
     except Exception as error:
         mistake = composition_error(error) or error
-        if wants_traceback() or not isinstance(mistake, (RankError, *refusals())):
+        is_lost = is_of_communication(mistake)
+        if wants_traceback() or not (is_lost or isinstance(mistake, (RankError, *refusals()))):
             raise
-        _end_with(with_notes(mistake))
+        _end_with(with_notes(mistake), is_of_all=not is_lost)
 
 
 # ---------------------------------------------------------------- arguments
@@ -264,14 +270,14 @@ def _config_dirs(given: Sequence[str]) -> Iterator[str]:
 # ---------------------------------------------------------------- mistakes
 
 
-def _end_with(mistake: str, *, is_settled: bool = False, is_shown: bool = True) -> None:
+def _end_with(mistake: str, *, is_of_all: bool) -> None:
     """Print the mistake, once for all ranks, and end the process.
 
     torchrun prints a traceback of its own, about 35 lines, that includes the text which rank 0 leaves in its
-    error file. The other ranks wait for GRACE seconds: if rank 0 refuses, too, torchrun ends them in that
-    time, in silence; else each prints its own line. is_settled: ranks have agreed which one prints.
+    error file. is_of_all: rank 0 may make the same mistake: the other ranks wait for GRACE seconds. If rank 0
+    refuses, too, torchrun ends them in that time, in silence; else each prints its own line.
     """
-    if os.environ.get("RANK", "0") != "0" and not is_settled:
+    if os.environ.get("RANK", "0") != "0" and is_of_all:
         # torchrun sends SIGTERM once rank 0 has ended.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(GRACE)
@@ -279,4 +285,4 @@ def _end_with(mistake: str, *, is_settled: bool = False, is_shown: bool = True) 
         message = {"message": f"error: {mistake}", "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message}, file)
-    sys.exit(f"error: {mistake}" if is_shown else 1)
+    sys.exit(f"error: {mistake}")

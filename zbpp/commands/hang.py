@@ -1,12 +1,11 @@
-"""Show where each rank stood when a call failed or waited in vain, from the records in a run's folder.
+"""Show which rank the others waited for when a job failed, from the records in a run's folder.
 
     zbpp hang runs/mine
 
-When a call of a job of several ranks fails, each rank that can still write leaves a record in
-RUN_DIR/failure: its last instructions, where it stood, and where it last knew the other ranks to be. The
-table shows for each rank its instruction, how long the rank had been there, and the rank that it waited for.
-A rank that could not write, because it was stopped or dead, is shown where the other ranks last knew it. The
-plan around each rank's place follows.
+A rank that fails, waits in vain, or stands still for parallel.timeout leaves a record in RUN_DIR/failure: its
+last instructions with their times, and its stack. The first line says which rank is to blame; a rank that
+left no record was killed or stopped. The table shows for each rank its instruction, for how long the rank had
+been there, and the rank that it waited for. The plan around each rank's place follows.
 """
 
 from __future__ import annotations
@@ -41,17 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from zbpp.render import render_hang
 
     try:
-        text = render_hang(_of_one_pipeline([json.loads(path.read_text()) for path in found]))
+        text = render_hang(_of_one_job([json.loads(path.read_text()) for path in found]))
         print("\n".join(map(printable, text.splitlines())))  # a terminal would obey control characters
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError, PlanError) as error:
         parser.exit(1, f"error: {found[0].parent} holds files that are no records: {error}\n")
     return 0
 
 
-def _of_one_pipeline(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """The records of the pipeline that wrote last, by rank: not those of replicas and earlier failures."""
-    last = max(records, key=lambda record: record["standing"]["told"])["pipeline"]
-    kept = [record for record in records if record["pipeline"] == last]
+def _of_one_job(records: list[dict[str, Any]]) -> dict[int, dict[str, Any]]:
+    """The records of the start that wrote last, not of earlier ones, by the rank's number in the job."""
+    last = max(records, key=lambda record: float(record["written"]))["job"]
+    kept = [record for record in records if record["job"] == last]
     if len(kept) < len(records):
-        print(f"left out: {len(records) - len(kept)} records of another replica or an earlier failure")
-    return {record["standing"]["rank"]: record for record in kept}
+        print(f"left out: {len(records) - len(kept)} records of an earlier start")
+    return {int(record["process"]): record for record in kept}

@@ -46,9 +46,7 @@ What they use:
     replicas      are all copies of each weight, buffer and optimizer state equal?
     world         joining the job; gather, broadcast, agreement between ranks
     groups        process groups: one for each link, and for each kind of reduction
-    watch         a thread that tells the other ranks where this one stands (flight_recorder), and asks where
-                  they do (other_ranks). After a failure: WHICH RANK IS TO BLAME (blame), the file that
-                  `zbpp hang` reads (failure_record), the end of a process that hangs (end_process)
+    failures      FlightRecorder: the file that a rank leaves when it fails or hangs, for `zbpp hang`
 
 Beside the step:
 
@@ -67,6 +65,7 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or 
 from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.extra import Extra
+from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
@@ -87,6 +86,7 @@ __all__ = [
     "CudaGraphs",
     "DeviceError",
     "Extra",
+    "FlightRecorder",
     "NonFinite",
     "Pipeline",
     "Recorder",

@@ -22,7 +22,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 
 from torch import Tensor, nn
 
@@ -39,7 +38,6 @@ from zbpp.runtime.rank_parts import RankParts
 from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import Buffers, GradientsBefore, InPlaceChanges
 from zbpp.runtime.world import CommunicationError
-from zbpp.schedule import to_csv
 
 _HALF_UPDATED = "since gradients are released, some of its weights and optimizer states have been updated"
 _RELOAD = "load weights and optimizer states of an earlier step on every rank"
@@ -101,11 +99,11 @@ class Engine:
     @property
     def num_steps(self) -> int:
         """See Pipeline."""
-        return self._parts.flight.num_steps
+        return self._parts.num_steps
 
     @num_steps.setter
     def num_steps(self, number: int) -> None:
-        self._parts.flight.num_steps = number
+        self._parts.num_steps = number
 
     @property
     def gate_refusal(self) -> str:
@@ -174,28 +172,9 @@ class Engine:
             self._parts.rebind()
             extra.close()
 
-    def leave_records_in(self, folder: Path, timeout: float | None) -> None:
-        """See Pipeline. timeout: of a wait, if the process is to be ended when another rank has failed."""
-        if self._parts.watch is not None:
-            title = {"pipeline": self._parts.key, "timetable": to_csv(self._timetable)}
-            self._parts.watch.leave_records_in(folder, title)
-            if timeout is not None:
-                self._parts.watch.end_process(timeout)
-
-    def explain(self, error: BaseException) -> None:
-        """Tell the other ranks that this one has failed; note on the error which rank is behind."""
-        watch = self._parts.watch
-        if watch is None or watch.has_failed or self.over:
-            return
-        is_own = not isinstance(error, CommunicationError)
-        is_broken = isinstance(error, CommunicationError) and not error.is_late
-        said = watch.failed(error, error_text(error) if is_own else "", is_broken=is_broken)
-        if said and not is_own:
-            error.add_note(said)
-
-    def seen(self) -> dict[int, str]:
-        """See Pipeline."""
-        return {} if self._parts.watch is None else self._parts.watch.seen()
+    def fail(self, error: BaseException) -> None:
+        """Tell the extras of an error that was raised between calls and ends the pipeline."""
+        self._parts.extras.fail(error)
 
     def receive_buffers(self) -> list[Tensor]:
         """The pool of `step`."""
@@ -212,7 +191,6 @@ class Engine:
         """Run the program `name`. kind: what ranks compare, if not the name."""
         self._check_not_over()
         self._before, executor, call = None, self._executors[name], call._replace(kind=name)
-        self._parts.flight.enter(name)
         try:
             cutter = self._begin(call, seeds, 1 if name == "predict" else self._timetable.num_microbatches)
             if self._order_of_ranks is not None:
@@ -243,7 +221,6 @@ class Engine:
             self._fail(error, self._before)
             raise
         finally:
-            self._parts.flight.leave()
             self._before, self._inputs = None, InPlaceChanges(())
             if self._weights_on_host is not None:
                 self._weights_on_host.end()
@@ -302,7 +279,6 @@ class Engine:
 
     def _fail(self, error: BaseException, before: GradientsBefore | None) -> None:
         """Drop the microbatches of a failed call. A pipeline of several ranks or replicas ends here."""
-        self.explain(error)
         self._parts.abandon()
         self._parts.extras.fail(error)
         left = "" if before is None else before.restore()

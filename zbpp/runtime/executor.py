@@ -11,14 +11,12 @@ empties the links, and the program can be run from its beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from time import monotonic
 
 import torch
 
 from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
 from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.extra import Extras
-from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.layout import Message
 from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
@@ -37,8 +35,8 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
-    gate; returns its place. flight: where to note when each instruction
-    begins. extras: of the pipeline; None: none. call: which program it is, see Extra.rewrite.
+    gate; returns its place. extras: of the pipeline; None: none. call: which program it is, see
+    Extra.rewrite.
     """
 
     def __init__(
@@ -52,12 +50,10 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         gate: Callable[[], Gate] | None = None,
-        flight: FlightRecorder | None = None,
         extras: Extras | None = None,
         call: str = "step",
     ) -> None:
         extras = Extras() if extras is None else extras
-        self._flight = FlightRecorder(program.rank) if flight is None else flight
         self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
         self._inboxes = make_inboxes(program, links, self._pool, dynamic_shapes=dynamic_shapes)
         self._outboxes = make_outboxes(program, links, device, dynamic_shapes=dynamic_shapes)
@@ -111,20 +107,18 @@ class Executor:
         and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
         resolution = self._plain if is_valid is None else self._with_gate(is_valid)
-        note, clock = self._flight.begin(resolution.instructions), monotonic
         slots = [_NO_MESSAGE] * (FIRST_SLOT + len(self._resolver.slots))
         position = 0
         try:
             for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for explain
                 # The slot is emptied, so that a message's memory is free as soon as no stage needs it.
                 message, slots[takes] = slots[takes], _NO_MESSAGE
-                note(clock())
                 slots[gives] = function(message)
         except BeginAgain:
             raise
         except Exception as error:
             at_gate, rank = position == resolution.gate, self._program.rank
-            explain(error, resolution.instructions, position, rank, self._flight.process, at_gate=at_gate)
+            explain(error, resolution.instructions, position, rank, at_gate=at_gate)
             raise
         finally:
             self._is_valid = _is_always_valid

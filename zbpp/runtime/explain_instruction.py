@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import Action, Op, Send
@@ -23,18 +25,17 @@ def explain(
     instructions: Sequence[Instruction | None],
     position: int,
     rank: int,
-    process: int,
     *,
     at_gate: bool,
 ) -> None:
     """Note the action on its error; raise another error for a message that failed, or that may not be sent.
 
     instructions: of the pass; None for what is no instruction. position: of the one that failed. rank: in the
-    pipeline; process: the rank's number in the job. Errors of reductions say more themselves.
+    pipeline. Errors of reductions say more themselves.
     """
     instruction = instructions[position]
     if isinstance(instruction, Action):
-        error.add_note(_where(instruction, rank, process))
+        error.add_note(_where(instruction, rank))
         return
     if isinstance(instruction, Transport):
         error.add_note(f"in {instruction} on rank {rank}")
@@ -54,8 +55,9 @@ def explain(
         raise ValueError(f"{message}: {error}") from None
 
 
-def _where(action: Action, rank: int, process: int) -> str:
+def _where(action: Action, rank: int) -> str:
     """`in 1B3 (B, the backward, of stage 1, microbatch 3) on rank 1`."""
     part = f"{_PARTS[action.op]}, of stage {action.stage}, microbatch {action.microbatch}"
+    process = dist.get_rank() if dist.is_initialized() else rank
     of_job = "" if process == rank else f" of its pipeline, rank {process} of the job"
     return f"in {action} ({part}) on rank {rank}{of_job}"

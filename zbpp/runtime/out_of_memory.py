@@ -16,11 +16,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _OF_CPU in str(error)
 
 
-def tells_of_memory(text: str) -> bool:
-    """Whether the text `OutOfMemoryError: ...` of an error is that of one about memory."""
-    return any(word in text for word in ("OutOfMemoryError", "MemoryError", _OF_CPU))
-
-
 def seconds_to_explain(timeout: float) -> float:
     """How long a rank that is out of memory may take to say what would fit; the other ranks wait for it.
 

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -123,8 +122,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         self.seed, self.loss_scale, self._extras = seed, 1.0, tuple(extras)
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
-        self._records: Path | None = None
-        self._ends_process = False
         self._take_place(given)
         check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
@@ -170,7 +167,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
             place,
             group=None if self._made_group is not None else self.group,
             key=agreed.key,
-            key_of_all=key_of_all,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
         )
@@ -275,15 +271,6 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
             extras=self._extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
-        if self._records is not None:
-            following.leave_records_in(self._records, ends_process=self._ends_process)
         if self._release_arguments:
             following.release_gradients(**self._release_arguments)
         return following
-
-    def seen(self) -> dict[int, str]:
-        """After a failed call: where each rank was seen last, by its number in the job."""
-        numbers = (
-            dist.get_process_group_ranks(self.group or dist.group.WORLD) if dist.is_initialized() else []
-        )
-        return {numbers[rank]: place for rank, place in self._engine.seen().items()}

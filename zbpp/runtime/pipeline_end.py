@@ -56,7 +56,7 @@ class PipelineEnd:
             if self.timetable.num_ranks > 1:
                 gather(None, self.group)
         except Exception as error:
-            self._engine.explain(error)
+            self._engine.fail(error)
             raise
         finally:
             self._end("the pipeline was closed")
@@ -70,7 +70,7 @@ class PipelineEnd:
         if error is None:
             self.close()
         elif not self._engine.over:  # other ranks may wait for a message of this one
-            self._engine.explain(error)
+            self._engine.fail(error)
             self._end(f"an error ended the pipeline ({error_text(error)})")
         else:
             self._close_made_group()

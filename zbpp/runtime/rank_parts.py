@@ -12,12 +12,10 @@ from zbpp.autograd import WeightGrads
 from zbpp.runtime.call_order import CallOrder, neighbours_of
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras
-from zbpp.runtime.flight_recorder import FlightRecorder
 from zbpp.runtime.groups import close_groups, job_store, link_groups
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.watch import Watch
 from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Op, Programs, Timetable, lower
 
@@ -37,14 +35,11 @@ METHODS: dict[str, dict[Op, StageMethod]] = {
 class RankParts:
     """The parts of one rank; they are made once.
 
-    key: the prefix of this pipeline's names in the job's store; key_of_all: that of all pipelines of its
-    mesh, whose processes wait for each other. The other arguments are Pipeline's.
+    key: the prefix of this pipeline's names in the job's store. The other arguments are Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. executors: of the calls "step",
     "evaluate" and "predict". order_of_ranks: checks that all ranks make the same calls; None where no rank is
-    linked to another. flight: where this rank stands; watch: tells it to the processes that wait for this
-    one, None where there are none.
-    weights_on_host: None where no weights are there.
+    linked to another. num_steps: see Pipeline. weights_on_host: None where no weights are there.
     extras: of the pipeline; after a change call `rebind`.
     """
 
@@ -59,20 +54,17 @@ class RankParts:
         *,
         group: dist.ProcessGroup | None,
         key: str,
-        key_of_all: str,
         timeout: float,
         dynamic_shapes: bool,
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
-        self.device, self.place = device, place
+        self.device, self.place, self.num_steps = device, place, 0
         self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         self.weights_on_host = offloaded_weights(stages.values())
         self.workers = self._workers(stages, loss_fn, device)
         programs = self._programs()
         pairs = programs["step"].links
-        self.flight = FlightRecorder(rank, dist.get_rank() if dist.is_initialized() else 0, key)
-        self.watch: Watch | None = None
         self.order_of_ranks: CallOrder | None = None
         self._links: dict[tuple[int, int], dist.ProcessGroup] = {}
         if pairs:
@@ -80,8 +72,6 @@ class RankParts:
                 job_store(key), rank, neighbours_of(rank, pairs, timetable), device
             )
             self._links = link_groups(group, pairs, timeout, device)
-        if pairs or place.groups:
-            self.watch = Watch(self.flight, job_store(f"{key_of_all}/watch"))
         self.dynamic_shapes = dynamic_shapes
         self.executors = {
             name: self.executor(name, program, METHODS[name]) for name, program in programs.items()
@@ -99,7 +89,6 @@ class RankParts:
             self.device,
             dynamic_shapes=self.dynamic_shapes,
             gate=lambda: lower(timetable).gate(rank),
-            flight=self.flight,
             extras=self.extras,
             call=name,
         )
@@ -141,8 +130,6 @@ class RankParts:
     def close(self) -> None:
         """Close links, reductions and extras for good."""
         self.extras.close()
-        if self.watch is not None:
-            self.watch.close()
         for executor in self.executors.values():
             executor.close()
         close_groups(self._links.values())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
 import subprocess
 import time
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
@@ -15,9 +17,11 @@ from typing import Any
 from faults.job import ROOT, Job, curve_of, lines_of
 from faults.kinds import KINDS, Injected, Kind, small_disk
 from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.commands import hang
 
 STEPS, EVERY = 40, 4  # steps of a run, and between its checkpoints
 GRACE = 5.0  # s beside the timeout in which a fault must be noticed
+OF_TORCHELASTIC = 30.0  # s more, where a rank ends by SIGKILL only: torchelastic sends SIGTERM before
 NUM_MICROBATCHES = 4
 
 
@@ -139,12 +143,21 @@ def _run(row: Row, kind: Kind, setting: Setting, whole: list[tuple[Any, ...]], f
     finally:
         job.kill()
     row.lost = 0 if kind.ends == "goes on" else _lost(row, folder / "run")
-    text = job.text()
+    text = job.text() + said_by_hang(folder / "run")
     if not restarts and kind.ends != "goes on":
         text += _start_again(row, kind, setting, folder, rng)
     words = [word.replace("{last}", str(setting.num_ranks - 1)) for word in kind.words]
     row.problems += [f"it does not say {word!r}" for word in words if not re.search(word, text)]
     _compare(row, kind, whole, folder / "run", step)
+
+
+def said_by_hang(run: Path) -> str:
+    """What `zbpp hang` prints of the records that the ranks left; nothing without records."""
+    if not (run / "failure").is_dir():
+        return ""
+    with redirect_stdout(io.StringIO()) as said:
+        hang.main([str(run)])
+    return said.getvalue()
 
 
 def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
@@ -160,7 +173,7 @@ def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, A
 
 def _ends(row: Row, kind: Kind, setting: Setting, job: Job, injected: Injected) -> None:
     """The job must end, whole, in time."""
-    limit = setting.timeout + GRACE
+    limit = setting.timeout + GRACE + OF_TORCHELASTIC * kind.needs_sigkill
     gone = job.wait(limit + 40)
     if gone is None:
         row.problems.append(f"processes left after {limit + 40:.0f} s: {len(job.alive())}")

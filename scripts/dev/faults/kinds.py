@@ -38,8 +38,9 @@ class Kind:
     inject: puts it into a running job. misbehave: what the job's own code does instead, see misbehave.py.
     words: regular expressions that the job's output must match. before_next: what is done to the files
     before the job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or
-    "goes on" (to its end). hows: see Job; can_restart: whether torchrun may start the ranks again. is_real:
-    the processes of the launcher must be real ones, since it matters who is whose child.
+    "goes on" (to its end). hows: see Job; can_restart: whether torchrun may start the ranks again.
+    needs_sigkill: whether no other signal ends a rank. is_real: the processes of the launcher must be real
+    ones, since it matters who is whose child.
     """
 
     inject: Inject
@@ -52,6 +53,7 @@ class Kind:
     is_real: bool = False
     on_small_disk: bool = False
     nan_step: bool = False
+    needs_sigkill: bool = False
 
 
 def _kill(number: int, place: str) -> Inject:
@@ -194,13 +196,17 @@ def _own(do: str, where: str, *words: str, rank: str = "any", **options: Any) ->
 
 
 _BOTH: Any = {"hows": ("zbpp", "torchrun"), "can_restart": True}
-_DIED = r"rank \d died (of SIG\w+ )?in step \d"
+# `zbpp train -n` says which signal, torchrun says its number; `zbpp hang` says which rank has no record.
+_KILLED = r"rank \d died of SIGKILL|exitcode: -9"
+_MISSING = r"rank \d left no record"
+_DIED = (_KILLED, _MISSING)
+_LOOPS = r"rank \d .*its own code: it is at \d{}\d"
 _PLANTED = "planted in user code"
 
 KINDS: dict[str, Kind] = {
-    "SIGKILL of the first rank": Kind(inject=_kill(signal.SIGKILL, "first"), words=(_DIED,), **_BOTH),
-    "SIGKILL of a middle rank": Kind(inject=_kill(signal.SIGKILL, "middle"), words=(_DIED,), **_BOTH),
-    "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=(_DIED,), **_BOTH),
+    "SIGKILL of the first rank": Kind(inject=_kill(signal.SIGKILL, "first"), words=_DIED, **_BOTH),
+    "SIGKILL of a middle rank": Kind(inject=_kill(signal.SIGKILL, "middle"), words=_DIED, **_BOTH),
+    "SIGKILL of the last rank": Kind(inject=_kill(signal.SIGKILL, "last"), words=_DIED, **_BOTH),
     "SIGKILL of all ranks": Kind(
         inject=_kill(signal.SIGKILL, "all"), words=("SIGKILL|exitcode: -9",), **_BOTH
     ),
@@ -208,11 +214,11 @@ KINDS: dict[str, Kind] = {
     "SIGKILL of torchrun": Kind(
         inject=_kill(signal.SIGKILL, "job"), words=(), hows=("torchrun",), is_real=True
     ),
-    "SIGSTOP of a rank": Kind(inject=_kill(signal.SIGSTOP, "any"), words=(r"rank \d is behind",)),
+    "SIGSTOP of a rank": Kind(inject=_kill(signal.SIGSTOP, "any"), words=(_MISSING,), needs_sigkill=True),
     "SIGTERM of the job": Kind(
         inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
     ),
-    "SIGSEGV of a rank": _own("segfault", "F", _DIED, **_BOTH),
+    "SIGSEGV of a rank": _own("segfault", "F", r"died of SIGSEGV|exitcode: -11", _MISSING, **_BOTH),
     "exception in F": _own("raise", "F", _PLANTED, r"\dF\d", **_BOTH),
     "exception in B": _own("raise", "B", _PLANTED, r"\dB\d", **_BOTH),
     "exception in the loss": _own("raise", "loss", _PLANTED, rank="last", **_BOTH),
@@ -221,9 +227,9 @@ KINDS: dict[str, Kind] = {
         inject=_at_start, words=("in use|EADDRINUSE",), hows=("torchrun, port in use",)
     ),
     "a rank never comes": Kind(inject=_at_start, words=("rank {last} ",), hows=("without the last rank",)),
-    "a rank leaves with 0": _own("leave", "F", r"rank \d"),
-    "endless loop in F": _own("loop", "F", r"rank \d .*its own code.* \dF\d"),
-    "endless loop in B": _own("loop", "B", r"rank \d .*its own code.* \dB\d"),
+    "a rank leaves with 0": _own("leave", "F", _MISSING),
+    "endless loop in F": _own("loop", "F", _LOOPS.format("F"), r"rank \d is behind: at \dF\d"),
+    "endless loop in B": _own("loop", "B", _LOOPS.format("B"), r"rank \d is behind: at \dB\d"),
     "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
     "NaN in the data": Kind(inject=_nan, words=(), ends="goes on", nan_step=True),

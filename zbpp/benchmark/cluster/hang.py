@@ -1,6 +1,6 @@
-"""A rank stops inside a step: do the others name it within the timeout?
+"""A rank stops inside a step: do the records that the ranks leave name it within the timeout?
 
-Every rank that notices writes the error that it got, and when. The job ends with an error, as a real one
+Every rank that notices also writes the error that it got, and when. The job ends with an error, as a real one
 would; so the verdict is found afterwards, see hang_verdict.py.
 """
 
@@ -19,7 +19,7 @@ from zbpp.benchmark.cluster.hang_verdict import BEGIN
 from zbpp.benchmark.cluster.rows import NOT_RUN, Journal, Row
 from zbpp.benchmark.cluster.settings import Settings
 from zbpp.planning import plan
-from zbpp.runtime import Pipeline
+from zbpp.runtime import FlightRecorder, Pipeline
 from zbpp.runtime.world import World
 
 _WIDTH = 8
@@ -47,8 +47,13 @@ def run(settings: Settings, here: World) -> None:
     num_microbatches = 2 * here.size
     stage = _Stops(_WIDTH, _WIDTH).to(here.device)
     timetable = plan("zb_h1", here.size, num_microbatches)
-    pipeline = Pipeline({here.rank: stage}, timetable, nn.functional.mse_loss, timeout=settings.hang_timeout)
-    pipeline.leave_records_in(folder, ends_process=True)
+    pipeline = Pipeline(
+        {here.rank: stage},
+        timetable,
+        nn.functional.mse_loss,
+        timeout=settings.hang_timeout,
+        extras=[FlightRecorder(folder, ends_process=True)],
+    )
     batch = torch.randn(num_microbatches, _WIDTH, device=here.device)
     victim, begin = here.size - 1, time.time()
     try:

@@ -1,4 +1,4 @@
-"""Whether the rank that stopped was named in time: read from the files that the ranks left."""
+"""Whether the rank that stopped was found in time: read from the files that the ranks left."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, Row
+from zbpp.render import render_hang
 
 BEGIN = "begin.json"
 _SPARE = 15.0  # s beyond the timeout in which the ranks have to have said so
@@ -25,21 +26,21 @@ def verdict(out: Path, interrupted: str = "") -> Row | None:
         return Row("hang", "a rank stops", FAILED, f"{BEGIN} is cut off: is the disk full?", {})
     name, victim = f"rank {facts['victim']} stops in F", f"rank {facts['victim']}"
     answers = [said for path in sorted(folder.glob("said-*.json")) if (said := _whole(path)) is not None]
-    answers += _from_records(folder, facts["begin"])
-    naming = [each for each in answers if f"{victim} is behind" in each["said"]]
-    numbers: dict[str, Any] = {**facts, "answers": answers}
+    found = [record for path in sorted(folder.glob("flight-*.json")) if (record := _whole(path)) is not None]
+    records = {int(record["process"]): record for record in found}
+    headline = render_hang(records).partition("\n")[0] if records else ""
+    numbers: dict[str, Any] = {**facts, "answers": answers, "headline": headline}
     limit = facts["timeout"] + _SPARE
-    if not naming and interrupted:
-        return Row("hang", name, NOT_RUN, f"ended by {interrupted} while this ran", numbers)
-    if not naming:
-        heard = answers[0]["said"] if answers else "no rank left a word: see hang.log"
-        return Row("hang", name, FAILED, f"nobody named it; {heard.partition(chr(10))[0]}", numbers)
-    first = min(naming, key=lambda each: float(each["after"]))
+    if f"{victim} is behind" not in headline:
+        if interrupted:
+            return Row("hang", name, NOT_RUN, f"ended by {interrupted} while this ran", numbers)
+        heard = headline or (answers[0]["said"] if answers else "no rank left a word: see hang.log")
+        return Row("hang", name, FAILED, f"nothing names it; {heard.partition(chr(10))[0]}", numbers)
+    after = min(float(record["written"]) for record in found) - facts["begin"]
     text = (
-        f"rank {first['rank']} named it after {first['after']:.1f} s (timeout {facts['timeout']:g} s); "
-        f"{len(naming)} of {facts['victim']} others did"
+        f"the first of {len(found)} records was written after {after:.1f} s (timeout {facts['timeout']:g} s)"
     )
-    return Row("hang", name, OK if first["after"] <= limit else FAILED, text, numbers)
+    return Row("hang", name, OK if after <= limit else FAILED, text, numbers)
 
 
 def _whole(path: Path) -> dict[str, Any] | None:
@@ -48,15 +49,4 @@ def _whole(path: Path) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text())
     except ValueError:
         return None
-    return found
-
-
-def _from_records(folder: Path, begin: float) -> list[dict[str, Any]]:
-    """What flight records say of ranks that died before they could write an answer."""
-    found = []
-    for path in sorted(folder.glob("flight-rank-*.json")):
-        rank = int(path.stem.rpartition("-")[2])
-        if not (folder / f"said-{rank}.json").is_file():
-            after = path.stat().st_mtime - begin
-            found.append({"rank": rank, "after": after, "said": f"left a flight record, {path.name}"})
     return found

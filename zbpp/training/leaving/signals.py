@@ -27,6 +27,7 @@ ENDING = (signal.SIGTERM, signal.SIGINT)  # the second such signal ends the proc
 SIGNALS = (*ENDING, signal.SIGUSR1)
 # s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
 SAME = 0.5
+_POLL = 0.02  # s
 _SOON = 1.0  # s after which a process that has not ended says that it got a signal
 
 
@@ -49,6 +50,12 @@ class LeaveOnSignal(Callback):
         self._trainer = trainer
         if self.reason is not None:
             trainer.leave(self.reason)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the first signal, but not longer than so many seconds."""
+        end = time.monotonic() + seconds
+        while self.reason is None and time.monotonic() < end:
+            time.sleep(_POLL)
 
     def __enter__(self) -> Self:
         if current_thread() is main_thread():

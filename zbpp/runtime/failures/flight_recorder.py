@@ -1,0 +1,184 @@
+"""FlightRecorder: the last instructions of a rank, which go to a file when the rank fails or stands still.
+
+When a message does not come, the rank that notices it is rarely the one to blame: it waited for a rank that
+waited for another one. Each rank writes what it knows of itself. `zbpp hang FOLDER` reads the files of all
+ranks and follows who waited for whom.
+
+The recorder puts a function around each instruction (`bind`), which notes the times at which the instruction
+began and ended. Nothing else is done until something fails:
+
+    ring    the last 1024 notes: [kind, text, time]
+    kind    "call"       a call begins: "step 7", "evaluate after step 7"
+            "at"         an instruction begins
+            "done"       that instruction has ended
+            "outside"    the call has ended
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+import traceback
+from collections import deque
+from contextlib import suppress
+from faulthandler import dump_traceback
+from pathlib import Path
+from time import monotonic
+
+import torch.distributed as dist
+
+from zbpp.error_text import error_text, shown_path
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.executor import BeginAgain
+from zbpp.runtime.extra import Extra, Run
+from zbpp.runtime.failures.watchdog import Watchdog
+from zbpp.runtime.layout import Message
+from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.world import CommunicationError
+from zbpp.schedule import to_csv
+from zbpp.schedule.lower import Instruction
+
+Note = tuple[str, object, float]
+"""(kind, what is done, time of time.monotonic). A plain tuple: an instruction makes two."""
+
+_LENGTH = 1024
+
+
+class FlightRecorder(Extra):
+    """Writes `flight-rank-N.json` to a folder if this rank fails, or stands still for the pipeline's timeout.
+
+    N is the rank's number in the job. A pipeline that no other process waits for writes nothing.
+    ends_process: end this process, with its stacks on standard error, if one instruction lasts longer than
+    the timeout, since it is in an endless loop, say. For jobs that end when a rank has failed: a job that
+    makes a new Pipeline then must leave it out.
+    """
+
+    name = "flight_recorder"
+
+    def __init__(self, folder: str | os.PathLike[str], *, ends_process: bool = False) -> None:
+        self._folder, self._ends_process = Path(folder), ends_process
+        self._ring: deque[Note] = deque(maxlen=_LENGTH)
+        self._watchdog: Watchdog | None = None
+
+    def attach(self, rank: RankParts) -> None:
+        """See Extra."""
+        self._rank, self._job = rank, rank.place.broadcast(rank.key)
+        self._is_alone = rank.timetable.num_ranks == 1 and not rank.place.groups
+        self.process = dist.get_rank() if dist.is_initialized() else 0
+        self._path = self._folder / f"flight-rank-{self.process}.json"
+        self._call, self._has_failed, self._stacks = "before the first call", False, ""
+        self._ring.append(("outside", "", monotonic()))
+        if not self._is_alone:
+            self._watchdog = Watchdog(self, rank.timeout, ends_process=self._ends_process)
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """See Extra."""
+        if run is None:
+            return None
+        note = self._ring.append
+
+        def noted(message: Message) -> Message:
+            note(("at", at, monotonic()))
+            result = run(message)
+            note(("done", at, monotonic()))
+            return result
+
+        return noted
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        number = self._rank.num_steps
+        after = f"after step {number}" if number else "before the first step"
+        self._call = f"step {number + 1}" if call.kind == "step" else f"{call.kind} {after}"
+        self._ring.append(("call", self._call, monotonic()))
+
+    def end(self, call: Call, result: Result) -> None:
+        """See Extra."""
+        self._ring.append(("outside", "", monotonic()))
+
+    def fail(self, error: BaseException) -> None:
+        """Write the file, once; note on an error about a message where the user finds more.
+
+        Also to be called with an error that was raised between calls and ends the program.
+        """
+        if self._has_failed or self._is_alone or isinstance(error, BeginAgain):
+            return
+        self._has_failed = True
+        self._stop()
+        self.write(error)
+        if isinstance(error, CommunicationError):
+            folder = shown_path(self._folder)
+            error.add_note(f"in {self._call}: `zbpp hang {folder}` shows which rank the others waited for")
+
+    def close(self) -> None:
+        """See Extra."""
+        self._stop()
+        self.discard()
+
+    def _stop(self) -> None:
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+    # ------------------------------------------------------------ the file
+
+    @property
+    def newest(self) -> Note:
+        """What this rank does now."""
+        return self._ring[-1]
+
+    @property
+    def place(self) -> str:
+        """`at 1B3 of step 7 for 12.3 s`."""
+        kind, what, since = self.newest
+        where = f"at {what} of" if kind == "at" else "outside, after" if kind == "outside" else "in"
+        return f"{where} {self._call} for {monotonic() - since:.1f} s"
+
+    def write(self, error: BaseException | None = None) -> None:
+        """Write the file; any thread may call this. error: why the call ends; None: this rank stands still.
+
+        A rank that stood still and finds a broken link afterwards keeps the stacks of the time before.
+        """
+        gave_up, now = isinstance(error, CommunicationError), time.time()
+        if error is None:
+            self._stacks = stacks_of_all_threads()
+        offset, is_in_job = now - monotonic(), dist.is_initialized()
+        group = self._rank.place.pipeline
+        record = {
+            "process": self.process,
+            "rank": self._rank.rank,
+            "processes": dist.get_process_group_ranks(group or dist.group.WORLD) if is_in_job else [0],
+            "num_processes": dist.get_world_size() if is_in_job else 1,
+            "job": self._job,
+            "timetable": to_csv(self._rank.timetable),
+            "written": now,
+            "why": "" if error is None or gave_up else error_text(error),
+            "gave_up": gave_up,
+            "call": self._call,
+            "last": [(kind, str(what), begun + offset) for kind, what, begun in list(self._ring)],
+            "stack": self._stacks if error is None or (gave_up and self._stacks) else _traceback_of(error),
+        }
+        with suppress(OSError):  # the error that ends the job must not be hidden by this one
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path.write_text(json.dumps(record))
+
+    def discard(self) -> None:
+        """Remove the file of a rank that stood still: it goes on."""
+        if self._stacks and not self._has_failed:
+            self._stacks = ""
+            with suppress(OSError):
+                self._path.unlink()
+
+
+def stacks_of_all_threads() -> str:
+    """Where each thread of this process is, as faulthandler shows it: innermost call first."""
+    with tempfile.TemporaryFile("w+", errors="replace") as file:
+        dump_traceback(file)
+        file.seek(0)
+        return file.read()
+
+
+def _traceback_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error))
