@@ -177,8 +177,11 @@ def read_metadata(path: Path) -> Metadata:
 
     Raises CheckpointError for a class or function that such a file has no use for; other errors for damage.
     """
-    # From memory: a damaged length then asks for no more than the file has.
-    metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    # From memory: a damaged length of a text then asks for no more than the file has.
+    try:
+        metadata = _Unpickler(io.BytesIO(path.read_bytes())).load()
+    except MemoryError as error:
+        raise CheckpointError(f"{path} is damaged: it asks for more memory than there is") from error
     if not isinstance(metadata, Metadata):
         raise CheckpointError(f"{path} holds a {type(metadata).__name__}: it was not loaded")
     return metadata
