@@ -116,12 +116,15 @@ def test_mixed_runs_are_equal_to_the_last_bit_under_all_plans_and_near_those_in_
 
 @pytest.mark.slow
 def test_after_100_steps_mixed_losses_are_within_one_percent_of_float32s():
-    """On the default corpus; scripts/dev/precision.py does the same with gpt_tiny."""
+    """On the default corpus, which is this Python's own sources; scripts/dev/precision.py does so with gpt_tiny.
+
+    Means over 50 steps: over 20, one run differs from the next few steps of itself by more than a percent.
+    """
     ends = {}
     for precision in ("float32", "mixed_bfloat16", "mixed_float16"):
         trainer = trainer_of(0, None, precision, "1f1b", 1, num_layers=1)
         losses = [metrics["loss"] for metrics in trainer.run(100)]
-        ends[precision] = sum(losses[-20:]) / 20
+        ends[precision] = sum(losses[-50:]) / 50
     assert ends["float32"] < 0.7 * losses[0]
     for precision, end in ends.items():
         assert end == pytest.approx(ends["float32"], rel=0.01), precision
