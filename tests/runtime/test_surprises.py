@@ -321,7 +321,7 @@ def test_what_is_frozen_or_unfrozen_on_ranks_after_the_first_step_is_refused():
         for each in said[1:4:2]:
             assert "2.bias was replaced, added or made trainable" in each
     assert everyone[1][4].startswith(
-        "weight_of_0 of stage 0 and weight of stage 1: a copy of this tied parameter was frozen or unfrozen after "
-        "the pipeline's first step"
+        "weight_of_0 of stage 0 and weight of stage 1: a copy of this tied parameter was frozen or "
+        "unfrozen after the pipeline's first step"
     )
     assert "Recv g(0,0) from 1" in everyone[0][4]  # rank 1 sent nothing any more

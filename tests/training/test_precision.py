@@ -116,9 +116,9 @@ def test_mixed_runs_are_equal_to_the_last_bit_under_all_plans_and_near_those_in_
 
 @pytest.mark.slow
 def test_after_100_steps_mixed_losses_are_within_one_percent_of_float32s():
-    """On the default corpus, which is this Python's own sources; scripts/dev/precision.py does so with gpt_tiny.
+    """On the default corpus, the sources of this Python; scripts/dev/precision.py does so with gpt_tiny.
 
-    Means over 50 steps: over 20, one run differs from the next few steps of itself by more than a percent.
+    Means over 50 steps: the means over 20 steps of one run differ by several percent among each other.
     """
     ends = {}
     for precision in ("float32", "mixed_bfloat16", "mixed_float16"):
