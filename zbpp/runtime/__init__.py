@@ -17,7 +17,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
 What they use:
 
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
-    feed          what one call gives to each stage: inputs, keywords, targets, seeds
+    extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: the one interface, which the core alone knows
+    call          what one call gives to each stage (inputs, keywords, targets, seeds), and its result
     boundary      what passes between two stages, with or without a message; BoundaryError
     layout        dtypes and shapes of a message; its header
     call_order    do all ranks call step and evaluate in the same order?

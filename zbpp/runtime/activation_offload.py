@@ -91,6 +91,8 @@ class ActivationOffload(Extra):
     def attach(self, rank: RankParts) -> None:
         """See Extra."""
         self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
+        copies = (each.instruction for each in self.chosen[rank.rank])
+        self._leaving = frozenset(each.value for each in copies if isinstance(each, Offload))
         self._copier = copier_for(rank.device)
         self._stages = {
             index: StageOffload(worker, self._copier, self.least_bytes)
@@ -120,7 +122,9 @@ class ActivationOffload(Extra):
                 return instead(partial(self._stages[value.stage].drop, value.microbatch))
             case Await(value):
                 return instead(partial(self._stages[value.stage].wait, value.microbatch))
-            case Action(stage, Op.F, microbatch) if run is not None and self._leaves(stage, microbatch):
+            case Action(stage, Op.F, microbatch) if (
+                run is not None and Value("saved", stage, microbatch) in self._leaving
+            ):
                 return partial(self._stages[stage].forward, run, microbatch)
         return run
 
@@ -144,10 +148,6 @@ class ActivationOffload(Extra):
         for each in self._stages.values():
             each.abandon()
         self._copier.close()
-
-    def _leaves(self, stage: int, microbatch: int) -> bool:
-        value = Value("saved", stage, microbatch)
-        return any(each.instruction == Offload(value) for each in self.chosen[self._rank.rank])
 
 
 class StageOffload:

@@ -78,6 +78,10 @@ class Executor:
         self._plain = self._resolver.plain(self._program)
         self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
 
+    def rebind(self) -> None:
+        """Resolve the program again: the extras have changed."""
+        self.resolve(self._given)
+
     def receive_into(self, pools: Mapping[int, BufferPool]) -> None:
         """From now on receive messages into these pools, by sender, else into the executor's own."""
         for peer, inbox in self._inboxes.items():

@@ -95,8 +95,8 @@ class RankParts:
 
     def rebind(self) -> None:
         """Let the programs of all calls have what the extras make of them now."""
-        for name, program in self._programs().items():
-            self.executors[name].resolve(program[self.rank])
+        for executor in self.executors.values():
+            executor.rebind()
 
     def _workers(
         self, stages: Mapping[int, nn.Module], loss_fn: Loss | None, device: torch.device
