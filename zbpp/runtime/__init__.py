@@ -27,8 +27,8 @@ What they use:
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
     reduce        a stage's gradients, summed over processes in buckets
     gradient_release  weights updated inside the step, their gradients dropped
-    tied_gradients  copies of one parameter on several ranks; local_ties: in several stages of one rank
-    sharding      stages that FSDP2 shards; fully_shard drives one of them, microbatch by microbatch
+    tied_gradients  copies of one parameter on several ranks
+    fully_shard   stages that FSDP2 shards, driven microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
     posts         a gather in two halves: post a value now, collect all of them later
     activation_offload  activations in host memory between F and B

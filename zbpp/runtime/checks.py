@@ -16,17 +16,17 @@ from torch import nn
 
 from zbpp.error_text import kind_of
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
+from zbpp.runtime.fully_shard import refusal_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.local_ties import untie
 from zbpp.runtime.mesh import SHARD, TENSOR, Place
 from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.parameters import Names, names_of
-from zbpp.runtime.sharding import refusal_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
 from zbpp.runtime.ties import (
     Tie,
     TieReport,
     check_alike,
+    check_apart,
     check_united,
     put_together,
     report_of,
@@ -116,7 +116,7 @@ def agree_on_stages(
     names, model = [each.names for each in reports], model_of(given)
     if model is not None:
         declare_ties(model, stages, timetable.num_stages, is_rank_0=rank == 0, group=place.pipeline)
-    return Agreed(stages, names, _agreed_ties(stages, place), reports[0].key)
+    return Agreed(stages, names, _agreed_ties(stages, timetable, place), reports[0].key)
 
 
 def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
@@ -130,12 +130,10 @@ def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
     return ""
 
 
-def _agreed_ties(stages: Mapping[int, nn.Module], place: Place) -> list[Tie]:
+def _agreed_ties(stages: Mapping[int, nn.Module], timetable: Timetable, place: Place) -> list[Tie]:
     """The ties of all ranks. Raises ValueError on every process if one is impossible. Collective."""
     refusal, report, ties = "", TieReport({}, {}), list[Tie]()
     try:
-        if SHARD in place.groups:
-            untie(stages)
         report = report_of(stages)
     except ValueError as error:
         refusal = str(error)
@@ -144,8 +142,9 @@ def _agreed_ties(stages: Mapping[int, nn.Module], place: Place) -> list[Tie]:
         _raise_first([each for each, _ in told], None)
         everyone = put_together([each for _, each in told])
         ties = ties_of(everyone)
-        if SHARD not in place.groups:  # sharded stages can't share a parameter
-            check_united(ties, everyone.facts)
+        if SHARD in place.groups:
+            check_apart(ties, timetable.rank_of)
+        check_united(ties, everyone.facts)
         check_alike(ties, everyone.facts)
     except ValueError as error:
         refusal = str(error)

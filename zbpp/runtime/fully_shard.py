@@ -1,4 +1,8 @@
-"""One stage that FSDP2 shards, driven microbatch by microbatch. All private FSDP names are in this file.
+"""Stages that FSDP2 shards, driven microbatch by microbatch. All private FSDP names are in this file.
+
+A mesh with a dimension "shard" has all its stages sharded: each block by itself, the rest of the stage with
+the stage. With "replicate" beside it, FSDP2 shards over the one and replicates over the other (HSDP). Plain
+stages are wrapped here, wrapped ones are checked.
 
 FSDP2 gathers a block's weights by hooks of its forward and of its backward, and reduces the block's gradients
 at the end of every backward. In a pipeline gradients are complete only after the stage's last W:
@@ -13,79 +17,73 @@ the weight. If the policy's reduce_dtype differs from the weight's dtype, this `
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.mesh import SHARD, Place, is_fully_sharded, local_of
+from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.mesh import (
+    DIMENSIONS,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    Place,
+    copy_to_replicas,
+    is_fully_sharded,
+    local_of,
+)
 from zbpp.runtime.reduce import Ended, Flags
 from zbpp.runtime.world import communicating
 
-Reshard = Literal["never", "step", "microbatch"]
+Reshard = Literal["step", "microbatch"]
 RESHARD: tuple[str, ...] = get_args(Reshard)
 
-_NAMES = {  # the private names that are used here
-    "state": ("_lazy_init", "_device", "_state_ctx", "_comm_ctx", "_root_post_backward_final_callback"),
-    "group": (
-        *("fsdp_params", "post_backward", "unshard", "wait_for_unshard", "_to_unsharded", "reduce_grads"),
-        *("all_reduce_grads", "_sharded_state", "_training_state", "_post_forward_indices"),
-    ),
-    "parameter": (
-        *("sharded_param", "sharded_state", "unsharded_accumulated_grad", "fsdp_placement"),
-        "_setattr_on_modules",
-    ),
-}
+_PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
 
 
 class FullyShardedStage:
     """The weights and gradients of one stage that is wrapped in fully_shard. A Reducer.
 
     reshard: when gathered weights are freed. "step": after the stage's last W. "microbatch": after each F
-    and each B. "never": not at all; they are gathered anew if a shard has changed since. place: this process
-    in the mesh. what: for error messages.
-
-    Raises ValueError for a stage whose reductions were turned off, and for a torch in which FSDP2's private
-    names are others. Collective over the shards: the constructor gathers each block's weights once.
+    and each B. place: this process in the mesh. what: for error messages. Collective over the shards: the
+    constructor gathers each block's weights once.
     """
 
     def __init__(self, stage: nn.Module, reshard: Reshard, place: Place, what: str) -> None:
-        self._stage, self._place, self._what = stage, place, what
-        self._per_microbatch, self._keeps_gathered = reshard == "microbatch", reshard == "never"
-        self._state: Any = stage._get_fsdp_state()  # type: ignore[operator]
-        _check_names("state", self._state)
+        self._stage: Any = cast(Any, stage)
+        self._place, self._what = place, what
+        self.frees_before_w = reshard == "microbatch"
+        self._state: Any = self._stage._get_fsdp_state()
         self._state._lazy_init()
         self._modules: list[Any] = [each for each in stage.modules() if is_fully_sharded(each)]
-        self._groups = [group for state in self._states for group in _groups_of(state)]
-        for group in self._groups:
-            _check_names("group", group)
+        self._groups = [group for state in self._state._state_ctx.all_states for group in _groups_of(state)]
         self._params = [each for group in self._groups for each in group.fsdp_params]
-        for param in self._params:
-            _check_names("parameter", param)
         self._flags = Flags()
         self._trained: list[Any] = []
         self._before: list[Tensor | None] = []  # per trained parameter, its `.grad` before the reduction
         self._is_missing: list[bool] = []  # per trained parameter, whether this step gave no gradient here
-        self._check_settings()
+        self._stage.set_reshard_after_forward(self.frees_before_w)
+        self._stage.set_requires_all_reduce(True)
         self._set_prefetch()
         self._allocate_gathered()
-
-    @property
-    def _states(self) -> list[Any]:
-        states: list[Any] = self._state._state_ctx.all_states
-        return states
 
     # ---- A step, as a Reducer
 
     def begin(self) -> None:
-        """Called before the first F of a step. Raises ValueError if the user has turned reductions off."""
-        self._check_settings()
+        """Called before the first F of a step. Raises ValueError for hooks that would not be called."""
+        if any(each.sharded_param._backward_hooks for each in self._params):
+            raise ValueError(
+                "a sharded parameter has a hook by Tensor.register_hook, which FSDP2 never calls: use "
+                "register_post_accumulate_grad_hook, which gets the reduced gradient, once per step"
+            )
         self._set_reductions(False)
-        self._reuse_gathered()
 
     def start(self, ended: Ended | None = None) -> None:
         """Reduce what the W's have summed. On gloo FSDP2 waits here for the other shards."""
@@ -109,12 +107,12 @@ class FullyShardedStage:
             for param, before, count in zip(self._trained, self._before, counts.tolist(), strict=True):
                 param.sharded_param.grad = param.sharded_param.grad if count else before
         self._trained, self._before, self._is_missing = [], [], []
-        self._return_to_shards()
+        self.free()
 
     def abandon(self) -> None:
         """Drop what a failed step or evaluation has left, and put FSDP2 into the state that it had before."""
         if hasattr(self._stage, "reset_iter_state"):
-            self._stage.reset_iter_state()  # type: ignore[operator]
+            self._stage.reset_iter_state()
         else:
             self._reset()
         for param in self._params:
@@ -124,14 +122,13 @@ class FullyShardedStage:
 
     # ---- Weights
 
-    def begin_evaluation(self) -> None:
-        """From now on forward runs without gradients."""
-        self._stage.set_reshard_after_forward(self._per_microbatch)  # type: ignore[operator]
-        self._reuse_gathered()
-
-    def end_evaluation(self) -> None:
-        """Free the weights as `reshard` says."""
-        self._return_to_shards()
+    def free(self) -> None:
+        """Make the shards the stage's parameters again. Called after each step and each evaluation."""
+        for group in self._groups:
+            group._post_forward_indices.clear()  # forward adds to these; an evaluation has no backward
+        self._state._comm_ctx.post_forward_order.clear()
+        for module in self._modules:
+            module.reshard()
 
     @contextmanager
     def gathered_for(self, weight_grads: WeightGrads) -> Iterator[None]:
@@ -143,38 +140,6 @@ class FullyShardedStage:
         yield
         for module in modules:
             module.reshard()
-
-    @property
-    def frees_before_w(self) -> bool:
-        """Whether a W may find the weights freed."""
-        return self._per_microbatch
-
-    def _reuse_gathered(self) -> None:
-        """With reshard="never": compute with the gathered weights, unless a shard has changed since."""
-        if self._keeps_gathered and not self._has_changed():
-            for group in self._groups:
-                group._to_unsharded()
-
-    def _return_to_shards(self) -> None:
-        """Make the shards the stage's parameters again; free the gathered weights as `reshard` says."""
-        for group in self._groups:
-            if self._keeps_gathered:
-                _register_shards(group)
-            group._post_forward_indices.clear()  # forward adds to these; an evaluation has no backward
-        self._state._comm_ctx.post_forward_order.clear()
-        if not self._keeps_gathered:
-            for module in self._modules:
-                module.reshard()
-
-    def _has_changed(self) -> bool:
-        """Whether, on any process, a shard differs from the part of the gathered weights that it gave."""
-        size, rank = self._place.size(SHARD), self._place.coordinate(SHARD)
-        changed = [_differs(each, size, rank) for each in self._params]
-        flag = torch.stack(changed).any().int() if changed else torch.zeros((), dtype=torch.int32)
-        flag = flag.to(self._state._device)
-        with communicating(f"{self._what}, comparing shards with gathered weights"):
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=self._place.groups[SHARD])
-        return bool(flag)
 
     def _allocate_gathered(self) -> None:
         """Gather each weight and free it again, so that the tensor exists whose `.grad` the W's sum in.
@@ -205,25 +170,9 @@ class FullyShardedStage:
 
     def _set_reductions(self, are_on: bool) -> None:
         """Let FSDP2's backward reduce gradients, or only sum them."""
-        stage: Any = self._stage
-        stage.set_is_last_backward(are_on)
-        stage.set_requires_gradient_sync(are_on)
-        stage.set_reshard_after_forward(self._per_microbatch)
-        stage.set_reshard_after_backward(self._per_microbatch or (are_on and not self._keeps_gathered))
-
-    def _check_settings(self) -> None:
-        is_on = self._state._state_ctx.is_last_backward
-        if not is_on or not all(group.reduce_grads and group.all_reduce_grads for group in self._groups):
-            raise ValueError(
-                "set_requires_gradient_sync(False), set_requires_all_reduce(False) or "
-                "set_is_last_backward(False) was called on a stage, but the Pipeline says when gradients are "
-                "reduced: leave these calls out. Steps without zero_grad in between add up"
-            )
-        if any(each.sharded_param._backward_hooks for each in self._params):
-            raise ValueError(
-                "a sharded parameter has a hook by Tensor.register_hook, which FSDP2 never calls: use "
-                "register_post_accumulate_grad_hook, which gets the reduced gradient, once per step"
-            )
+        self._stage.set_is_last_backward(are_on)
+        self._stage.set_requires_gradient_sync(are_on)
+        self._stage.set_reshard_after_backward(self.frees_before_w or are_on)
 
     def _call_after_reduction(self, ended: Ended) -> None:
         """Call `ended` with the stream as the current one on which the last reduction runs."""
@@ -240,7 +189,7 @@ class FullyShardedStage:
         context.iter_forward_root, context.post_backward_final_callback_queued = None, False
         comm.all_gather_state = comm.reduce_scatter_state = None
         comm.post_forward_order.clear()
-        for state in self._states:
+        for state in context.all_states:
             state._training_state = type(state._training_state).IDLE
         for group in self._groups:
             group._training_state = type(group._training_state).IDLE
@@ -255,16 +204,6 @@ def _groups_of(state: Any) -> list[Any]:
     if groups is None:
         groups = [] if state._fsdp_param_group is None else [state._fsdp_param_group]
     return list(groups)
-
-
-def _check_names(kind: str, thing: Any) -> None:
-    missing = [name for name in _NAMES[kind] if not hasattr(thing, name)]
-    if missing:
-        raise ValueError(
-            f"torch {torch.__version__} has another FSDP2: {type(thing).__name__} has no "
-            f"{', '.join(missing)}. shard= works with torch 2.11 to 2.15: install one of these, "
-            "or use replicate="
-        )
 
 
 def _add_zeros_if_missing(param: Any) -> bool:
@@ -283,26 +222,125 @@ def _drop_gradient(param: Any) -> None:
         param.unsharded_accumulated_grad = None
 
 
-def _register_shards(group: Any) -> None:
-    """Make the shards the stage's parameters, as resharding does, without freeing the gathered weights."""
-    for param in group.fsdp_params:
-        param._setattr_on_modules(param.sharded_param)
-        param.sharded_state = type(param.sharded_state).SHARDED
-    group._sharded_state = type(group._sharded_state).SHARDED
-
-
-def _differs(param: Any, size: int, rank: int) -> Tensor:
-    """A boolean scalar: whether the gathered weight is freed, or the shard differs from its part of it."""
-    weight, shard = local_of(param._unsharded_param.detach()), local_of(param.sharded_param.detach())
-    if _is_freed(weight):
-        return torch.ones((), dtype=torch.bool, device=weight.device)
-    parts = weight.chunk(size, param.fsdp_placement.dim)
-    if rank >= len(parts):
-        return torch.zeros((), dtype=torch.bool, device=weight.device)
-    return torch.ne(parts[rank], shard.to(weight.dtype)).any()
-
-
 def _is_freed(tensor: Tensor) -> bool:
     """Whether FSDP2 has freed the tensor's memory: it does so by giving the storage no bytes."""
     local = local_of(tensor)
     return local.layout is torch.strided and local.numel() > 0 and local.untyped_storage().nbytes() == 0
+
+
+# ---- Which stages are sharded
+
+
+def shard_stages(
+    stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
+) -> dict[int, FullyShardedStage]:
+    """{index: the stage as a FullyShardedStage}; {} if the mesh has no shards. Collective over the mesh.
+
+    Plain stages are wrapped in fully_shard here. Before that, all processes that see different data get the
+    values of the first of them. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError
+    on every process if one of them can't drive its stages.
+    """
+    if reshard not in RESHARD:
+        raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
+    if SHARD not in place.groups:
+        if policy is not None:
+            raise ValueError(
+                "mp_policy is for stages that FSDP2 shards, and the mesh has no shards: write "
+                "mesh=zbpp.make_mesh(shard=2), or leave mp_policy out"
+            )
+        return {}
+    plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
+    for stage in plain.values():
+        for name in (SHARD, REPLICATE):
+            if name in place.groups:
+                copy_to_replicas((*stage.parameters(), *stage.buffers()), place.groups[name])
+    sharded, refusal = {}, ""
+    try:
+        for index, stage in stages.items():
+            if index in plain:
+                _wrap(stage, place, policy)
+            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
+            sharded[index] = FullyShardedStage(stage, reshard, place, what)
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
+        refusal = f"stage {index} can't be sharded: {error}"
+    for each in place.gather(refusal):
+        if each:
+            raise ValueError(each)
+    return sharded
+
+
+def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # lazily: it imports sympy
+
+    for name, parameter in stage.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"{name} has hooks, which the sharded parameter in its place would not have: make the "
+                "Pipeline first, then register hooks on its parameters()"
+            )
+        if not parameter.is_contiguous():
+            raise ValueError(
+                f"{name} is not contiguous (channels-last?), and FSDP2 shards contiguous parameters only: "
+                "write parameter.data = parameter.data.contiguous() before the Pipeline is made"
+            )
+    if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
+        raise ValueError(
+            "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
+            "instead of shard="
+        )
+    assert place.mesh is not None
+    mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
+    for module in (*_blocks_with_own_parameters(stage), stage):
+        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+
+
+def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that share no parameter with another part of the stage: FSDP2 would make two of it."""
+    places = Counter(id(each) for _, each in stage.named_parameters(remove_duplicate=False))
+    for block in dict.fromkeys(blocks_of(stage)):
+        inside = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
+        if inside and all(places[each] == count for each, count in inside.items()):
+            yield block
+
+
+def refusal_of(stage: nn.Module, place: Place) -> str:
+    """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
+    if not any(map(is_fully_sharded, stage.modules())):
+        return ""
+    if SHARD not in place.groups:
+        return (
+            "is wrapped in FSDP2 (fully_shard), and the pipeline has no shards: write "
+            "Pipeline(..., mesh=zbpp.make_mesh(shard=2)), and fully_shard(stage, mesh=mesh['shard']) if the "
+            "Pipeline is not to wrap it"
+        )
+    if not is_fully_sharded(stage):
+        return (
+            "has parts that are wrapped in FSDP2, but is not wrapped itself: write fully_shard(stage, "
+            f"mesh=mesh['shard']) after its parts, or {_PLAIN}"
+        )
+    for name, parameter in stage.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None and parameter.requires_grad:
+            return (
+                f"is wrapped in FSDP2 without its parameter {name}, whose gradients nobody reduces: {_PLAIN}"
+            )
+        if mesh is not None and not _lies_on(mesh, place):
+            return (
+                f"is wrapped in FSDP2 on another mesh than the pipeline's ({name} lies on "
+                f"{mesh}): write fully_shard(stage, mesh=mesh['shard']) with the Pipeline's mesh, "
+                f"mesh['replicate', 'shard'] if it has replicas, or {_PLAIN}"
+            )
+    return ""
+
+
+def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
+    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's."""
+    names = mesh.mesh_dim_names or ()
+    return set(names) <= set(DIMENSIONS) and all(
+        _ranks(mesh.get_group(name) if name in names else None) == _ranks(place.groups.get(name))
+        for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
+    )
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)

@@ -73,7 +73,7 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
     shards are given different rows; all that hold a copy of a parameter get the mean of its gradients. With
     shards, plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
-    after each F and each B, and then they are gathered twice per microbatch; "never".
+    after each F and each B, and then they are gathered twice per microbatch.
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.

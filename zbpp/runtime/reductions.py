@@ -2,8 +2,7 @@
 
 when                          what                                                     by
 after a stage's last W        the stage's gradients, over replicas or shards           AllReduce, FSDP2
-when all of these have ended  tied parameters of sharded stages, over this rank        LocalTies
-                              tied parameters, over the pipeline's ranks               TiedGradients
+when all of these have ended  tied parameters, over the pipeline's ranks               TiedGradients
 then                          parameters of several stages, and of the loss, over      AllReduce
                               replicas and shards
 """
@@ -21,13 +20,11 @@ from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, after, instead
-from zbpp.runtime.fully_shard import Reshard
+from zbpp.runtime.fully_shard import Reshard, shard_stages
 from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.local_ties import LocalTies
 from zbpp.runtime.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Reducer
-from zbpp.runtime.sharding import shard_stages
 from zbpp.runtime.tied_gradients import TiedGradients
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.world import communicating
@@ -73,7 +70,6 @@ class Reductions(Extra):
         self._tied = TiedGradients(
             self._ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
         )
-        self._copies = LocalTies(self._ties, stages)
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
         self._last: list[AllReduce] = []  # they start when all stages and all ties are reduced
@@ -111,14 +107,12 @@ class Reductions(Extra):
             case ReduceShared():
                 return instead(self._reduce_shared)
         if at == self._first_backward and run is not None:
-            return after(self._begin_gradients, run)
+            return after(self._tied.begin, run)
         return run
 
     def begin(self, call: Call) -> None:
         """See Extra."""
         if call.kind in ("evaluate", "predict"):
-            for stage in self._sharded.values():
-                stage.begin_evaluation()
             return
         self._check_parameters()
         self._tied.check()
@@ -129,7 +123,7 @@ class Reductions(Extra):
         """See Extra."""
         if call.kind in ("evaluate", "predict"):
             for stage in self._sharded.values():
-                stage.end_evaluation()
+                stage.free()
 
     def fail(self, error: BaseException) -> None:
         """See Extra."""
@@ -143,10 +137,6 @@ class Reductions(Extra):
         self._last.clear()
         close_groups(self._groups)
         self._groups.clear()
-
-    def _begin_gradients(self) -> None:
-        self._tied.begin()
-        self._copies.begin()
 
     def _start(self, stage: int) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank."""
@@ -167,9 +157,7 @@ class Reductions(Extra):
 
     def _reduce_shared(self) -> None:
         """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
-        self._copies.sum_into_first()
         self._tied.finish()
-        self._copies.copy_from_first()
         for each in self._last:
             each.start()
             each.finish()
@@ -205,13 +193,13 @@ class Reductions(Extra):
 
     @property
     def copies(self) -> list[nn.Parameter]:
-        """The tied parameters whose first copy is on another rank, or in another sharded stage."""
-        return [*self._tied.copies, *self._copies.copies]
+        """The tied parameters whose first copy is on another rank."""
+        return self._tied.copies
 
     @property
     def late(self) -> list[nn.Parameter]:
         """The parameters whose gradients are final only when all stages' are."""
-        return [*self._tied.parameters, *self._copies.parameters, *_shared_by(self._stages)]
+        return [*self._tied.parameters, *_shared_by(self._stages)]
 
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""

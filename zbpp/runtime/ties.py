@@ -214,6 +214,20 @@ def text_of(tie: Tie) -> str:
     return " and ".join(f"{name} of stage {index}" for index, name in tie)
 
 
+def check_apart(ties: Iterable[Tie], rank_of: Sequence[int]) -> None:
+    """Raise ValueError if two stages of one rank have a tied parameter: FSDP2 would make two of it."""
+    for tie in ties:
+        first: dict[int, ParameterPlace] = {}
+        for place in tie:
+            other = first.setdefault(rank_of[place[0]], place)
+            if other[0] != place[0]:
+                raise ValueError(
+                    f"{text_of((other, place))} are one parameter on one rank, and shards would make two of "
+                    "it: choose a schedule that puts these stages on different ranks, such as zb_h1, or use "
+                    "replicate= instead of shard="
+                )
+
+
 def check_united(ties: Iterable[Tie], facts: Mapping[ParameterPlace, Facts]) -> None:
     """Raise ValueError if a rank holds a tied parameter twice."""
     for tie in ties:

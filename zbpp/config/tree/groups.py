@@ -49,7 +49,7 @@ class ParallelConfig(Checked):
     shard: int = ranged(1, least=1)  # copies on different data that hold a part of the weights each (FSDP2)
     tensor: int = ranged(1, least=1)  # parts of each layer, on the same data
     # When shards free the gathered weights: after each step, after each microbatch's F and B, or never.
-    reshard: str = one_of("step", "microbatch", "never")
+    reshard: str = one_of("step", "microbatch")
     device: str = one_of("auto", "cpu", "cuda")
     # The longest time that a rank waits for another one.
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds")
