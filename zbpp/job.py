@@ -25,7 +25,7 @@ from zbpp.runtime import ActivationOffload
 from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.model_ties import declare_ties
+from zbpp.runtime.ties import agree_on_ties
 from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
@@ -132,8 +132,7 @@ def prepare_stages(
     split_stages(job.model, job.stages, mesh)
     place = Place(mesh)
     with naming("model"):
-        num_stages = job.timetable.num_stages
-        declare_ties(job.model, job.stages, num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+        agree_on_ties(job.stages, job.timetable.rank_of, place, job.model)
     if config.memory.offload_weights:
         offload_weights(job.stages, device, config.memory)
     with naming("data"):

@@ -22,7 +22,7 @@ The forward of any stage may add to the loss: `zbpp.auxiliary_loss("balance", va
 
 A parameter that is tied is trained as one: all its places start with the values of the first stage's, and get
 the sum of all gradients. Stages of one rank (zb_v: the first and the last) get one Parameter; each other rank
-has a copy, with a gradient and optimizer states of its own. (In a mesh with shards each stage has a copy.)
+has a copy, with a gradient and optimizer states of its own.
 Stages that share one Parameter object are found without `tied`, by building all of them on the meta device. A
 stage that no model builds declares what it shares with other stages: `stage.tied_parameters = {"head.weight":
 "embedding.weight"}`, the parameter's name in this stage and in the other one, or {"head.weight": (0,

@@ -7,8 +7,8 @@ import zbpp
 from helpers.processes import run_ranks
 from zbpp.models.llama import Llama
 from zbpp.runtime.mesh import Place
-from zbpp.runtime.model_ties import declare_ties
 from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.ties import agree_on_ties
 from zbpp.training.optimizer import adamw
 
 ROWS, TIME, VOCAB, STEPS, SAVED = 8, 6, 13, 6, 3
@@ -57,7 +57,7 @@ class Run:
                 parameter.requires_grad_("mlp_norm" not in name)
         parallelize(model, stages, mesh)
         place = Place(mesh)
-        declare_ties(model, stages, timetable.num_stages, is_rank_0=place.rank == 0, group=place.pipeline)
+        agree_on_ties(stages, timetable.rank_of, place, model)
         self.pipeline = zbpp.Pipeline(stages, timetable, model.loss, mesh=mesh)
         self.optimizer = adamw(
             self.pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1

@@ -103,7 +103,7 @@ MESHES = [
     ("two ranks", {}, "zb_h1", True),
     ("four stages", {}, "zb_v", False),
     ("replicas", {"replicate": 2}, "zb_v", True),
-    ("shards", {"shard": 2}, "zb_v", True),
+    ("shards", {"shard": 2}, "zb_v", False),
 ]
 
 

@@ -14,8 +14,7 @@ from zbpp import Pipeline, clip_grad_norm_, plan
 from zbpp.autograd import recompute
 from zbpp.data import Data
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.shared_parameters import shared_parameters
-from zbpp.runtime.ties import check_alike, check_united, put_together, report_of, ties_of
+from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.training.optimizer import adamw
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights
@@ -213,7 +212,7 @@ def test_saved_weights_are_a_state_dict_of_the_whole_model(four_ranks):
 
 
 def reports(*ranks):
-    return put_together([report_of(stages) for stages in ranks])
+    return [report_of(stages, rank) for rank, stages in enumerate(ranks)]
 
 
 def refusal(*ranks, named=None):
@@ -224,10 +223,13 @@ def refusal(*ranks, named=None):
 
 
 def resolve(ranks, named):
-    everyone = reports(*ranks)
-    ties = ties_of(everyone, named)
-    check_united(ties, everyone.facts)
-    check_alike(ties, everyone.facts)
+    everyone = [each._replace(named=named or {}) for each in reports(*ranks)]
+    rank_of = [
+        rank for _, rank in sorted((stage, rank) for rank, stages in enumerate(ranks) for stage in stages)
+    ]
+    ties = ties_of(everyone)
+    check_ties(ties, everyone, rank_of, is_sharded=False, is_built=False)
+    return ties
 
 
 def linear(declared=None, size=(2, 3), dtype=torch.float32, **modules):
@@ -251,9 +253,8 @@ def test_ties_join_whatever_way_they_are_declared():
     everyone = reports({0: stages[0], 3: stages[3]}, {1: stages[1], 2: stages[2]}, {4: stages[4]})
     expected = [((0, "a.weight"), (1, "a.weight"), (2, "a.weight"), (3, "b.weight"), (4, "a.weight"))]
     assert ties_of(everyone) == expected
-    assert ties_of(reports({0: stages[0]}, {1: linear()}), {"a.weight": "a.weight"}) == [
-        ((0, "a.weight"), (1, "a.weight"))
-    ]
+    ties = resolve([{0: linear()}, {1: linear()}], {"a.weight": "a.weight"})
+    assert ties == [((0, "a.weight"), (1, "a.weight"))]
 
 
 def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities_of_ranks_are_not():
@@ -272,7 +273,7 @@ def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities
         ),
         (
             lambda: [{0: linear()}, {1: linear({"a.weight": "b.weight"})}],
-            "stage 1 declares a.weight to be tied to b.weight, which no stage has",
+            "stage 1 declares a.weight to be tied to b.weight, which no other stage has: write tied_",
         ),
         (
             lambda: [{0: linear({"a.weight": "a.weight"})}],
@@ -280,29 +281,28 @@ def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities
         ),
         (
             lambda: [{0: linear({"a.weight": (1, "b.weight")})}, {1: linear()}],
-            "to be tied to (1, 'b.weight'), which stage 1 does not have",
+            "to be tied to (1, 'b.weight'), which no other stage has",
         ),
-        (lambda: [{0: linear(A_TO_FIRST)}], "to be tied to (0, 'a.weight'), which is itself"),
+        (lambda: [{0: linear(A_TO_FIRST)}], "to be tied to (0, 'a.weight'), which no other stage has"),
         (
             lambda: [{0: linear(), 1: linear()}, {2: linear({"a.weight": "a.weight"})}],
-            "which stages 0, 1 have: write the stage, too, {'a.weight': (0, 'a.weight')}",
+            "which stages 0, 1 have: write tied_parameters = {'a.weight': (stage, name)}",
         ),
         (
             lambda: [{0: linear({"a.weight": 3})}],
-            "write a dict from a name of this stage to a name of",
+            "which no other stage has: write tied_parameters = {'a.weight': (stage, name)}",
         ),
-        (lambda: [{0: linear(["a.weight"])}], "stage 0 has tied_parameters=['a.weight']: write a dict"),
         (
             lambda: [{0: linear()}, {1: linear(A_TO_FIRST, size=(2, 4))}],
-            "a.weight of stage 0 and a.weight of stage 1 are tied, but of different shape, [3, 2] and [4, 2]",
+            "a.weight of stage 0 and a.weight of stage 1 are tied, but one is [3, 2] torch.float32 trained",
         ),
         (
             lambda: [{0: linear()}, {1: linear(A_TO_FIRST, dtype=torch.float64)}],
-            "of different dtype, torch.float32 and torch.float64",
+            "one is [3, 2] torch.float32 trained, the other [3, 2] torch.float64 trained: make them alike",
         ),
         (
             lambda: [{0: linear()}, {1: linear(A_TO_FIRST).requires_grad_(False)}],
-            "one of them is frozen: freeze all of them, or none",
+            "the other [3, 2] torch.float32 frozen",
         ),
         (
             lambda: [
@@ -575,8 +575,8 @@ def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
     for said, message in zip(
         first,
         (
-            "stage 1 declares head.weight to be tied to elsewhere, which no stage has",
-            "stage 1 has tied_parameters={'head.weight': 3}: write a dict",
+            "stage 1 declares head.weight to be tied to elsewhere, which no other stage has",
+            "stage 1 declares head.weight to be tied to 3, which no other stage has",
             "ties of Refused: KeyError: 'tied() fails on one rank'",
             "tied() ties head.weight to elsewhere, but no stage has elsewhere",
             "embedding.weight of stage 0 is a parameter of the loss, too, which rank 1 computes: choose a",

@@ -36,7 +36,6 @@ What they use:
     named_losses  auxiliary losses, and losses that are dicts, by name
     parameters    names, state_dict and declared ties of the parameters
     ties          parameters that are one parameter of the model, in several places of its stages
-    model_ties    ties that a model names, or whose stages share a Parameter object (shared_parameters)
     blocks        the blocks of a stage: what is recomputed, compiled or offloaded by itself
     weight_offload  weights that live in host memory: WHERE A WEIGHT IS, AND WHEN
     weight_blocks   the blocks whose weights are offloaded, and what is refused

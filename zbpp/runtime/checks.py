@@ -18,20 +18,10 @@ from zbpp.error_text import kind_of
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.fully_shard import refusal_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import SHARD, TENSOR, Place
-from zbpp.runtime.model_ties import declare_ties
+from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.tensor_parallel import has_split_parameters
-from zbpp.runtime.ties import (
-    Tie,
-    TieReport,
-    check_alike,
-    check_apart,
-    check_united,
-    put_together,
-    report_of,
-    ties_of,
-)
+from zbpp.runtime.ties import Tie, agree_on_ties
 from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
@@ -113,10 +103,8 @@ def agree_on_stages(
             "processes that stand at the same rank of the pipeline have stages with different parameters "
             "(names, shapes or dtypes): build them alike"
         )
-    names, model = [each.names for each in reports], model_of(given)
-    if model is not None:
-        declare_ties(model, stages, timetable.num_stages, is_rank_0=rank == 0, group=place.pipeline)
-    return Agreed(stages, names, _agreed_ties(stages, timetable, place), reports[0].key)
+    ties = agree_on_ties(stages, timetable.rank_of, place, model_of(given))
+    return Agreed(stages, [each.names for each in reports], ties, reports[0].key)
 
 
 def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
@@ -128,31 +116,6 @@ def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
         if each.stages != expected:
             return f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
     return ""
-
-
-def _agreed_ties(stages: Mapping[int, nn.Module], timetable: Timetable, place: Place) -> list[Tie]:
-    """The ties of all ranks. Raises ValueError on every process if one is impossible. Collective."""
-    refusal, report, ties = "", TieReport({}, {}), list[Tie]()
-    try:
-        report = report_of(stages)
-    except ValueError as error:
-        refusal = str(error)
-    told = gather((refusal, report), place.pipeline)
-    try:
-        _raise_first([each for each, _ in told], None)
-        everyone = put_together([each for _, each in told])
-        ties = ties_of(everyone)
-        if SHARD in place.groups:
-            check_apart(ties, timetable.rank_of)
-        check_united(ties, everyone.facts)
-        check_alike(ties, everyone.facts)
-    except ValueError as error:
-        refusal = str(error)
-    of_all = place.gather((refusal, ties))
-    _raise_first([each for each, _ in of_all], None)
-    if any(other != ties for _, other in of_all):
-        raise ValueError("copies of the pipeline tie different parameters: declare the same on all of them")
-    return ties
 
 
 def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:

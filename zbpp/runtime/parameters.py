@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -129,7 +128,7 @@ class StageParameters:
         part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
         self._loss.load_state_dict(part, strict=strict)
 
-    def _digests(self, state: Mapping[str, Any]) -> list[set[str]]:
+    def _digests(self, state: Mapping[str, Any]) -> list[set[int]]:
         """Per tie, the digests of the values that this rank would have after loading `state`."""
         digests = []
         for tie in self._ties:
@@ -137,7 +136,7 @@ class StageParameters:
             given = {name: state[name] for name in here if name in state}
             parameters = [self._stages[i].get_parameter(name) for i, name in here.values()]
             values = list(given.values()) or parameters[:1]
-            digests.append({_digest(value, parameters[0].dtype) for value in values})
+            digests.append({int(digest(value.detach().to(parameters[0].dtype))) for value in values})
         return digests
 
     def _prefix(self, index: int) -> str:
@@ -169,12 +168,7 @@ def _has_homonyms(all_names: Sequence[Names], ties: Sequence[Tie]) -> bool:
     return False
 
 
-def _digest(value: Tensor, dtype: torch.dtype) -> str:
-    numbers = local_of(value.detach()).to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
-    return hashlib.sha256(numbers.numpy().tobytes()).hexdigest()
-
-
-def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[str]]]) -> str:
+def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[int]]]) -> str:
     """The error if the places of a tie get different values; "" if not. digests: per rank, per tie."""
     for number, tie in enumerate(ties):
         if len(set().union(*(each[number] for each in digests))) > 1:

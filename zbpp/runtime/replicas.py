@@ -2,7 +2,7 @@
 
 what                                   its copies are on
 parameters of a stage                  replicas; processes of `tensor` and `shard` that hold the same part
-tied parameters                        also the other ranks, and other sharded stages, that have the tie
+tied parameters                        also the other ranks that have the tie
 optimizer states, master weights       where the parameters' copies are
 buffers (BatchNorm's statistics)       replicas and shards: after each step all have the first one's
 """

@@ -5,208 +5,223 @@ copies start equal, their gradients are summed in every step (tied_gradients.py)
 
 How a tie becomes known:
 - a stage declares it: `stage.tied_parameters = {"head.weight": "embedding.weight"}`: the name in this stage,
-  and the name in another one; `(0, "embedding.weight")` where several stages use the other name;
-- a model's `tied()` returns such a mapping for all its stages, in names of the whole model (model_ties.py);
+  and the name in the one other stage that has it; `(0, "embedding.weight")` where several have it;
+- a model's `tied()` returns such a mapping for all its stages, in names of the whole model;
 - stages of one rank have one Parameter object;
-- stages of different ranks would have one, if one process had built all of them: see model_ties.py.
+- stages of different ranks would have one, if one process had built all of them. Every rank builds its own
+  stages only, so rank 0 builds all of a model's stages on the meta device and compares their Parameters.
 
 Ties join: if a is tied to b and b to c, then a, b and c are one tie.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
+from weakref import ref
 
-from torch import Tensor, nn
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
 
-from zbpp.runtime.mesh import local_of
-from zbpp.runtime.shared_parameters import Pair, ParameterPlace
+from zbpp.runtime.mesh import SHARD, Place, local_of
+from zbpp.runtime.world import gather
 
+ParameterPlace = tuple[int, str]
+"""(stage, name of a parameter in that stage): one of the places where the model has the parameter."""
+Pair = tuple[ParameterPlace, ParameterPlace]
 Tie = tuple[ParameterPlace, ...]
 """All places of one parameter, in order; the rank of the first place owns the parameter."""
-PlacesByName = Mapping[str, list[ParameterPlace]]
 
 
 class Facts(NamedTuple):
-    """What is known of the parameter in one place. identity: on one rank, equal for one Parameter object."""
+    """What is known of the parameter in one place."""
 
-    identity: int
-    shape: list[int]  # of this process's part
-    dtype: str
-    placements: str  # of a DTensor
-    is_trained: bool
+    identity: tuple[int, int]  # rank, number of the object
+    kind: str  # shape of this process's part, dtype, placements of a DTensor, trained or frozen
     is_sparse: bool  # its gradient
-    rank: int = -1  # filled in when the reports of all ranks are put together
 
 
-class TieReport(NamedTuple):
-    """The parameters of one rank's stages, or of all stages; and what each declaration ties a place to."""
+class Report(NamedTuple):
+    """What one rank tells the others.
 
-    facts: dict[ParameterPlace, Facts]
-    declared: dict[ParameterPlace, str | ParameterPlace]
+    facts: of its stages' parameters. declared: what a place is tied to. named: the model's tied(). shared:
+    places that have one Parameter, found on meta. refusal: what is wrong; then the rest is empty.
+    """
+
+    facts: Mapping[ParameterPlace, Facts] = {}
+    declared: Mapping[ParameterPlace, str | ParameterPlace] = {}
+    named: Mapping[str, str] = {}
+    shared: Sequence[Pair] = ()
+    refusal: str = ""
 
 
-def report_of(stages: Mapping[int, nn.Module]) -> TieReport:
-    """This rank's report. Raises ValueError for `tied_parameters` that name no parameter of their stage."""
-    report = TieReport({}, {})
+def agree_on_ties(
+    stages: Mapping[int, nn.Module], rank_of: Sequence[int], place: Place, model: Any = None
+) -> list[Tie]:
+    """The ties of all ranks. Collective over the mesh.
+
+    stages: this rank's. model: what built them; then places of a tie on this rank get one Parameter, the
+    first place's, and the ties are declared on the stages, as the author of a stage would. Raises ValueError
+    on every process for ties that are impossible.
+    """
+    reports = gather(_report(stages, place.rank, len(rank_of), model), place.pipeline)
+    ties, refusal = list[Tie](), next((each.refusal for each in reports if each.refusal), "")
+    if not refusal:
+        try:
+            ties = ties_of(reports)
+            check_ties(ties, reports, rank_of, is_sharded=SHARD in place.groups, is_built=model is not None)
+        except ValueError as error:
+            refusal = str(error)
+    of_all = place.gather((refusal, ties))
+    for each, _ in of_all:
+        if each:
+            raise ValueError(each)
+    if any(other != ties for _, other in of_all):
+        raise ValueError("copies of the pipeline tie different parameters: declare the same on all of them")
+    if model is not None:
+        for tie in ties:
+            _unite(stages, tie)
+    return ties
+
+
+def _report(stages: Mapping[int, nn.Module], rank: int, num_stages: int, model: Any) -> Report:
+    try:
+        report = report_of(stages, rank)
+        if model is None:
+            return report
+        named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
+        is_compared = rank == 0 and num_stages > 1
+        shared = shared_parameters(model.build_stage, num_stages, model.loss) if is_compared else []
+        return report._replace(named=named, shared=shared)
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        return Report(refusal=text if model is None else f"ties of {type(model).__name__}: {text}")
+
+
+def report_of(stages: Mapping[int, nn.Module], rank: int) -> Report:
+    """What is known from the stages alone. Raises ValueError for declarations that can't be read."""
+    facts: dict[ParameterPlace, Facts] = {}
+    declared: dict[ParameterPlace, str | ParameterPlace] = {}
     for index, stage in stages.items():
-        facts = _facts(stage)
-        report.facts.update({(index, name): each for name, each in facts.items()})
-        for name, other in _declared(index, stage).items():
-            if name not in facts:
+        sparse = {id(p) for module in stage.modules() if _is_sparse(module) for p in module.parameters(False)}
+        for name, parameter in stage.named_parameters(remove_duplicate=False):
+            facts[index, name] = Facts((rank, id(parameter)), _kind(parameter), id(parameter) in sparse)
+        for name, other in (getattr(stage, "tied_parameters", None) or {}).items():
+            if (index, name) not in facts:
                 raise ValueError(
                     f"stage {index} declares {name} in tied_parameters, but has no such parameter: write a "
                     "name that its named_parameters() gives"
                 )
-            report.declared[index, name] = other
-    return report
-
-
-def put_together(reports: Sequence[TieReport]) -> TieReport:
-    """The report on all stages, from one report per rank."""
-    everyone = TieReport({}, {})
-    for rank, (facts, declared) in enumerate(reports):
-        everyone.facts.update({place: each._replace(rank=rank) for place, each in facts.items()})
-        everyone.declared.update(declared)
-    return everyone
-
-
-def declare(stage: nn.Module, name: str, other: ParameterPlace) -> None:
-    """Declare that a parameter of the stage is tied to another place."""
-    known = getattr(stage, "tied_parameters", None) or {}
-    stage.tied_parameters = {**known, name: other}  # type: ignore[assignment]  # a plain attribute
-
-
-def _declared(index: int, stage: nn.Module) -> Mapping[str, str | ParameterPlace]:
-    declared = getattr(stage, "tied_parameters", None) or {}
-    if not isinstance(declared, Mapping) or not all(map(_is_tied_to, declared.values())):
-        raise ValueError(
-            f"stage {index} has tied_parameters={declared!r}: write a dict from a name of this stage to a "
-            "name of another one, {'head.weight': 'embedding.weight'}, or to (stage, name)"
-        )
-    return declared
-
-
-def _is_tied_to(other: Any) -> bool:
-    return isinstance(other, str) or (isinstance(other, tuple) and list(map(type, other)) == [int, str])
-
-
-def _facts(stage: nn.Module) -> dict[str, Facts]:
-    sparse = {id(p) for module in stage.modules() if _is_sparse(module) for p in module.parameters(False)}
-    return {
-        name: Facts(
-            id(each),
-            list(local_of(each).shape),
-            str(each.dtype),
-            str(getattr(each, "placements", "")),
-            each.requires_grad,
-            id(each) in sparse,
-        )
-        for name, each in stage.named_parameters(remove_duplicate=False)
-    }
+            declared[index, name] = other
+    return Report(facts, declared)
 
 
 def _is_sparse(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
 
 
-def ties_of(
-    everyone: TieReport, named: Mapping[str, str] | None = None, shared: Iterable[Pair] = ()
-) -> list[Tie]:
-    """The ties of all ranks.
+def _kind(parameter: nn.Parameter) -> str:
+    placements = f"{parameter.placements} " if hasattr(parameter, "placements") else ""
+    trained = "trained" if parameter.requires_grad else "frozen"
+    return f"{list(local_of(parameter).shape)} {parameter.dtype} {placements}{trained}"
 
-    everyone: the report on all stages. named: a model's tied(). shared: pairs of places known to have one
-    Parameter. Raises ValueError for a declaration that names no parameter, or more than one.
-    """
-    by_identity: defaultdict[Any, list[ParameterPlace]] = defaultdict(list)
+
+# ---- All reports together
+
+
+def ties_of(reports: Sequence[Report]) -> list[Tie]:
+    """The ties of all ranks. Raises ValueError for a declaration that names no parameter, or several."""
+    by_identity: defaultdict[tuple[int, int], list[ParameterPlace]] = defaultdict(list)
     by_name: defaultdict[str, list[ParameterPlace]] = defaultdict(list)
-    for place, facts in everyone.facts.items():
-        by_identity[facts.rank, facts.identity].append(place)
+    facts = facts_of(reports)
+    for place in facts:
+        by_identity[facts[place].identity].append(place)
         by_name[place[1]].append(place)
-    certain: list[Iterable[ParameterPlace]] = [*by_identity.values(), *shared]
-    certain += [_named_places(pair, by_name) for pair in (named or {}).items()]
-    rows = everyone.declared.items()
-    certain += [(p, _existing(p, other, by_name)) for p, other in rows if isinstance(other, tuple)]
-    groups = _merged(certain)
-    # A name without a stage comes last: several stages may use it, if they are known by now to be one tie.
-    by_bare_name = [(p, _only_one(p, other, by_name, groups)) for p, other in rows if isinstance(other, str)]
-    return sorted(tuple(sorted(group)) for group in _merged([*groups, *by_bare_name]) if len(group) > 1)
-
-
-def _merged(groups: Iterable[Iterable[ParameterPlace]]) -> list[set[ParameterPlace]]:
-    """The groups, with those joined that have a place in common."""
+    groups: list[Iterable[ParameterPlace]] = [*by_identity.values()]
+    for pair in reports[0].named.items():
+        if missing := [name for name in pair if name not in by_name]:
+            raise ValueError(
+                f"tied() ties {pair[0]} to {pair[1]}, but no stage has {missing[0]}: write names that "
+                "named_parameters() of the stages gives"
+            )
+        groups.append([place for name in pair for place in by_name[name]])
+    for report in reports:
+        groups += [(p, _only_one(p, other, by_name)) for p, other in report.declared.items()]
+        groups += [pair for pair in report.shared if pair[1] in facts]  # it is not, if it is in the loss
     group_of: dict[ParameterPlace, set[ParameterPlace]] = {}
     for group in groups:
         joined = {place for each in group for place in group_of.get(each, {each})}
         group_of.update(dict.fromkeys(joined, joined))
-    return list({id(group): group for group in group_of.values()}.values())
+    return sorted({tuple(sorted(group)) for group in group_of.values() if len(group) > 1})
 
 
-def _named_places(pair: tuple[str, str], by_name: PlacesByName) -> list[ParameterPlace]:
-    """All places of two names of the whole model, where one name is one parameter."""
-    for name in pair:
-        if name not in by_name:
-            raise ValueError(
-                f"tied() ties {pair[0]} to {pair[1]}, but no stage has {name}: write names that "
-                "named_parameters() of the stages gives"
-            )
-    return [place for name in pair for place in by_name[name]]
-
-
-def _existing(place: ParameterPlace, other: ParameterPlace, by_name: PlacesByName) -> ParameterPlace:
-    if other == place or other not in by_name.get(other[1], []):
-        what = "which is itself" if other == place else f"which stage {other[0]} does not have"
-        raise ValueError(
-            f"stage {place[0]} declares {place[1]} to be tied to {other}, {what}: write (stage, name) of "
-            "another parameter, or leave the declaration out"
-        )
-    return other
+def facts_of(reports: Iterable[Report]) -> dict[ParameterPlace, Facts]:
+    """The facts of all ranks."""
+    return {place: facts for each in reports for place, facts in each.facts.items()}
 
 
 def _only_one(
-    place: ParameterPlace, other: str, by_name: PlacesByName, groups: Iterable[set[ParameterPlace]]
+    place: ParameterPlace, other: str | ParameterPlace, by_name: Mapping[str, list[ParameterPlace]]
 ) -> ParameterPlace:
-    """A place of the one parameter that has the name `other`.
-
-    groups: the places that are known to have one parameter. Raises ValueError for no or several parameters.
-    """
-    found = [each for each in by_name.get(other, []) if each != place]
-    says = f"stage {place[0]} declares {place[1]} to be tied to {other}"
-    if not found:
-        raise ValueError(
-            f"{says}, which no {'other ' if place[1] == other else ''}stage has: write a name that "
-            "named_parameters() of another stage gives"
-        )
-    if not any(group.issuperset(found) for group in groups):
-        stages = ", ".join(str(stage) for stage, _ in found)
-        raise ValueError(
-            f"{says}, which stages {stages} have: write the stage, too, {{{place[1]!r}: ({found[0][0]}, "
-            f"{other!r})}}"
-        )
-    return found[0]
+    """The one place that a declaration means."""
+    name = other[1] if isinstance(other, tuple) else other
+    found = [each for each in by_name.get(name, []) if each != place and (other in (name, each))]
+    if len(found) == 1:
+        return found[0]
+    stages = f"stages {', '.join(str(stage) for stage, _ in found)} have" if found else "no other stage has"
+    raise ValueError(
+        f"stage {place[0]} declares {place[1]} to be tied to {other}, which {stages}: write "
+        f"tied_parameters = {{{place[1]!r}: (stage, name)}}, with a name that its named_parameters() gives"
+    )
 
 
-def check_alike(ties: Iterable[Tie], facts: Mapping[ParameterPlace, Facts]) -> None:
-    """Raise ValueError for a tie whose parameters differ, or whose gradients can't be summed over ranks."""
+def check_ties(
+    ties: Iterable[Tie],
+    reports: Sequence[Report],
+    rank_of: Sequence[int],
+    *,
+    is_sharded: bool,
+    is_built: bool,
+) -> None:
+    """Raise ValueError for ties that can't be trained as one parameter. is_built: by a model."""
+    facts = facts_of(reports)
     for tie in ties:
-        for field in ("shape", "dtype", "placements", "is_trained"):
-            values = [getattr(facts[place], field) for place in tie]
-            other = next((each for each in values if each != values[0]), values[0])
-            if other != values[0]:
-                raise ValueError(f"{text_of(tie)} are tied, but {_difference(field, values[0], other)}")
-        if len({facts[place].rank for place in tie}) > 1 and any(facts[place].is_sparse for place in tie):
+        first: dict[int, ParameterPlace] = {}  # by rank
+        for place in tie:
+            if facts[place].kind != facts[tie[0]].kind:
+                raise ValueError(
+                    f"{text_of((tie[0], place))} are tied, but one is {facts[tie[0]].kind}, the other "
+                    f"{facts[place].kind}: make them alike, or do not tie them"
+                )
+            other = first.setdefault(rank_of[place[0]], place)
+            if is_sharded and other[0] != place[0]:
+                raise ValueError(
+                    f"{text_of((other, place))} are one parameter on one rank, and shards would make two of "
+                    "it: choose a schedule that puts these stages on different ranks, such as zb_h1, or use "
+                    "replicate= instead of shard="
+                )
+            if not is_built and facts[other].identity != facts[place].identity:
+                raise ValueError(
+                    f"{text_of((other, place))} are tied and on one rank, but they are two tensors: assign "
+                    "one Parameter to both modules"
+                )
+        if len(first) > 1 and any(facts[place].is_sparse for place in tie):
             raise ValueError(
                 f"{text_of(tie)} are tied and on several ranks, which can't sum sparse gradients: write "
                 "sparse=False"
             )
-
-
-def _difference(field: str, one: Any, two: Any) -> str:
-    if field == "is_trained":
-        return "one of them is frozen: freeze all of them, or none"
-    return f"of different {field}, {one} and {two}: make them alike, or do not tie them"
+    with_loss = [one for each in reports for one, other in each.shared if other not in facts]
+    for place in with_loss:
+        tie = next((each for each in ties if place in each), (place,))
+        if rank_of[-1] not in {rank_of[stage] for stage, _ in tie}:
+            raise ValueError(
+                f"{text_of(tie)} is a parameter of the loss, too, which rank {rank_of[-1]} computes: choose "
+                "a schedule that puts both on one rank, such as zb_v, or move that part of the loss into the "
+                "last stage"
+            )
 
 
 def text_of(tie: Tie) -> str:
@@ -214,36 +229,58 @@ def text_of(tie: Tie) -> str:
     return " and ".join(f"{name} of stage {index}" for index, name in tie)
 
 
-def check_apart(ties: Iterable[Tie], rank_of: Sequence[int]) -> None:
-    """Raise ValueError if two stages of one rank have a tied parameter: FSDP2 would make two of it."""
-    for tie in ties:
-        first: dict[int, ParameterPlace] = {}
-        for place in tie:
-            other = first.setdefault(rank_of[place[0]], place)
-            if other[0] != place[0]:
-                raise ValueError(
-                    f"{text_of((other, place))} are one parameter on one rank, and shards would make two of "
-                    "it: choose a schedule that puts these stages on different ranks, such as zb_h1, or use "
-                    "replicate= instead of shard="
-                )
+def _unite(stages: Mapping[int, nn.Module], tie: Tie) -> None:
+    """Put the first place's Parameter into all places that this rank has, and declare the tie there."""
+    mine = [(stages[index], name) for index, name in tie if index in stages]
+    for stage, name in mine:
+        old, new = stage.get_parameter(name), mine[0][0].get_parameter(mine[0][1])
+        for module in stage.modules():
+            for leaf, each in module._parameters.items():
+                if each is old:
+                    module._parameters[leaf] = new
+    for index, name in tie[1:]:
+        if index in stages:
+            declared = getattr(stages[index], "tied_parameters", None) or {}
+            stages[index].tied_parameters = {**declared, name: tie[0]}  # type: ignore[assignment]
 
 
-def check_united(ties: Iterable[Tie], facts: Mapping[ParameterPlace, Facts]) -> None:
-    """Raise ValueError if a rank holds a tied parameter twice."""
-    for tie in ties:
-        first: dict[int, ParameterPlace] = {}
-        for place in tie:
-            other = first.setdefault(facts[place].rank, place)
-            if facts[other].identity != facts[place].identity:
-                raise ValueError(
-                    f"{text_of((other, place))} are tied and on one rank, but they are two tensors: assign "
-                    "one Parameter to both modules"
-                )
+# ---- Parameter objects that a model's stages share
 
 
-def replace_parameter(stage: nn.Module, old: Tensor, new: nn.Parameter) -> None:
-    """Put a Parameter in another one's place, in every module and under every name of the stage."""
-    for module in stage.modules():
-        for leaf, each in module._parameters.items():
-            if each is old:
-                module._parameters[leaf] = new
+def shared_parameters(
+    build_stage: Callable[[int, int], nn.Module], num_stages: int, loss: Any = None
+) -> list[Pair]:
+    """Pairs of places that have one Parameter; [] also for a model that can't be built on meta.
+
+    loss: if it is a module, its parameters count as those of a stage `num_stages`, behind the last one.
+    Call this after the stages that will be trained were built: a model may keep what it builds, here on meta.
+    """
+    # One stage at a time is alive. A Parameter that a later stage has, too, is kept alive by the model; any
+    # other one is freed and may leave its id to a later one, so a weak reference says which one was seen.
+    seen: dict[int, tuple[Any, ParameterPlace]] = {}
+    found = []
+    num_modules = num_stages + 1 if isinstance(loss, nn.Module) else num_stages
+    with warnings.catch_warnings(), torch.random.fork_rng([]), torch.device("meta"), _OnMeta():
+        warnings.simplefilter("ignore")
+        for index in range(num_modules):
+            try:
+                module = build_stage(index, num_stages) if index < num_stages else loss
+            except Exception:  # the model needs real tensors: it has to declare what its stages share
+                return []
+            for name, parameter in module.named_parameters():
+                known, place = seen.get(id(parameter), (None, (index, name)))
+                if known is not None and known() is parameter:
+                    found.append((place, (index, name)))
+                else:
+                    seen[id(parameter)] = ref(parameter), (index, name)
+    return found
+
+
+class _OnMeta(TorchFunctionMode):
+    """Replaces every device=... in calls of torch by the meta device."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        return func(*args, **({**kwargs, "device": "meta"} if "device" in kwargs else kwargs))
