@@ -25,8 +25,8 @@ def test_it_prints_a_row_for_each_weight():
     result = run_explain(*SMALL)
     assert (result.returncode, result.stderr) == (0, "")
     head, *rows = result.stdout.splitlines()
-    assert head.split()[:3] == ["parameter", "size", "in"]
-    assert sum(row.split()[3] == "W" for row in rows if ".weight" in row) == 4
+    assert head.split()[:3] == ["parameter", "KiB", "in"]
+    assert sum(row.split()[2] == "W" for row in rows if ".weight" in row) == 4
 
 
 @pytest.mark.parametrize(

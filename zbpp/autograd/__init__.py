@@ -28,16 +28,13 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     host_copier.py        copies to host memory while the computation goes on, and back
     host_memory.py        how much memory the machine has left
     explain.py            `explain`: what B would do with each weight
-    deferral_reasons.py   the reasons, in words
-    explanation.py        the answer of `explain`, and its text
     compiled/             F, B and W of a module compiled by Inductor
 """
 
 from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.capture import Capture, keep, saved
 from zbpp.autograd.collector import defer
-from zbpp.autograd.explain import explain
-from zbpp.autograd.explanation import Explanation
+from zbpp.autograd.explain import Explanation, explain
 from zbpp.autograd.recompute import checkpoint, recompute
 from zbpp.autograd.rules import rule
 from zbpp.autograd.split import backward_input

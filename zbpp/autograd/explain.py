@@ -1,44 +1,95 @@
-"""`explain`: which weight gradients B would put off until W, which it would compute itself, and why."""
+"""`explain`: which weight gradients B would put off until W, which it would compute itself, and why.
+
+`survey` decides, in explain as in B. The reasons are found by a second, slower walk that only explain uses.
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node
 
 from zbpp.autograd.arguments import Outputs, as_list, edge_of, needs_grad
-from zbpp.autograd.deferral_reasons import ReversedGraph, SiteUse, why_computed_in_b, why_deferred
-from zbpp.autograd.explanation import Explanation, Row, Where
-from zbpp.autograd.forward_state import references
-from zbpp.autograd.graph import WeightUse, survey
-from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.graph import Edge, Survey, WeightUse, survey
+from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
+from zbpp.autograd.node_roles import node_name
+from zbpp.autograd.reentrant import is_reentrant
+from zbpp.autograd.rules import rule_of
 from zbpp.autograd.sharded import AddOfShards, bytes_here
 from zbpp.autograd.storages import storages_of
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-_NamedTensors = dict[int, tuple[str, Tensor]]
-"""id of a tensor -> its name and the tensor."""
-_TensorRow = tuple[Tensor, Row]
+Where = Literal["W", "B", "later", "none"]
 
 NOT_COMPILED = "zbpp_not_compiled"
 """The attribute of a parameter that says why the layer of the parameter is not compiled."""
 
 
-def explain(
-    outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: Names | None = None
-) -> Explanation:
+class Row(NamedTuple):
+    """One trainable leaf. where: its gradient is computed in W, in B, decided in a recompute, or not at all.
+
+    held_bytes: what waits for W: x and dy, of which W makes the gradient, or the gradient that B has made.
+    Layers may share an x or a dy. For a DTensor nbytes is the whole tensor's, and held_bytes this rank's.
+    """
+
+    name: str
+    nbytes: int
+    where: Where
+    why: str
+    held_bytes: int = 0
+
+
+class Explanation(NamedTuple):
+    """The rows, and the totals of what is held between B and W, in bytes. Each storage is counted once.
+
+    `str(explanation)` is the table.
+    """
+
+    rows: tuple[Row, ...]
+    x_bytes: int
+    dy_bytes: int
+    gradient_bytes: int
+    compiled_bytes: int  # all that compiled layers hold
+
+    @property
+    def held_bytes(self) -> int:
+        """What `WeightGrads.held_bytes` will be after B.
+
+        WeightGrads holds less where gradients share memory, more where they are views of larger storages.
+        """
+        return self.x_bytes + self.dy_bytes + self.gradient_bytes + self.compiled_bytes
+
+    def __str__(self) -> str:
+        head = ("parameter", "KiB", "in", "held", "why")
+        cells = [(r.name, _kib(r.nbytes), r.where, _kib(r.held_bytes), r.why) for r in self.rows]
+        names, sizes, places, held, _ = (max(map(len, column)) for column in zip(head, *cells, strict=True))
+        lines = [
+            f"{name:<{names}}  {size:>{sizes}}  {where:<{places}}  {kept:>{held}}  {why}"
+            for name, size, where, kept, why in (head, *cells)
+        ]
+        parts = zip(("x", "dy", "gradients", "compiled"), self[1:], strict=True)
+        kinds = ", ".join(f"{kind} {_kib(count)}" for kind, count in parts if count)
+        total = (
+            f"held between B and W, what is shared counted once: {kinds}; {_kib(self.held_bytes)} KiB in all"
+        )
+        return "\n".join([*lines, total])
+
+
+def _kib(count: int) -> str:
+    return f"{count / 1024:.1f}" if count else "–"
+
+
+def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: Names = ()) -> Explanation:
     """What `backward_input(outputs, ..., inputs)` would do with each trainable leaf of the graph.
 
     Call it after a forward. It runs no node, and frees and keeps nothing. outputs, inputs: as for
     `backward_input`; a gradient is assumed for every output that requires grad. parameters: names for the
-    leaves, as (name, tensor) pairs or a mapping, such as module.named_parameters(). A parameter that the
-    graph doesn't reach gets a row that says so.
-
-    Parameters inside a checkpoint are found if the checkpoint's function refers to them, or to their module
-    (`references` in forward_state.py says how).
-    Raises ValueError if no output requires grad, RuntimeError if an earlier backward has used the graph up.
+    leaves, such as module.named_parameters(). A parameter that the graph doesn't show has a row that says so.
+    Raises ValueError if no output requires grad; torch raises RuntimeError if the graph has been used up.
     """
     roots = [edge_of(output) for output in as_list(outputs) if needs_grad(output)]
     if not roots:
@@ -47,148 +98,159 @@ def explain(
         )
     given = (inputs,) if isinstance(inputs, Tensor) else tuple(inputs)
     stops = frozenset(edge_of(each) for each in given if needs_grad(each))
-    names = _names(parameters)
-    try:
-        found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
-        graph = ReversedGraph(roots, stops, found)
-        rows = [*_reached(graph, names), *_compiled(graph, names), *_inside_checkpoints(graph, names)]
-    except RuntimeError as error:
-        if "saved tensors after they have been freed" not in str(error) and "second time" not in str(error):
-            raise
-        raise RuntimeError(
-            "this graph has been gone through before: explain it after the forward, before B"
-        ) from error
-    rows += _not_reached(graph, names, {id(tensor) for tensor, _ in rows})
+    names: dict[int, str] = {}
+    named = list(parameters.items() if isinstance(parameters, Mapping) else parameters)
+    for name, tensor in named:
+        names[id(tensor)] = f"{names[id(tensor)]} = {name}" if id(tensor) in names else name
+    found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
+    rows: dict[int, Row] = {}
+    if any(map(is_reentrant, found.functions)):
+        told: list[_Told] = [(each, "B", _REENTRANT, 0) for _, each in named]
+        found = found._replace(sites=[], uses=[], computed_in_b={}, functions=[])
+    else:
+        told = [*_in_w(found), *_in_b(found, _users(roots, stops)), *_compiled(found)]
+    for tensor, where, why, held in (*told, *(_not_shown(found, each) for _, each in named)):
+        shape = f"[{', '.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
+        reason = getattr(tensor, NOT_COMPILED, None)
+        why = f"{why}; not compiled: {reason}" if reason else why
+        if tensor.numel() or id(tensor) in names:  # an empty one is the dummy of a checkpoint
+            rows.setdefault(id(tensor), Row(names.get(id(tensor), shape), tensor.nbytes, where, why, held))
     order = {key: place for place, key in enumerate(names)}
-    rows.sort(key=lambda row: order.get(id(row[0]), len(order)))
-    return _with_totals(graph, tuple(row for _, row in rows))
+    return Explanation(
+        tuple(rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))),
+        _x_bytes(found.uses),
+        sum({site: _dy_bytes(site, use) for site, use in _sites(found)}.values()),
+        sum(bytes_here(each) for each in found.computed_in_b.values()),
+        sum(function.zbpp_explained()[0] for function in found.functions if hasattr(function, _COMPILED)),
+    )
 
 
-def _names(parameters: Names | None) -> _NamedTensors:
-    """The tensors by id, with their names; the names of a tied tensor are joined."""
-    pairs = parameters.items() if isinstance(parameters, Mapping) else parameters or ()
-    names: _NamedTensors = {}
-    for pair in pairs:
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)):
-            raise ValueError(
-                f"parameters holds a {type(pair).__name__}, not (name, tensor) pairs: "
-                "write module.named_parameters()"
-            )
-        name, tensor = pair
-        before = f"{names[id(tensor)][0]} = " if id(tensor) in names else ""
-        names[id(tensor)] = before + name, tensor
-    return names
-
-
+_Told = tuple[Tensor, Where, str, int]
+_COMPILED = "zbpp_explained"
+_UNCLEAR = (
+    "uses that can't be told apart, or beside another weight's; a tensor subclass; shards that don't fit"
+)
 _REENTRANT = "a reentrant checkpoint is in the graph: everything in B"
+_Users = dict[Node, list[tuple[Node | None, int]]]
+"""Node -> the nodes that use it, None for an output, and which of their operands it is."""
 
 
-def _reached(graph: ReversedGraph, names: _NamedTensors) -> Iterator[_TensorRow]:
-    """The leaves that the graph shows."""
-    for uses in graph.deferred.values():
-        tensor = uses[0][1].leaf
-        if graph.is_reentrant:
-            yield tensor, _row(tensor, names, "B", _REENTRANT)
-            continue
-        x = sum(_x_storages(uses).values())
-        dy = sum(_dys(uses).values())
-        yield tensor, _row(tensor, names, "W", why_deferred(uses), x_bytes=x, dy_bytes=dy)
-    for leaf, tensor in graph.found.computed_in_b.items():
-        if not tensor.numel() and id(tensor) not in names:
-            continue  # the dummy of a checkpoint
-        if graph.is_reentrant:
-            yield tensor, _row(tensor, names, "B", _REENTRANT)
+def _sites(found: Survey) -> Iterator[tuple[Node, WeightUse]]:
+    return zip(found.sites, found.uses, strict=True)
+
+
+def _in_w(found: Survey) -> Iterator[_Told]:
+    uses: dict[int, list[tuple[Node, WeightUse]]] = {}
+    for site, use in _sites(found):
+        uses.setdefault(id(use.leaf), []).append((site, use))
+    for each in uses.values():
+        why = _counted(_through(site, [node for node, _ in use.chain]) for site, use in each)
+        held = _x_bytes([use for _, use in each]) + sum(_dy_bytes(site, use) for site, use in each)
+        yield each[0][1].leaf, "W", why, held
+
+
+def _in_b(found: Survey, users: _Users) -> Iterator[_Told]:
+    sites = set(found.sites)
+    for leaf, tensor in found.computed_in_b.items():
+        all_uses = list(_uses(users, leaf, ()))
+        obstacles = [text for use in all_uses if (text := _obstacle(sites, *use))]
+        why = _counted(obstacles) or _UNCLEAR
+        if obstacles and len(obstacles) < len(all_uses):
+            why = f"also {why}, so all its uses are in B"
+        yield tensor, "B", why, bytes_here(tensor)
+
+
+def _compiled(found: Survey) -> Iterator[_Told]:
+    for function in found.functions:
+        for tensor, where, why in function.zbpp_explained()[1] if hasattr(function, _COMPILED) else ():
+            yield tensor, where, why, 0
+
+
+def _not_shown(found: Survey, tensor: Tensor) -> _Told:
+    if not tensor.requires_grad:
+        return tensor, "none", "frozen", 0
+    if any(hasattr(getattr(node, "call", None), "fn") for node in found.functions):
+        return (
+            tensor,
+            "later",
+            "inside a zbpp.checkpoint, which decides when it is recomputed; or not used",
+            0,
+        )
+    return tensor, "none", "not reached", 0
+
+
+def _users(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Users:
+    """The graph that `survey` walked, reversed."""
+    users: _Users = {}
+    pending: dict[Node, None] = {}
+    for node, _ in roots:
+        users.setdefault(node, []).append((None, 0))
+        pending[node] = None
+    nodes = list(pending)
+    for node in nodes:  # the list grows during the loop
+        for operand, edge in enumerate(node.next_functions):
+            below = edge[0]
+            if below is None or edge in stops:
+                continue
+            if below not in users:
+                nodes.append(below)
+            users.setdefault(below, []).append((node, operand))
+    return users
+
+
+def _uses(
+    users: _Users, node: Node, through: tuple[Node, ...]
+) -> Iterator[tuple[Node | None, int, tuple[Node, ...]]]:
+    """Go up from a leaf, through nodes that each have one edge, to the nodes that compute with it."""
+    for user, operand in users.get(node, ()):
+        if (
+            user is None
+            or rule_of(node_name(user))
+            or sum(edge[0] is not None for edge in user.next_functions) > 1
+        ):
+            yield user, operand, through
         else:
-            why = why_computed_in_b(graph, leaf, tensor)
-            yield tensor, _row(tensor, names, "B", why, gradient_bytes=bytes_here(tensor))
+            yield from _uses(users, user, (user, *through))
 
 
-def _row(tensor: Tensor, names: _NamedTensors, where: Where, why: str, **held: int) -> Row:
-    shape = tuple(tensor.shape)
-    unnamed = f"[{', '.join(map(str, shape))}] {str(tensor.dtype).removeprefix('torch.')}"
-    name = names[id(tensor)][0] if id(tensor) in names else unnamed
-    reason = getattr(tensor, NOT_COMPILED, None)
-    return Row(name, shape, tensor.nbytes, where, f"{why}; not compiled: {reason}" if reason else why, **held)
+def _obstacle(sites: set[Node], node: Node | None, operand: int, through: tuple[Node, ...]) -> str:
+    """Why this use of a leaf can't wait; "" if it could, were it the leaf's only use."""
+    if node is None:
+        return "an output itself"
+    rule, text = rule_of(node_name(node)), f"used by {_through(node, through)}"
+    if rule is None:
+        return f"{text}, which has no rule"
+    if node in sites:
+        return ""
+    if operand in rule.along:
+        return f"{text}, whose weight does not wait"
+    if operand not in rule.weights:
+        return f"{text}, where its rule expects no weight"
+    if has_node_hooks(node) or rule.capture(node, operand) is None:
+        return f"{text}, which has a hook of its own, a factor, or packed or sparse saved tensors"
+    return ""
 
 
-def _x_storages(uses: Iterable[SiteUse]) -> dict[int, int]:
-    """Identity of each storage that W keeps -> its bytes."""
+def _through(node: Node, chain: Iterable[Node]) -> str:
+    below = ", ".join(map(node_name, chain))
+    return f"{node_name(node)} through {below}" if below else node_name(node)
+
+
+def _counted(texts: Iterable[str]) -> str:
+    counts = Counter(texts)
+    return "; ".join(f"{text} ({count} uses)" if count > 1 else text for text, count in counts.items())
+
+
+def _x_bytes(uses: Iterable[WeightUse]) -> int:
+    """Bytes of the storages that W keeps, each counted once."""
     uses = list(uses)
-    own = {storage._cdata for _, use in uses for storage in storages_of(use.leaf)}
-    storages = [storage for _, use in uses for tensor in use.tensors() for storage in storages_of(tensor)]
-    return {each._cdata: each.nbytes() for each in storages if each._cdata not in own}
-
-
-def _dys(uses: Iterable[SiteUse]) -> dict[Node, int]:
-    """Site -> bytes of its dy, the gradient of the site's output."""
-    return {site: _dy_bytes(site, use) for site, use in uses}
+    own = {storage._cdata for use in uses for storage in storages_of(use.leaf)}
+    storages = [storage for use in uses for tensor in use.tensors() for storage in storages_of(tensor)]
+    return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in own}.values())
 
 
 def _dy_bytes(site: Any, use: WeightUse) -> int:
-    meta = site._input_metadata[0]
-    count = 1
-    for size in meta.shape:
-        count *= int(size)
-    leaf: Any = use.leaf
-    num_shards = use.add.num_shards(leaf.device_mesh) if isinstance(use.add, AddOfShards) else 1
-    return count * int(meta.dtype.itemsize) // num_shards
-
-
-# ---- Leaves that the graph doesn't show
-
-
-def _compiled_calls(graph: ReversedGraph) -> list[Any]:
-    return [function for function in graph.found.functions if hasattr(function, "zbpp_explained")]
-
-
-def _compiled(graph: ReversedGraph, names: _NamedTensors) -> Iterator[_TensorRow]:
-    """The parameters of compiled modules."""
-    for function in _compiled_calls(graph):
-        for tensor, where, why in function.zbpp_explained()[1]:
-            yield tensor, _row(tensor, names, where, why)
-
-
-def _inside_checkpoints(graph: ReversedGraph, names: _NamedTensors) -> Iterator[_TensorRow]:
-    """The parameters inside checkpoints, if they can be found and are not used elsewhere."""
-    known = {id(tensor) for tensor in graph.leaves}
-    why = "inside a zbpp.checkpoint: decided when it is recomputed"
-    where: Where = "later"
-    if graph.is_reentrant:
-        why, where = "inside a reentrant checkpoint: everything in B", "B"
-    for function in _checkpointed(graph):
-        for tensor in _leaves_of(function):
-            if id(tensor) not in known:
-                known.add(id(tensor))
-                yield tensor, _row(tensor, names, where, why)
-
-
-def _checkpointed(graph: ReversedGraph) -> list[Any]:
-    """The functions that the checkpoints of this graph will run again."""
-    functions = [getattr(getattr(node, "call", None), "fn", None) for node in graph.found.functions]
-    functions += [getattr(node, "run_function", None) for node in graph.found.functions]
-    return [function for function in functions if function is not None]
-
-
-def _leaves_of(function: Any) -> Iterator[Tensor]:
-    """The trainable leaves that a callable refers to."""
-    for thing in references(function):
-        for tensor in thing.parameters() if isinstance(thing, nn.Module) else (thing,):
-            if tensor.is_leaf and tensor.requires_grad:
-                yield tensor
-
-
-def _not_reached(graph: ReversedGraph, names: _NamedTensors, known: set[int]) -> list[_TensorRow]:
-    """The named parameters that have no row yet."""
-    unless = ", unless inside the checkpoint" if _checkpointed(graph) else ""
-    return [
-        (tensor, _row(tensor, names, "none", f"not reached{unless}" if tensor.requires_grad else "frozen"))
-        for _, tensor in names.values()
-        if id(tensor) not in known
-    ]
-
-
-def _with_totals(graph: ReversedGraph, rows: tuple[Row, ...]) -> Explanation:
-    uses = [] if graph.is_reentrant else [use for each in graph.deferred.values() for use in each]
-    gradients = sum(row.gradient_bytes for row in rows)
-    compiled = sum(function.zbpp_explained()[0] for function in _compiled_calls(graph))
-    return Explanation(rows, sum(_x_storages(uses).values()), sum(_dys(uses).values()), gradients, compiled)
+    """Bytes of dy, the gradient of the site's output."""
+    meta, leaf = site._input_metadata[0], use.leaf
+    num_shards = use.add.num_shards(leaf.device_mesh) if isinstance(use.add, AddOfShards) else 1  # type: ignore[attr-defined]
+    return math.prod(map(int, meta.shape)) * int(meta.dtype.itemsize) // num_shards
