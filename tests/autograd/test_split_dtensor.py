@@ -104,4 +104,4 @@ def test_explain_says_why_a_dtensor_waits_or_not(claims):
     assert (fits.where, fits.why) == ("W", "AddmmBackward0 through TBackward0")
     assert (rows.where, cast.where) == ("B", "B")
     for row in (rows, cast):
-        assert "can't compute with shards: the weight's placement is S(0) on a mesh of shape (2,)" in row.why
+        assert "shards that don't fit" in row.why
