@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from zbpp.autograd.auxiliary import auxiliary_loss
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
-from zbpp.autograd.compiled.fx_graphs import extract, is_random
+from zbpp.autograd.compiled.fx_graphs import extract, is_random, placeholders
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 
 NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
@@ -158,6 +158,8 @@ def _partition(graph: GraphModule, inputs: list[Any], num_forward: int) -> tuple
     )
     if drawn != [node.name for part in parts for node in part.graph.nodes if is_random(node)]:
         raise CaptureError("random numbers would be drawn twice, in another order or not at all")
+    if any(isinstance(node.meta.get("val"), tuple) for node in placeholders(parts[1])):
+        raise CaptureError("the policy of a checkpoint keeps an operation with several results")
     return parts
 
 

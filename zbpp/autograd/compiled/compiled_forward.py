@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zbpp.autograd.compiled import aot_autograd, dynamo, inductor
 from zbpp.autograd.compiled.aot_autograd import capture
@@ -24,6 +26,9 @@ from zbpp.autograd.compiled.inductor import Backend, check_compiler, quiet
 from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
+
+# The dispatch modes of torch.utils.checkpoint with a policy: one in its forward, one in its recompute.
+_SELECTIVE_MODES = tuple(map(type, create_selective_checkpoint_contexts([])))
 
 
 class GuardedSplit(NamedTuple):
@@ -210,12 +215,13 @@ class CompiledForward:
         known = self.bound.setdefault(key, [])
         if known is None:
             return None
-        if known and self.call is not None:
-            variables = self.call.variables(args, kwargs)
-            for bound in reversed(known):
-                if bound.guards.fit(variables):
-                    return bound
         try:
+            _refuse_selective_checkpoint()
+            if known and self.call is not None:
+                variables = self.call.variables(args, kwargs)
+                for bound in reversed(known):
+                    if bound.guards.fit(variables):
+                        return bound
             known.append(self._bind(args, kwargs))
         except CaptureError as error:
             self.bound[key] = None
@@ -270,6 +276,19 @@ def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tu
         f"lambda m: ({''.join(f'{place(name)}, ' for name in names)})"
     )
     return find
+
+
+def _refuse_selective_checkpoint() -> None:
+    """Raise CaptureError inside a selective checkpoint.
+
+    It keeps the results of operations for its recompute. Of a module that is being captured it would keep
+    fake tensors, and of compiled code it would skip operations that write into memory they are given.
+    """
+    if any(isinstance(mode, _SELECTIVE_MODES) for mode in _get_current_dispatch_mode_stack()):
+        raise CaptureError(
+            "torch.utils.checkpoint calls it with context_fn, which must see each operation: leave out "
+            "context_fn, or compile=stage"
+        )
 
 
 def _refuse_hooks(module: nn.Module) -> None:
