@@ -107,6 +107,60 @@ def test_what_is_not_changed_is_not_traced_again(monkeypatch):
     assert other[0].up.weight.grad is not None
 
 
+class Scaled(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+        if isinstance(scale, torch.Tensor):
+            self.register_buffer("scale", scale)
+        else:
+            self.scale = scale
+
+    def set(self, step):
+        if isinstance(self.scale, torch.Tensor):
+            self.scale.fill_(step / 10)
+        else:
+            self.scale = step / 10 if isinstance(self.scale, float) else step
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x)) * self.scale)
+
+
+@pytest.mark.parametrize(
+    ("scale", "whole", "traces"),
+    [
+        # the stage four times, then its layers: Scaled four times, Layer once
+        (0.0, True, 4 + 4 + 1),
+        (0.0, False, 4 + 1),
+        (0, False, 4 + 1),
+        (torch.tensor(0.0), True, 1),
+    ],
+)
+def test_a_number_that_changes_in_every_step_is_not_compiled_for_ever(
+    scale, whole, traces, monkeypatch, caplog
+):
+    """It was, and each time the cache grew. A buffer is compiled once."""
+    traced = []
+    capture = compiled_forward.capture
+    monkeypatch.setattr(compiled_forward, "capture", lambda *args: (traced.append(1), capture(*args))[1])
+    with float64():
+        torch.manual_seed(0)
+        plain = nn.Sequential(Scaled(scale), Layer())
+    compiled, x, dy = copy.deepcopy(plain), double(3, 4), double(3, 4, seed=1)
+    compile_stage(compiled, backend="eager", whole=whole)
+    for step in range(12):
+        for side in (plain, compiled):
+            side.zero_grad()
+            side[0].set(step)
+        plain(x).backward(dy)
+        backward_input(compiled(x), dy, x)[1].accumulate()
+        assert_close(grads_of(compiled), grads_of(plain))
+    assert len(traced) == traces
+    told = warnings_in(caplog)
+    assert len(told) == (traces > 1) + (traces == 9)
+    assert all("scale has changed 4 times, and each value is compiled anew" in line for line in told)
+
+
 class Called(nn.Linear):
     def __call__(self, x):
         return super().__call__(x) * 3

@@ -27,6 +27,8 @@ from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
 
+_MAX_CHANGES = 3  # of one number that the Python code reads
+
 # The dispatch modes of torch.utils.checkpoint with a policy: one in its forward, one in its recompute.
 _SELECTIVE_MODES = tuple(map(type, create_selective_checkpoint_contexts([])))
 
@@ -166,6 +168,7 @@ class _Bound(NamedTuple):
     guards: Guards
     split: CompiledSplit
     tensors_of: Callable[[nn.Module], tuple[Tensor, ...]]
+    changed: str | None  # the number whose change made the CompiledSplit before no longer fit
 
 
 class CompiledForward:
@@ -217,24 +220,27 @@ class CompiledForward:
             return None
         try:
             _refuse_selective_checkpoint()
+            changed = None
             if known and self.call is not None:
                 variables = self.call.variables(args, kwargs)
                 for bound in reversed(known):
                     if bound.guards.fit(variables):
                         return bound
-            known.append(self._bind(args, kwargs))
+                changed = known[-1].guards.changed_value(variables)
+                _refuse_changing([bound.changed for bound in known], changed)
+            known.append(self._bind(args, kwargs, changed))
         except CaptureError as error:
             self.bound[key] = None
             self._fall_back_to_eager(str(error))
             return None
         return known[-1]
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: str | None) -> _Bound:
         with self._own_forward():
             _refuse_hooks(self.module)
             self.call = Call(self.module)
             guards, split = self.compiler.split_for(self.name, self.module, self.call, args, kwargs)
-        return _Bound(guards, split, _getter(self.module, split.tensors))
+        return _Bound(guards, split, _getter(self.module, split.tensors), changed)
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:
@@ -276,6 +282,15 @@ def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tu
         f"lambda m: ({''.join(f'{place(name)}, ' for name in names)})"
     )
     return find
+
+
+def _refuse_changing(before: list[str | None], changed: str | None) -> None:
+    """Raise CaptureError if the same number has changed too often: each value is compiled into the graphs."""
+    if changed is not None and before.count(changed) == _MAX_CHANGES:
+        raise CaptureError(
+            f"{changed} has changed {_MAX_CHANGES + 1} times, and each value is compiled anew: keep it in a "
+            "tensor (register_buffer, and fill_ it between steps)"
+        )
 
 
 def _refuse_selective_checkpoint() -> None:

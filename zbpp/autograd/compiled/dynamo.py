@@ -84,6 +84,12 @@ class Guards:
         # The manager is read at each call: Dynamo replaces it when an object that it watches is gone.
         return bool(self._built.guard_manager.check(variables))
 
+    def changed_value(self, variables: dict[str, Any]) -> str | None:
+        """The name of a number, text or tuple that is no longer the graph's; None for other changes."""
+        failed = self._built.guard_manager.check_verbose(variables).verbose_code_parts
+        found = [re.match(r"([LG]\[\S+) == ", each) for each in failed]
+        return next((_readable(each[1]) for each in found if each), None)
+
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether torch.compile was asked to compile this module."""
@@ -142,11 +148,17 @@ def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
         _, _, listed = str(each.message).partition("potential sources you can double check: ")
         changed = [name for name in (literal_eval(listed) if listed else ()) if name not in harmless]
         if changed:
-            names = ", ".join(re.sub(r"^[LG]\['(\w+)'\]", r"\1", name) for name in changed)
             raise CaptureError(
-                f"forward sets attributes or changes objects, which a graph can't: of {names} "
+                "forward sets attributes or changes objects, which a graph can't: of "
+                f"{', '.join(map(_readable, changed))} "
                 "(tensors may be changed in place: write add_(1), not += 1)"
             )
+
+
+def _readable(source: str) -> str:
+    """Dynamo's name of a value as Python writes it."""
+    source = re.sub(r"^[LG]\['(\w+)'\]", r"\1", source)
+    return re.sub(r"\._modules\['(\w+)'\]", r".\1", source)
 
 
 def _refuse_foreign_random(graph: GraphModule) -> None:
