@@ -30,8 +30,7 @@ from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages,
 from zbpp.memory_failure import MemoryFailure
 from zbpp.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
-from zbpp.runtime.first_start import of_first_start
-from zbpp.runtime.joining import rank_and_size
+from zbpp.runtime.joining import of_first_start, rank_and_size
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.world import CommunicationError, World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned

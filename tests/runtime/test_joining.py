@@ -1,14 +1,12 @@
-"""What a job says that can't begin: a rank never comes, versions differ, a port is taken, nonsense."""
+"""What a job says that can't begin: a rank never comes, versions differ, nobody is there."""
 
 import socket
 from concurrent.futures import ThreadPoolExecutor
-from time import monotonic
 
 import pytest
 from torch.distributed import HashStore
 
-from zbpp.runtime import joining
-from zbpp.runtime.joining import Rendezvous, StartError, join, versions
+from zbpp.runtime.joining import StartError, job_store, join, versions
 
 TIMEOUT = 0.5  # s
 
@@ -20,7 +18,7 @@ def outcomes(facts, size):
     def of(rank):
         try:
             limit = TIMEOUT if len(facts) < size else 60
-            return join(store, Rendezvous(rank, size, "here", 1), facts[rank], limit)
+            return join(store, rank, size, facts[rank], limit)
         except StartError as error:
             return f"error: {error}"
 
@@ -58,57 +56,33 @@ def test_other_versions_are_a_line_on_every_rank():
         assert said.endswith("start all ranks in the same environment")
 
 
-GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "LOCAL_RANK": "0"}
+@pytest.mark.parametrize("name", ["WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_an_environment_that_lacks_something_is_told_with_what_sets_it(monkeypatch, name):
+    for each, text in {
+        "RANK": "0",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "1",
+    }.items():
+        monkeypatch.setenv(each, text)
+    monkeypatch.delenv(name)
+    with pytest.raises(StartError, match=f"{name} expected, but not set.* torchrun and .* unset RANK"):
+        job_store(TIMEOUT)
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "words"),
-    [
-        ("RANK", "x", "RANK=x: a rank needs a whole number"),
-        ("RANK", "2", "RANK=2 with WORLD_SIZE=2: a rank needs RANK from 0 to 1"),
-        ("WORLD_SIZE", None, "RANK is set, and WORLD_SIZE is not"),
-        ("MASTER_ADDR", None, "RANK is set, and MASTER_ADDR is not"),
-        ("MASTER_PORT", "70000", "MASTER_PORT=70000: a rank needs a port from 1 to 65535"),
-        ("LOCAL_RANK", "-1", "LOCAL_RANK=-1: a rank needs a whole number"),
-    ],
-)
-def test_an_environment_that_makes_no_sense_is_told_with_what_sets_it(monkeypatch, name, value, words):
-    for each, text in {**GOOD, name: value}.items():
-        monkeypatch.delenv(each, raising=False) if text is None else monkeypatch.setenv(each, text)
-    with pytest.raises(StartError) as caught:
-        Rendezvous.from_environment()
-    assert str(caught.value).startswith(words)
-    assert "unset RANK" in str(caught.value)
-
-
-def test_a_port_that_another_process_holds_is_named(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.socket() as taken:
-        taken.bind(("0.0.0.0", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(StartError, match=f"MASTER_PORT={port} is in use on this machine.*choose another"):
-            Rendezvous(0, 2, "127.0.0.1", port).store(TIMEOUT)
-
-
-def test_a_listener_that_never_answers_is_named(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    monkeypatch.setattr(joining, "_ANSWER", TIMEOUT)
-    monkeypatch.setattr(joining.atexit, "register", lambda _: None)  # it would end this process
-    with socket.socket() as silent:
-        silent.bind(("127.0.0.1", 0))
-        silent.listen()
-        port = silent.getsockname()[1]
-        with pytest.raises(StartError, match=f"what listens at 127.0.0.1:{port} does not answer as a job's"):
-            Rendezvous(1, 2, "127.0.0.1", port).store(TIMEOUT)
-
-
-def test_nobody_at_the_address_is_told_with_the_address(monkeypatch):
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_job_that_is_not_there_is_told_with_its_address(monkeypatch, rank):
+    """Rank 0 waits for rank 1, which never comes; rank 1 finds nobody at the port."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]  # bound, and nobody listens
-        begin = monotonic()
-        with pytest.raises(StartError, match=rf"rank 1 of 2 reached nobody at 127.0.0.1:{port} within 0.5 s"):
-            Rendezvous(1, 2, "127.0.0.1", port).store(TIMEOUT)
-        assert monotonic() - begin >= TIMEOUT  # rank 0 may come a little later
+        port = str(free.getsockname()[1])
+    for name, text in {
+        "RANK": rank,
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }.items():
+        monkeypatch.setenv(name, text)
+    with pytest.raises(StartError, match=f"no job at 127.0.0.1:{port}: .*[Tt]imed out.*--standalone"):
+        job_store(2.0)

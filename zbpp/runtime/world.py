@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from zbpp.runtime.devices import gpu_of, note_of_kinds, shared_gpu, told_by_all
-from zbpp.runtime.joining import Rendezvous, join, versions
+from zbpp.runtime.joining import job_store, join, versions
 from zbpp.runtime.out_of_memory import is_out_of_memory
 from zbpp.runtime.roll_call import missing_in, ranks_text
 
@@ -80,38 +78,24 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
     device: "cpu" (gloo), "cuda" (NCCL) or "auto". timeout: seconds that a wait for another rank may last.
     """
-    if "RANK" in os.environ:
-        Rendezvous.from_environment()
     chosen = _device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
-    limit, here = timedelta(seconds=timeout), Rendezvous.from_environment()
-    store = here.store(timeout)
-    attempt = join(store, here, {**versions(), "device": chosen.type}, timeout)
-    if chosen.type == "cuda":
-        _check_gpus(PrefixStore(f"zbpp/{attempt}", store), here, chosen, timeout)
+    store, rank, size = job_store(timeout)
+    attempt = join(store, rank, size, {**versions(), "device": chosen.type}, timeout)
     dist.init_process_group(
         "nccl" if chosen.type == "cuda" else "gloo",
         store=PrefixStore(f"zbpp/{attempt}", store),
-        rank=here.rank,
-        world_size=here.size,
-        timeout=limit,
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout),
     )
-    yield World(here.rank, here.size, chosen)
+    yield World(rank, size, chosen)
     # Not after an error: it would wait for receives that no rank will answer, and hide the error.
     dist.destroy_process_group()
-
-
-def _check_gpus(store: Any, here: Rendezvous, device: torch.device, timeout: float) -> None:
-    """Raise DeviceError on every rank if two have one GPU; say on rank 0 if the GPUs differ. Collective."""
-    gpus = told_by_all(store, here.rank, here.size, gpu_of(device), timeout)
-    if problem := shared_gpu(gpus):
-        raise DeviceError(problem)
-    if here.rank == 0 and (note := note_of_kinds(gpus)):
-        print(f"note: {note}", file=sys.stderr, flush=True)
 
 
 def _device(name: str) -> torch.device:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import platform
 import socket
+from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from zbpp.benchmark.cluster.rows import NOTE, OK
-from zbpp.runtime.devices import gpu_of, note_of_kinds
 from zbpp.runtime.world import World, gather
 
 if TYPE_CHECKING:
@@ -56,10 +56,13 @@ def _node(here: World, ranks: list[int]) -> Found:
 def _device(device: torch.device) -> str:
     if device.type == "cpu":
         return "cpu"
-    gpu = gpu_of(device)
-    return f"{gpu.name}, {gpu.memory / 2**30:.0f} GiB"
+    gpu: Any = torch.cuda.get_device_properties(device)
+    return f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
 
 
 def _kinds(here: World) -> Found:
-    note = note_of_kinds(gather(gpu_of(here.device)))
-    return (NOTE, note, {}) if note else (OK, "all alike", {})
+    kinds = Counter(gather(_device(here.device)))
+    if len(kinds) == 1:
+        return OK, "all alike", {}
+    told = "; ".join(f"{count} x {kind}" for kind, count in kinds.items())
+    return NOTE, f"{told}: give slower ones fewer layers (model.layers_per_stage), or schedule=auto", {}
