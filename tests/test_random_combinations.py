@@ -30,6 +30,7 @@ from helpers.split import float64
 from zbpp import (
     ActivationOffload,
     Costs,
+    GradientRelease,
     MasterWeights,
     Pipeline,
     PostValidation,
@@ -227,7 +228,7 @@ class Piped(Training):
         self.optimizer = OPTIMIZERS[case.optimizer](trained)
         self.steps: Any = self.pipeline
         if case.update == "release":
-            self.pipeline.release_gradients(self.optimizer)
+            self.pipeline.use(GradientRelease(self.optimizer))
         if case.update == "validated":
             self.steps = PostValidation(self.pipeline, self.optimizer, clip_norm=CLIP, masters=self.masters)
 

@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 import zbpp
+from zbpp import GradientRelease
 from zbpp.checkpoints import Checkpoint
 from zbpp.checkpoints.nest import decoded, encoded
+from zbpp.runtime.gradient_release import released_by
 from zbpp.training.combined import MuonAndAdamW
 
 
@@ -65,7 +67,7 @@ def run_of(name):
     pipeline = zbpp.Pipeline({0: Stage()}, zbpp.plan("1f1b", 1, 2), nn.functional.cross_entropy)
     optimizer = OPTIMIZERS[name]([each for each in pipeline.parameters() if each.requires_grad])
     if name == "optimi":
-        pipeline.release_gradients(optimizer)
+        pipeline.use(GradientRelease(optimizer))
     return pipeline, optimizer
 
 
@@ -75,7 +77,7 @@ def train(pipeline, optimizer, steps):
         generator = torch.Generator().manual_seed(step)
         x, target = torch.randn(8, 2, 6, 6, generator=generator), torch.arange(8) % 4
         losses += pipeline.step(x, target=target)
-        if not pipeline.releases_gradients:
+        if released_by(pipeline) is None:
             optimizer.step()
             optimizer.zero_grad()
     return [each.item() for each in losses]

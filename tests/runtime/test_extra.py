@@ -94,7 +94,7 @@ def test_an_extra_is_told_of_a_call_that_fails():
 
 def functions(pipeline):
     """What runs at each instruction of a step, as far as one can tell two functions apart."""
-    found = pipeline._engine._executors["step"]._plain.functions
+    found = pipeline._rank.executors["step"]._plain.functions
     return [repr(getattr(each.function, "func", each.function)).split(" at ")[0] for each in found]
 
 
@@ -187,11 +187,11 @@ def test_the_table_of_the_docs_is_what_extras_exclude():
     rows = [
         line for line in page.partition("## What goes with what")[2].splitlines() if line.startswith("| `")
     ]
-    stated = [
+    stated = {
         f"| `{extra.name}` | `{other}` | {instead} |"
         for extra in extras_of_zbpp()
         for other, instead in extra.excludes.items()
-    ]
+    }
     assert sorted(rows) == sorted(stated)
 
 

@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
-from zbpp import MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp import GradientRelease, MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime.gradient_release import released_by
 from zbpp.runtime.norm import norm_of, squares_in_mesh
 from zbpp.runtime.weight_offload import OffloadedWeights
 
@@ -81,7 +82,7 @@ def run(make_optimizer, schedule, *, released, is_tied=False, **options):
         optimizer = make_optimizer(pipeline.parameters())
         scheduler = StepLR(optimizer, 2, 0.5)
         if released:
-            pipeline.release_gradients(optimizer)
+            pipeline.use(GradientRelease(optimizer))
         return trained(pipeline, optimizer, released=released, scheduler=scheduler)
 
 
@@ -112,7 +113,7 @@ def gradients_at_updates():
     with Pipeline(Model(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
         parameters, seen = list(pipeline.parameters()), []
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
-        pipeline.release_gradients(optimizer)
+        pipeline.use(GradientRelease(optimizer))
         update = optimizer.step
 
         def step():
@@ -156,7 +157,7 @@ def on_one_rank(schedule="zb_v", model=None, **options):
 def released(make_optimizer=OPTIMIZERS["adamw"], **options):
     pipeline = on_one_rank(**options)
     optimizer = make_optimizer(pipeline.parameters())
-    pipeline.release_gradients(optimizer)
+    pipeline.use(GradientRelease(optimizer))
     return pipeline, optimizer
 
 
@@ -185,10 +186,10 @@ class Scaled(torch.optim.SGD):
 def test_an_optimizer_that_may_update_parameters_together_is_refused(make):
     pipeline = on_one_rank()
     with pytest.raises(
-        ValueError, match="none of torch.optim's or torch-optimi's .*write per_parameter=True"
+        ValueError, match="none of torch.optim's or torch-optimi's.*write per_parameter=True"
     ):
-        pipeline.release_gradients(make(pipeline.parameters()))
-    assert not pipeline.releases_gradients
+        pipeline.use(GradientRelease(make(pipeline.parameters())))
+    assert released_by(pipeline) is None
 
 
 def test_an_optimizer_of_ones_own_is_taken_at_its_owners_word():
@@ -197,7 +198,7 @@ def test_an_optimizer_of_ones_own_is_taken_at_its_owners_word():
         pipeline = on_one_rank()
         optimizer = Scaled(pipeline.parameters(), lr=0.1)
         if is_released:
-            pipeline.release_gradients(optimizer, per_parameter=True)
+            pipeline.use(GradientRelease(optimizer, per_parameter=True))
             pipeline = pipeline.with_timetable(plan("interleaved_zb", 1, M, stages_per_rank=2))
         sides.append(trained(pipeline, optimizer, released=is_released))
     same(*sides)
@@ -213,7 +214,7 @@ def test_sparse_gradients_are_released():
         with Pipeline({0: stage}, "zb_h1", lambda y, _: y.square().mean(), num_microbatches=M) as pipeline:
             optimizer = torch.optim.SparseAdam([stage[0].weight], lr=0.1)
             if is_released:
-                pipeline.release_gradients(optimizer)
+                pipeline.use(GradientRelease(optimizer))
             return trained(pipeline, optimizer, released=is_released)
 
     same(trained_embedding(True), trained_embedding(False))
@@ -239,15 +240,15 @@ def test_master_weights_are_refused():
     pipeline = on_one_rank(model=Model(dtype=torch.float32))
     masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
     with pytest.raises(ValueError, match=r"have a main_grad .*write precision=bfloat16"):
-        pipeline.release_gradients(torch.optim.SGD(masters.parameters(), lr=0.1))
+        pipeline.use(GradientRelease(torch.optim.SGD(masters.parameters(), lr=0.1)))
 
 
 def test_offloaded_weights_are_refused():
     stage = nn.Sequential(nn.Linear(HIDDEN, HIDDEN))
     OffloadedWeights({0: stage}, torch.device("cpu"))
     pipeline = Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M)
-    with pytest.raises(ValueError, match="gradient release doesn't go with offloaded weights"):
-        pipeline.release_gradients(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="gradient_release doesn't go with weight_offload"):
+        pipeline.use(GradientRelease(torch.optim.SGD(pipeline.parameters(), lr=0.1)))
 
 
 class Fails(nn.Module):
@@ -275,14 +276,14 @@ def test_no_step_follows_one_that_failed_after_an_update():
     timetable = Timetable.parse("0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1BW0 1BW1 1BW2 1BW3 0BW0 0BW1 0BW2 0BW3")
     pipeline = Pipeline({0: first, 1: last}, timetable, Model().loss)
     before = last.weight.detach().clone()
-    pipeline.release_gradients(torch.optim.SGD(pipeline.parameters(), lr=0.1))
+    pipeline.use(GradientRelease(torch.optim.SGD(pipeline.parameters(), lr=0.1)))
     inputs, target = batch(0)
     with pytest.raises(RuntimeError, match="planned") as caught:
         pipeline.step(inputs, target=target)
     assert "some of its weights and optimizer states have been updated" in "\n".join(caught.value.__notes__)
     assert not torch.equal(before, last.weight)
     with pytest.raises(
-        RuntimeError, match="earlier step failed .*planned.* load weights and optimizer states"
+        RuntimeError, match="earlier call failed .*planned.* load weights and optimizer states"
     ):
         pipeline.step(inputs, target=target)
     with pytest.raises(RuntimeError, match="load weights"):
@@ -322,7 +323,7 @@ def test_a_parameter_that_the_callers_graph_uses_too_gets_its_whole_gradient():
         pipeline = Pipeline({0: stage}, "zb_h1", F.mse_loss, num_microbatches=M)
         optimizer = torch.optim.AdamW(pipeline.parameters(), lr=0.1)
         if is_released:
-            pipeline.release_gradients(optimizer)
+            pipeline.use(GradientRelease(optimizer))
         x = torch.ones(M, HIDDEN, dtype=torch.float64)
         for _ in range(2):
             pipeline.step(x @ stage.weight, target=x)
@@ -336,7 +337,7 @@ def test_a_parameter_that_the_callers_graph_uses_too_gets_its_whole_gradient():
 
 def test_the_norm_of_released_gradients_is_the_norm_that_clipping_would_have_found():
     pipeline = on_one_rank()
-    pipeline.release_gradients(OPTIMIZERS["adamw"](pipeline.parameters()), keep_squares=True)
+    pipeline.use(GradientRelease(OPTIMIZERS["adamw"](pipeline.parameters()), keep_squares=True))
     inputs, target = batch(0)
     pipeline.step(inputs, target=target)
     plain = on_one_rank()
@@ -348,6 +349,6 @@ def test_a_second_optimizer_is_refused():
     """It replaced the first one, whose weights then stayed as they were."""
     stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     pipeline = Pipeline({0: stage}, "1f1b", num_microbatches=2, loss_fn=nn.functional.mse_loss)
-    pipeline.release_gradients(torch.optim.SGD(stage[0].parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="released to another optimizer already"):
-        pipeline.release_gradients(torch.optim.SGD(stage[1].parameters(), lr=0.1))
+    pipeline.use(GradientRelease(torch.optim.SGD(stage[0].parameters(), lr=0.1)))
+    with pytest.raises(ValueError, match="released to an optimizer already"):
+        pipeline.use(GradientRelease(torch.optim.SGD(stage[1].parameters(), lr=0.1)))

@@ -20,6 +20,7 @@ from zbpp import (
     ActivationOffload,
     Costs,
     CudaGraphs,
+    GradientRelease,
     Pipeline,
     PostValidation,
     Recorder,
@@ -257,7 +258,7 @@ def test_what_does_not_go_with_graphs_is_refused(extras, options, text):
 def test_switches_that_come_later_are_refused_too():
     run = Run(True, "zb_h1")
     with pytest.raises(ValueError, match="cuda_graphs doesn't go with gradient_release"):
-        run.pipeline.release_gradients(run.optimizer)
+        run.pipeline.use(GradientRelease(run.optimizer))
     with pytest.raises(ValueError, match="cuda_graphs doesn't go with post_validation"):
         PostValidation(run.pipeline, run.optimizer)
     run.pipeline.close()
@@ -298,7 +299,7 @@ def test_a_replayed_step_that_fails_leaves_its_gradients_marked():
     run = Run(True, "zb_h1")
     for number in range(4):
         run.step(*arguments(number))
-    functions = run.pipeline._engine._executors["step"]._plain.functions
+    functions = run.pipeline._rank.executors["step"]._plain.functions
     kept = functions[-3]
 
     def fails(message):

@@ -222,7 +222,7 @@ def two_replicas(rank, what):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        pipeline._end("test") if pipeline._engine.over == "" else None
+        pipeline._end("test") if pipeline._rank.over == "" else None
 
 
 def sparse_on_one(rank):

@@ -13,7 +13,7 @@ from torch import nn
 
 import zbpp
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Pipeline, PostValidation, clip_grad_norm_, make_mesh
+from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
 from zbpp.families import FAMILIES
 from zbpp.models.llama import Llama
@@ -97,7 +97,7 @@ def trained(case):
     pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh, timeout=30.0, **options)
     optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.3, momentum=0.5)
     if on == "release":
-        pipeline.release_gradients(optimizer)
+        pipeline.use(GradientRelease(optimizer))
     step = PostValidation(pipeline, optimizer, clip_norm=CLIP).step if on == "validation" else pipeline.step
     losses = []
     for number in range(STEPS):

@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, make_mesh, plan
+from zbpp import GradientRelease, OptimizerAccumulation, Pipeline, make_mesh, plan
 from zbpp.models.llama import Llama
 from zbpp.runtime.tensor_parallel import parallelize
 
@@ -45,7 +45,7 @@ def accumulated(make_optimizer, dtype=torch.float64):
     pipeline = pipeline_of(parts=layers(dtype))
     optimizer = make_optimizer(pipeline.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-    pipeline.release_gradients(optimizer, accumulate=True)
+    pipeline.use(OptimizerAccumulation(optimizer))
     losses = []
     for step in range(STEPS):
         inputs, target = batch(step, dtype)
@@ -88,7 +88,7 @@ def on_two_ranks(rank):
     stage = nn.Sequential(*layers()[2 * rank : 2 * rank + 2])
     with Pipeline({rank: stage}, timetable, F.mse_loss) as pipeline:
         optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
-        pipeline.release_gradients(optimizer, accumulate=True)
+        pipeline.use(OptimizerAccumulation(optimizer))
         losses = []
         for step in range(2):
             inputs, target = batch(step)
@@ -107,7 +107,7 @@ def split_over_two_processes(name, mesh):
             parallelize(model, stages, mesh)
         pipeline = Pipeline(stages, plan("zb_h1", 1, M), model.loss, mesh=mesh)
         optimizer = OPTIMIZERS[name](pipeline.parameters())
-        pipeline.release_gradients(optimizer, accumulate=True)
+        pipeline.use(OptimizerAccumulation(optimizer))
         tokens = torch.arange(M * 4).reshape(M, 4) % 16
         return [float(loss) for _ in range(3) for loss in pipeline.step(tokens, target=tokens)]
     finally:
@@ -133,7 +133,7 @@ def peak_gradients(release):
     pipeline = pipeline_of("zb_h1")
     optimizer = optimi.AdamW(pipeline.parameters(), lr=0.01, gradient_release=release != "off")
     if release != "off":
-        pipeline.release_gradients(optimizer, accumulate=release == "accumulate")
+        pipeline.use((OptimizerAccumulation if release == "accumulate" else GradientRelease)(optimizer))
     inputs, target = batch(0)
     highest = 0
 
@@ -173,7 +173,7 @@ def test_a_weight_that_the_last_microbatch_does_not_use_is_updated_all_the_same(
     part = Sometimes()
     pipeline = pipeline_of("zb_h1", [*layers()[:1], part, *layers()[1:2]])
     optimizer = optimi.AdamW(pipeline.parameters(), lr=0.01, weight_decay=0.0, gradient_release=True)
-    pipeline.release_gradients(optimizer, accumulate=True)
+    pipeline.use(OptimizerAccumulation(optimizer))
     inputs, target = batch(0)
     pipeline.step(inputs, target=target)
     weight = nn.Parameter(torch.full((SIZE,), 0.5, dtype=torch.float64))
@@ -206,7 +206,7 @@ class Merged(nn.Module):
 def test_a_weight_that_anothers_gradient_is_computed_from_is_updated_after_it():
     pipeline = pipeline_of("zb_h1", [Merged()])
     optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
-    pipeline.release_gradients(optimizer, accumulate=True)
+    pipeline.use(OptimizerAccumulation(optimizer))
     module = Merged()
     own = OPTIMIZERS["AdamW"](module.parameters())
     inputs, target = batch(0)
@@ -223,7 +223,7 @@ def test_a_weight_that_anothers_gradient_is_computed_from_is_updated_after_it():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda p: torch.optim.AdamW(p), "accumulate needs an optimizer of torch-optimi"),
+        (lambda p: torch.optim.AdamW(p), "accumulation needs an optimizer of torch-optimi"),
         (lambda p: optimi.AdamW(p, lr=0.1), r"make it with AdamW\(..., gradient_release=True\)"),
         (lambda p: optimi.SGD(p, lr=0.1, gradient_release=True), "SGD without momentum has no state"),
     ],
@@ -231,7 +231,7 @@ def test_a_weight_that_anothers_gradient_is_computed_from_is_updated_after_it():
 def test_an_optimizer_that_would_lose_gradients_is_refused(make, words):
     pipeline = pipeline_of()
     with pytest.raises(ValueError, match=words):
-        pipeline.release_gradients(make(pipeline.parameters()), accumulate=True)
+        pipeline.use(OptimizerAccumulation(make(pipeline.parameters())))
 
 
 def test_a_parameter_of_two_stages_is_refused():
@@ -239,14 +239,14 @@ def test_a_parameter_of_two_stages_is_refused():
     pipeline = pipeline_of("zb_v", [first, *others[:2], first])
     optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
     with pytest.raises(ValueError, match="several stages share.*write gradient_release=step"):
-        pipeline.release_gradients(optimizer, accumulate=True)
+        pipeline.use(OptimizerAccumulation(optimizer))
 
 
 def test_a_learning_rate_set_after_loading_a_state_is_used():
     """load_state_dict gives each parameter's state a copy of its group, with the rate of the saved run."""
     pipeline = pipeline_of("zb_h1")
     optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
-    pipeline.release_gradients(optimizer, accumulate=True)
+    pipeline.use(OptimizerAccumulation(optimizer))
     inputs, target = batch(0)
     pipeline.step(inputs, target=target)
     optimizer.load_state_dict(optimizer.state_dict())

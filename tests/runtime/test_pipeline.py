@@ -19,7 +19,7 @@ from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Recorder, Timetable, plan, replicate
-from zbpp.runtime.rank_parts import METHODS
+from zbpp.runtime.rank import METHODS
 from zbpp.runtime.world import gather
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
@@ -426,12 +426,11 @@ def step_and_look_inside(rank, timetable):
     pipeline.evaluate(x, target=target)
     links = [
         (len(box._posted if hasattr(box, "_posted") else box._pending))
-        for each in pipeline._engine._executors.values()
+        for each in pipeline._rank.executors.values()
         for box in (*each._inboxes.values(), *each._outboxes.values())
     ]
     workers = [
-        (worker._saved, worker._deferred, tuple(worker._feed))
-        for worker in pipeline._engine._workers.values()
+        (worker._saved, worker._deferred, tuple(worker._feed)) for worker in pipeline._rank.workers.values()
     ]
     return links, workers
 

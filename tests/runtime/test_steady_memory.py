@@ -7,7 +7,7 @@ import torch
 from optimi import AdamW
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from zbpp import GradientRelease, OptimizerAccumulation, Pipeline, plan
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.memory import live_bytes
 
@@ -35,7 +35,7 @@ def at_the_peak(rank, num_ranks):
             for _ in range(2):  # the first agrees on shapes; then .grad and all buffers are there
                 pipeline.step(batch, target=batch)
             level = live_bytes(lambda p=pipeline, x=batch: p.step(x, target=x), CPU)
-            found[schedule, num_microbatches] = len(pipeline._engine._executors["step"]._pool), level.highest
+            found[schedule, num_microbatches] = len(pipeline._rank.executors["step"]._pool), level.highest
     return found
 
 
@@ -60,7 +60,7 @@ def run_60_steps(rank, release="off"):
     pipeline = pipeline_for(rank, "zb_v", 2, 2)
     if release != "off":
         optimizer = AdamW(pipeline.parameters(), lr=1e-6, gradient_release=True)
-        pipeline.release_gradients(optimizer, accumulate=release == "accumulate")
+        pipeline.use((OptimizerAccumulation if release == "accumulate" else GradientRelease)(optimizer))
     batch = torch.ones(2, SIZE)
 
     def steps(number):

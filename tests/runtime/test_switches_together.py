@@ -10,7 +10,16 @@ from optimi import AdamW
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Costs, Pipeline, PostValidation, clip_grad_norm_, plan
+from zbpp import (
+    ActivationOffload,
+    Costs,
+    GradientRelease,
+    OptimizerAccumulation,
+    Pipeline,
+    PostValidation,
+    clip_grad_norm_,
+    plan,
+)
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.activation_offload import offload_of
@@ -52,7 +61,8 @@ class Run:
         self.clips = not {"release", "accumulate"} & set(on)
         self.validated = None
         if releases:
-            self.pipeline.release_gradients(self.optimizer, accumulate="accumulate" in on)
+            release = OptimizerAccumulation if "accumulate" in on else GradientRelease
+            self.pipeline.use(release(self.optimizer))
         if "validation" in on:
             self.validated = PostValidation(self.pipeline, self.optimizer, clip_norm=CLIP)
 

@@ -10,6 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import (
     ActivationOffload,
     Costs,
+    GradientRelease,
     Pipeline,
     PostValidation,
     WeightGrads,
@@ -148,7 +149,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
             losses = train(pipeline, validated.step, optimizer)
             validated.settle()
         elif how == "released":
-            pipeline.release_gradients(optimizer)
+            pipeline.use(GradientRelease(optimizer))
             losses = train(pipeline, pipeline.step, optimizer)
         else:
 

@@ -12,11 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
-from zbpp import LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
+from zbpp import Extra, GradientRelease, LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
 from zbpp.builders.stages import move_stages
 from zbpp.builders.trainer import build_masters
 from zbpp.data import Data
-from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.norm import gradients_of, scale_gradients
 from zbpp.runtime.posts import Posts
@@ -269,9 +268,9 @@ def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
     trainer = trainer_of(Validation(after=0), "float32", num_recorded=0)
     running = trainer.run(STEPS)
     assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
-    assert trainer.pipeline.pending_update is not None
+    assert trainer.pipeline.validation.pending is not None
     assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
-    assert trainer.pipeline.pending_update is None
+    assert trainer.pipeline.validation.pending is None
 
 
 def test_it_is_on_after_steps_without_clipping_and_off_where_clipping_is_frequent():
@@ -367,7 +366,7 @@ def test_buffers_that_a_discarded_forward_made_are_gone():
 def test_gradient_release_is_refused_with_it():
     with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
         optimizer = adamw(pipeline.parameters())
-        pipeline.release_gradients(optimizer)
+        pipeline.use(GradientRelease(optimizer))
         with pytest.raises(ValueError, match="gradient release drops the gradients"):
             PostValidation(pipeline, optimizer)
     with Pipeline({0: nn.Linear(WIDTH, WIDTH)}, plan("1f1b", 1, M), F.mse_loss) as pipeline:
@@ -375,7 +374,13 @@ def test_gradient_release_is_refused_with_it():
         steps = PostValidation(pipeline, optimizer)
         steps.step(batch(0)[0], target=batch(0)[1])
         with pytest.raises(ValueError, match="gradient release drops the gradients"):
-            pipeline.release_gradients(optimizer)
+            pipeline.use(GradientRelease(optimizer))
+
+
+class Releasing(Extra):
+    """An extra that goes by the name of gradient release, and can be used on one rank alone."""
+
+    name = "gradient_release"
 
 
 def refused(rank):
@@ -383,7 +388,7 @@ def refused(rank):
     with Pipeline({rank: model.build_stage(rank, 2)}, timetable, model.loss) as pipeline:
         optimizer = adamw(pipeline.parameters())
         if rank:
-            pipeline._engine.release_gradients(GradientRelease(optimizer, {}))
+            pipeline.use(Releasing())
         with pytest.raises(ValueError, match="gradient release drops the gradients"):
             PostValidation(pipeline, optimizer)
         posts, found = Posts(pipeline.place, timeout=1.0), []
@@ -544,7 +549,7 @@ def disagreeing(rank):
     with Pipeline(Model(), plan("1f1b", 2, M)) as pipeline:
         optimizer = adamw(pipeline.parameters())
         told.append(said(lambda: PostValidation(pipeline, optimizer, clip_norm=1.0 + rank)))
-    for call in ("release_gradients", "PostValidation"):
+    for call in ("gradient_release", "PostValidation"):
         pipeline = Pipeline(Model(), plan("1f1b", 2, M))
         optimizer = adamw(pipeline.parameters())
         if rank:
@@ -552,7 +557,7 @@ def disagreeing(rank):
         elif call == "PostValidation":
             told.append(said(lambda: PostValidation(pipeline, optimizer)))  # noqa: B023
         else:
-            told.append(said(lambda: pipeline.release_gradients(optimizer)))  # noqa: B023
+            told.append(said(lambda: pipeline.use(GradientRelease(optimizer))))  # noqa: B023
     pipeline = Pipeline(Model(), plan("1f1b", 2, M))
     steps = PostValidation(pipeline, adamw(pipeline.parameters()))
     steps.step(x, target=y)
@@ -568,6 +573,6 @@ def test_ranks_that_read_weights_make_no_difference_and_other_differences_are_to
     for clip, release, validation, bare in both_told:
         assert "clip_norm: 1.0 on rank 0; 2.0 on rank 1" in clip
         assert re.search(r"rank \d is in \w+\(\) while rank \d is in \w+\(\)", release)
-        assert "release_gradients()" in release
+        assert "gradient_release()" in release
         assert "PostValidation()" in validation
         assert "is in PostValidation.step()" in bare

@@ -31,7 +31,7 @@ def test_outside_its_steps_the_pipeline_runs_what_it_always_runs(tmp_path):
     trainer = small_trainer(callbacks=[Profile(range(2, 3), tmp_path / "rank-0.json")])
 
     def functions():
-        resolved = trainer.pipeline._engine._executors["step"]._plain.functions
+        resolved = trainer.pipeline._rank.executors["step"]._plain.functions
         return [repr(getattr(each.function, "func", each.function)).split(" at ")[0] for each in resolved]
 
     before = functions()

@@ -280,6 +280,6 @@ def test_a_replanner_with_nothing_left_to_do_costs_no_more_settling():
         stages=stages,
         num_measured=1,
     )
-    pending = [trainer.pipeline.pending_update is not None for _ in trainer.run(20)]
+    pending = [trainer.pipeline.validation.pending is not None for _ in trainer.run(20)]
     assert trainer.replan.is_over
     assert any(pending[12:-1])

@@ -26,6 +26,7 @@ from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.call import Call
 from zbpp.runtime.gradient_release import OptimizerAccumulation, parameters_of, update
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
@@ -162,8 +163,11 @@ class _Stages:
         optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
-            accumulation = _accumulation(optimizer, index, stage) if release == "accumulate" else None
-            memory = microbatch_memory(index, stage, args, live, gradient_release=accumulation, **run)
+            if release == "accumulate":
+                run_w = _accumulation(optimizer).run_w
+                memory = microbatch_memory(index, stage, args, live, run_w=run_w, **run)
+            else:
+                memory = microbatch_memory(index, stage, args, live, **run)
             states, update = _optimizer_bytes(live, optimizer)
         parameters = bytes_of(stage.parameters())
         trained = 0 if masters else bytes_of(each for each in stage.parameters() if each.requires_grad)
@@ -172,7 +176,7 @@ class _Stages:
             gradients=bytes_of(_gradients_of(stage)),
             optimizer=states + (0 if masters is None else bytes_of(masters.parameters())),
             keeps_gradients=masters is not None,
-            update=0 if accumulation is not None else update,
+            update=0 if release == "accumulate" else update,
             leaves=bytes_that_leave(index, stage, args, **run),
             **asdict(memory.bytes),
         )
@@ -221,10 +225,11 @@ def _check_modules(stage: nn.Module) -> None:
             raise _NotOnFake(f"{type(module).__name__} keeps memory that they don't show")
 
 
-def _accumulation(optimizer: torch.optim.Optimizer, index: int, stage: nn.Module) -> OptimizerAccumulation:
-    """The GradientRelease for the W's of two microbatches, the second of which updates the weights."""
-    found = OptimizerAccumulation(optimizer, {index: [*stage.parameters()]}, num_microbatches=2)
-    found.begin(1.0, has_graph=False)
+def _accumulation(optimizer: torch.optim.Optimizer) -> OptimizerAccumulation:
+    """For the W's of two microbatches, the second of which updates the weights."""
+    found = OptimizerAccumulation(optimizer)
+    found.num_microbatches = 2
+    found.begin(Call((), None, {}))
     return found
 
 

@@ -2,12 +2,10 @@
 
 From `Pipeline(...)` to the end of a step, in reading order:
 
-    pipeline      Pipeline: what a user calls; its other methods are in pipeline_state,
-                  pipeline_gradient_release, pipeline_validation, pipeline_timeline and pipeline_end
+    pipeline      Pipeline: what a user calls
     arguments     a schedule's name becomes a timetable, a model becomes stages
     checks        do the ranks of the pipeline fit together? What is wrong on one is raised on all
-    engine        runs step and evaluate; WHEN A RANK FAILS or dies is explained here
-    rank_parts    what the engine runs: one rank's stages, links and programs
+    rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
     executor      one rank's program: sends, receives and actions, run in the plan's order
     resolve       a program's instructions as functions over slots
     boxes         the ends of a rank's links; explain_instruction: what an error says of its instruction
@@ -21,7 +19,7 @@ What they use:
     call          what one call gives to each stage (inputs, keywords, targets, seeds), and its result
     boundary      what passes between two stages, with or without a message; BoundaryError
     layout        dtypes and shapes of a message; its header
-    call_order    do all ranks call step and evaluate in the same order?
+    same_calls    do all ranks call step and evaluate in the same order?
     mesh          replicas, shards and tensor-parallel parts: make_mesh, a process's place in a mesh, DTensors
     tensor_parallel  stages that their model splits over the tensor dimension
     reductions    what is reduced on one rank: REPLICAS AND TIED PARAMETERS GET ONE GRADIENT
@@ -30,6 +28,7 @@ What they use:
     tied_gradients  copies of one parameter on several ranks
     fully_shard   stages that FSDP2 shards, driven microbatch by microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
+    validation    an update that is validated at the gate of the next step
     posts         a gather in two halves: post a value now, collect all of them later
     activation_offload  activations in host memory between F and B
     outputs       outputs and metrics of an evaluation
@@ -66,6 +65,7 @@ from zbpp.runtime.activation_offload import ActivationOffload
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.failures import FlightRecorder
+from zbpp.runtime.gradient_release import GradientRelease, OptimizerAccumulation
 from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
@@ -87,7 +87,9 @@ __all__ = [
     "DeviceError",
     "Extra",
     "FlightRecorder",
+    "GradientRelease",
     "NonFinite",
+    "OptimizerAccumulation",
     "Pipeline",
     "Recorder",
     "StageWorker",

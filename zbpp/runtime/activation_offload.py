@@ -34,7 +34,7 @@ from zbpp.schedule.offload import Await, Drop, Fetch, Offload, RankOffload
 
 if TYPE_CHECKING:
     from zbpp.runtime.pipeline import Pipeline
-    from zbpp.runtime.rank_parts import RankParts
+    from zbpp.runtime.rank import Rank
 
 _GIB = 2**30
 
@@ -88,7 +88,7 @@ class ActivationOffload(Extra):
         without = simulate(timetable, self.costs)
         return choose_offload(without, self.costs, limit, late=self.gib != "auto")
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
         copies = (each.instruction for each in self.chosen[rank.rank])

@@ -12,9 +12,9 @@ from torch import nn
 
 from zbpp.error_text import kind_of
 from zbpp.planning import plan
+from zbpp.runtime.extra import brought_by
 from zbpp.runtime.mesh import Place, planned_by_rank_0
 from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.weight_offload import offloaded_weights
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 
@@ -108,8 +108,10 @@ def device_for_messages(group: dist.ProcessGroup | None) -> torch.device:
 def device_of(stages: Iterable[nn.Module], group: dist.ProcessGroup | None) -> torch.device:
     """Where the stages' tensors are; for stages without any, where the group's messages go."""
     stages = [*stages]
-    if (offloaded := offloaded_weights(stages)) is not None:
-        return offloaded.device
+    for extra in brought_by(stages):
+        device: torch.device | None = getattr(extra, "device", None)  # where it puts the stages' tensors
+        if device is not None:
+            return device
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
     first = next(tensors, None)
     return device_for_messages(group) if first is None else first.device

@@ -28,7 +28,12 @@ NO_FEED = Feed((), (), None, ())
 
 
 class Call(NamedTuple):
-    """The arguments of one call on this rank. kind: which program it runs, such as "step"."""
+    """The arguments of one call on this rank.
+
+    kind: which program it runs, such as "step". name: must be the same on all ranks; "": kind. rows: of the
+    batch; None if this rank was given no part of it. has_graph: whether a graph of the caller gets gradients
+    at the end of the call.
+    """
 
     args: tuple[Any, ...]
     target: Any
@@ -36,6 +41,9 @@ class Call(NamedTuple):
     observe: Observe | None = None
     loss_scale: float = 1.0
     kind: str = "step"
+    name: str = ""
+    rows: int | None = None
+    has_graph: bool = False
 
     def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
         """{stage: its feed} for each stage of this rank.

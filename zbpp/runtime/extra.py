@@ -15,6 +15,7 @@ A pipeline calls its extras in the order of the list:
     begin      before each call of step, evaluate and predict
     end        after each such call
     fail       instead of `end`, after an error
+    meet       before a function that all ranks call, such as clip_grad_norm_
     close      once, at the end
 
 Extras are bound when a program is resolved, so an extra that is not there costs nothing. The first extra's
@@ -28,9 +29,12 @@ function is the innermost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
+
+from torch import nn
 
 from zbpp.runtime.layout import Message
 from zbpp.schedule import Program
@@ -38,7 +42,7 @@ from zbpp.schedule.lower import Instruction
 
 if TYPE_CHECKING:
     from zbpp.runtime.call import Call, Result
-    from zbpp.runtime.rank_parts import RankParts
+    from zbpp.runtime.rank import Rank
 
 Run = Callable[[Message], Message]
 """An instruction as a function: takes a message, returns a message; () stands for none."""
@@ -54,17 +58,17 @@ class Extra:
     """Base class of extras; every method does nothing.
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
-    be in one pipeline. is_shared: whether processes outside the pipeline wait for this one in a call: then an
-    error on this one ends the pipeline. looks_inside: whether it needs the Python code inside each action, so
-    that no CUDA graph may run in its place. State that `attach` or `rewrite` makes belongs to one pipeline.
+    be in one pipeline. lost: asked after `fail`: what the error has cost, so that no call may follow; "" if
+    one may. looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run
+    in its place. State that `attach` or `rewrite` makes belongs to one pipeline.
     """
 
     name: str = ""
-    is_shared = False
+    lost = ""
     looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """Make groups and buffers, wrap stages, refuse what can't work. Collective over the mesh."""
 
     def rewrite(self, program: Program, call: str) -> Program:
@@ -92,7 +96,13 @@ class Extra:
         """Called after a call's last instruction."""
 
     def fail(self, error: BaseException) -> None:
-        """Called instead of `end` when a call has failed: drop what it has left."""
+        """Called instead of `end` when a call has failed: drop what it has left.
+
+        What it raises is raised instead of the error.
+        """
+
+    def meet(self, name: str) -> None:
+        """Called before a function that all ranks call together, with the function's name."""
 
     def close(self) -> None:
         """Free groups and buffers: the pipeline is closed, has failed, or is used without this extra."""
@@ -118,6 +128,31 @@ def after(function: Callable[[], object], run: Run) -> Run:
     return both
 
 
+_BROUGHT = "_zbpp_extra"
+
+
+def bring(extra: Extra, stages: Iterable[nn.Module]) -> None:
+    """Let these stages bring an extra along: a Pipeline that gets one of them takes the extra."""
+    for stage in stages:
+        vars(stage)[_BROUGHT] = extra
+
+
+def brought_by(stages: Iterable[nn.Module]) -> list[Extra]:
+    """The extras that the stages bring along, each once."""
+    return [*dict.fromkeys(vars(stage)[_BROUGHT] for stage in stages if _BROUGHT in vars(stage))]
+
+
+def then(run: Run, function: Callable[[], object]) -> Run:
+    """`run`, with another function called behind it."""
+
+    def both(message: Message) -> Message:
+        result = run(message)
+        function()
+        return result
+
+    return both
+
+
 class Extras(list[Extra]):
     """The extras of one pipeline, as one."""
 
@@ -129,12 +164,6 @@ class Extras(list[Extra]):
             for other, instead in each.excludes.items():
                 if other in names:
                     raise ValueError(f"{each.name} doesn't go with {other}: {instead}")
-
-    def check_named(self, name: str) -> None:
-        """Raise ValueError if an extra excludes what has this name."""
-        for each in self:
-            if name in each.excludes:
-                raise ValueError(f"{each.name} doesn't go with {name}: {each.excludes[name]}")
 
     def rewrite(self, program: Program, call: str) -> Program:
         """A program with the instructions of all extras."""
@@ -176,9 +205,20 @@ class Extras(list[Extra]):
             each.end(call, result)
 
     def fail(self, error: BaseException) -> None:
+        """See Extra. Each extra is told, also if another one raises."""
+        with ExitStack() as stack:
+            for each in self:
+                stack.callback(each.fail, error)
+
+    @property
+    def lost(self) -> str:
+        """See Extra."""
+        return next((each.lost for each in self if each.lost), "")
+
+    def meet(self, name: str) -> None:
         """See Extra."""
         for each in self:
-            each.fail(error)
+            each.meet(name)
 
     def close(self) -> None:
         """See Extra. The last one is closed first, since it may have wrapped what the others made."""

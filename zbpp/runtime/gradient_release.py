@@ -2,6 +2,8 @@
 
     ... 2W6  2W7 | update stage 2 | 1W6  1W7 | update stage 1 | ... the other parameters
 
+    pipeline.use(zbpp.GradientRelease(optimizer))    from now on, `step` updates the weights
+
 A stage is updated behind its last W, where the program has its Reduce. With replicas or shards, a stage's
 gradients are complete only when its reduction has ended: so at the end of the step the rank waits for one
 stage's reduction after the other, updates the stage, and drops its gradients. All other parameters are
@@ -29,57 +31,135 @@ accumulation over the same microbatches.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.runtime.mesh import REPLICATE, SHARD, Place
+from zbpp.autograd import WeightGrads
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.extra import Extra, Run, instead, then
+from zbpp.runtime.mesh import REPLICATE, SHARD
 from zbpp.runtime.squares import square_of
+from zbpp.runtime.stage import add_weight_gradients
+from zbpp.schedule import Reduce
+from zbpp.schedule.lower import Instruction, Reduced
 
-Done = Callable[[Tensor], None]
-Parts = Mapping[int, Sequence[nn.Parameter]]
+if TYPE_CHECKING:
+    from zbpp.runtime.pipeline import Pipeline
+    from zbpp.runtime.rank import Rank
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
-_WRITE_STEP = "write gradient_release=step (accumulate=False)"
+_WRITE_STEP = "write gradient_release=step, that is, zbpp.GradientRelease"
 
 
-class GradientRelease:
+class GradientRelease(Extra):
     """Updates each stage's parameters as soon as their gradients are final, then drops the gradients.
 
-    parts: {stage: its parameters that belong to no other stage, no other rank and no loss}. keep_squares:
-    whether to fill `squares`.
+    Losses equal, to the last bit, those of a loop that calls `optimizer.step()` after each step. Remove that
+    call and `zero_grad` from the loop. The learning rate may be changed between steps, also by torch's
+    schedulers. Shared and tied parameters are updated at the end of the step.
 
-    squares: {id of a parameter that the last step updated: its gradient's sum of squares}. has_updated:
-    whether the current step has changed weights or optimizer states; kept when the step fails.
+    optimizer: of all or some of the pipeline's `parameters()`; the gradients of the other parameters stay.
+    Its step hooks run at each update. keep_squares: whether to fill `squares`, from which the norm is
+    computed. per_parameter: what the caller says of an optimizer that is none of torch.optim's or
+    torch-optimi's: it updates each parameter from this parameter's gradient alone, and keeps no count of
+    steps for several parameters.
+
+    squares: {id of a parameter that the last step updated: its gradient's sum of squares}.
+
+    The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
+    update because a gradient is infinite or NaN. A step that fails may have updated some weights, and no step
+    may follow it. Raises ValueError, on every rank, for an optimizer, a stage or a mesh that gradient release
+    can't go with.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Parts, *, keep_squares: bool = False) -> None:
-        if is_optimi(optimizer) and not optimizer.defaults["gradient_release"]:
-            name = type(optimizer).__name__
+    name = "gradient_release"
+    excludes = MappingProxyType(
+        {"weight_offload": "the gradients of offloaded weights are on the host: leave one of them out"}
+    )
+
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, *, keep_squares: bool = False, per_parameter: bool = False
+    ) -> None:
+        self.optimizer: Any = optimizer
+        self._keeps_squares, self._per_parameter = keep_squares, per_parameter
+        self._waits_for_graph, self._has_updated = False, False
+        self.squares: dict[int, Tensor] = {}
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra. Raises ValueError on all ranks if one of them can't release gradients. Collective."""
+        rank.extras.meet(self.name)
+        refusal = ""
+        try:
+            self._check(rank)
+        except ValueError as error:
+            refusal = str(error)
+        for each in rank.place.gather(refusal):
+            if each:
+                raise ValueError(each)
+
+    def _check(self, rank: Rank) -> None:
+        """Find the parameters of this rank. Raises ValueError if their gradients can't be released."""
+        if any(isinstance(each, GradientRelease) for each in rank.extras):
+            raise ValueError(
+                "gradients are released to an optimizer already, and a pipeline can have only one: make one "
+                "optimizer with a group for each kind of parameters"
+            )
+        if is_optimi(self.optimizer) and not self.optimizer.defaults["gradient_release"]:
+            name = type(self.optimizer).__name__
             raise ValueError(
                 f"optimi's {name} counts steps for all its parameters together: make it with "
                 f"{name}(..., gradient_release=True)"
             )
-        self.optimizer: Any = optimizer
-        self._parts, self._keeps_squares = parts, keep_squares
-        self._waits_for_graph = False
-        self.squares: dict[int, Tensor] = {}
-        self.has_updated = False
-
-    def begin(self, loss_scale: float, *, has_graph: bool) -> None:
-        """Called before a step. has_graph: whether a graph of the caller gets gradients at the step's end.
-
-        With such a graph, all updates wait for it. Raises ValueError if there is a loss scale, or if a
-        parameter has a gradient already.
-        """
-        if loss_scale != 1:
+        if not (self._per_parameter or updates_each_alone(self.optimizer)):
             raise ValueError(
-                f"loss_scale={loss_scale:g} with gradient release: the optimizer uses each gradient before "
-                "the loss scale can be divided out; write pipeline.loss_scale = 1, and bfloat16 in place of "
-                "float16"
+                f"{type(self.optimizer).__name__} is none of torch.optim's or torch-optimi's, which update "
+                "each parameter from its own gradient alone: if yours does so, too, and keeps no count of "
+                "steps for several parameters, write per_parameter=True "
+                "(optimizer.per_parameter=true)"
+            )
+        if any(getattr(each, "main_grad", None) is not None for each in rank.trained()):
+            raise ValueError(
+                "parameters have a main_grad (MasterWeights), which stays allocated through all steps, so "
+                "gradient release would free nothing: write precision=bfloat16 with "
+                "optimizer.kahan_sum=true, or parallel.shard=2 or more, where the float32 gradients can be "
+                "released"
+            )
+        not_own = set(map(id, (*_shared(rank), *_of_loss(rank))))
+        self._parts = {
+            index: [each for each in worker.module.parameters() if id(each) not in not_own]
+            for index, worker in rank.workers.items()
+        }
+
+    # ---- A step
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """Update a stage where its gradients are final: behind its reduction, if there is one."""
+        match at:
+            case Reduce(stage) if run is None:
+                return instead(partial(self._complete, stage))
+            case Reduced(stage) if run is not None:
+                return then(run, partial(self._complete, stage))
+        return run
+
+    def begin(self, call: Call) -> None:
+        """See Extra. Raises ValueError for a step with a loss scale, or with a gradient from before.
+
+        If a graph of the caller gets gradients at the end of the step, all updates wait for it.
+        """
+        self._has_updated, self._waits_for_graph = False, call.has_graph
+        if call.kind != "step":
+            return
+        if call.loss_scale != 1:
+            raise ValueError(
+                f"loss_scale={call.loss_scale:g} with gradient release: the optimizer uses each gradient "
+                "before the loss scale can be divided out; write pipeline.loss_scale = 1, and bfloat16 in "
+                "place of float16"
             )
         if any(each.grad is not None for each in parameters_of(self.optimizer)):
             raise ValueError(
@@ -87,29 +167,35 @@ class GradientRelease:
                 "updates the weights, so gradients of several steps don't add up; call "
                 "optimizer.zero_grad(), and use more microbatches for a larger batch"
             )
-        self.has_updated, self._waits_for_graph = False, has_graph
         self.squares.clear()
 
-    def leaf_done(self, stage: int, microbatch: int) -> Done | None:
-        """The function that W of a microbatch calls with each leaf whose gradient is complete; None: none."""
-        return None
+    def end(self, call: Call, result: Result) -> None:
+        """Update the other parameters: all gradients are final."""
+        if call.kind == "step":
+            self._update(list(parameters_of(self.optimizer)))
+            self._has_updated = False
 
-    def complete(self, stage: int) -> None:
-        """Called when the gradients of a stage are final: behind its last W, or after its reduction."""
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        if self._has_updated:
+            self.lost = (
+                "since gradients are released, some of its weights and optimizer states have been updated: "
+                "load weights and optimizer states of an earlier step on every rank"
+            )
+            error.add_note(self.lost)
+
+    def _complete(self, stage: int) -> None:
+        """The gradients of a stage are final."""
         if not self._waits_for_graph:
             optimized = set(map(id, parameters_of(self.optimizer)))
             self._update([each for each in self._parts[stage] if id(each) in optimized])
-
-    def finish(self) -> None:
-        """Called at the end of a step, when all gradients are final: update the other parameters."""
-        self._update(list(parameters_of(self.optimizer)))
 
     def _update(self, parameters: Iterable[nn.Parameter]) -> None:
         """Update those of the parameters that have a gradient, and drop it."""
         mine = [each for each in parameters if each.grad is not None]
         if not mine:
             return
-        self.has_updated = True
+        self._has_updated = True
         if self._keeps_squares:
             self.squares |= {id(each): square_of(each.grad) for each in mine if each.grad is not None}
         update(self.optimizer, mine)
@@ -120,39 +206,77 @@ class GradientRelease:
 class OptimizerAccumulation(GradientRelease):
     """Gives each microbatch's gradients to the optimizer, each leaf's as soon as it is complete.
 
-    parts: {stage: the parameters that get gradients from its W's}. Raises ValueError for an optimizer that
-    can't accumulate.
+    optimizer: one of torch-optimi's. num_microbatches: of a step; `attach` sets it.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parts: Parts, num_microbatches: int) -> None:
-        if not is_optimi(optimizer):
+    num_microbatches = 1
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(optimizer)
+        self._optimized: set[int] = set()  # ids of the parameters that the optimizer holds
+        self._accumulated: set[int] = set()  # ids of parameters with gradients in the states, not updated yet
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra."""
+        super().attach(rank)
+        self.num_microbatches, self._workers = rank.timetable.num_microbatches, rank.workers
+        for worker in self._workers.values():
+            worker.run_w = self.run_w
+
+    def _check(self, rank: Rank) -> None:
+        super()._check(rank)
+        if not is_optimi(self.optimizer):
             raise ValueError(
-                f"{type(optimizer).__name__} can't take gradients into its states without an update: "
-                "accumulate needs an optimizer of torch-optimi (pip install torch-optimi), such as "
+                f"{type(self.optimizer).__name__} can't take gradients into its states without an update: "
+                "accumulation needs an optimizer of torch-optimi (pip install torch-optimi), such as "
                 f"optimi.AdamW(..., gradient_release=True); or {_WRITE_STEP}"
             )
-        if any(group.get("momentum") == 0 for group in optimizer.param_groups):
+        if any(group.get("momentum") == 0 for group in self.optimizer.param_groups):
             raise ValueError(
                 "SGD without momentum has no state that could take up gradients, so only the last "
                 f"microbatch's would count: write momentum=0.9, dampening=True, or {_WRITE_STEP}"
             )
-        super().__init__(optimizer, parts)
-        self._num_microbatches = num_microbatches
-        self._optimized: set[int] = set()  # ids of the parameters that the optimizer holds
-        self._accumulated: set[int] = set()  # ids of parameters with gradients in the states, not updated yet
+        for name in (REPLICATE, SHARD):
+            if name in rank.place.groups:
+                raise ValueError(
+                    f"accumulation with {name}={rank.place.size(name)}: a gradient would have to be reduced "
+                    "over all processes in each microbatch before it enters the optimizer's state; "
+                    f"{_WRITE_STEP}"
+                )
+        self._parts = {index: [*worker.module.parameters()] for index, worker in rank.workers.items()}
+        if of_loss := _of_loss(rank):  # the W's of the last stage complete these gradients
+            last = max(self._parts)
+            self._parts[last] = [*dict.fromkeys([*self._parts[last], *of_loss])]
+        optimized = {id(each) for each in parameters_of(self.optimizer) if each.requires_grad}
+        counts = Counter(id(each) for part in self._parts.values() for each in part)
+        if any(counts[each] > 1 for each in optimized) or not optimized.isdisjoint(map(id, _shared(rank))):
+            raise ValueError(
+                "accumulation with a parameter that several stages share (tied weights): its gradient in a "
+                "microbatch is complete only when all these stages have run their W; untie it, or "
+                f"{_WRITE_STEP}"
+            )
 
-    def begin(self, loss_scale: float, *, has_graph: bool) -> None:
-        """See GradientRelease."""
-        super().begin(loss_scale, has_graph=has_graph)
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        super().begin(call)
         self._accumulated.clear()
         self._optimized = set(map(id, parameters_of(self.optimizer)))
 
-    def leaf_done(self, stage: int, microbatch: int) -> Done:
-        """Let W update the weights in the last microbatch, and only the optimizer's states before that."""
-        self.optimizer.optimizer_accumulation = microbatch + 1 < self._num_microbatches
-        return self._take
+    def end(self, call: Call, result: Result) -> None:
+        """Nothing is left: each gradient was used in its W."""
+        self._has_updated = False
 
-    def complete(self, stage: int) -> None:
+    def close(self) -> None:
+        """See Extra."""
+        for worker in self._workers.values():
+            worker.run_w = add_weight_gradients
+
+    def run_w(self, microbatch: int, weight_grads: WeightGrads) -> None:
+        """Let W update the weights in the last microbatch, and only the optimizer's states before that."""
+        self.optimizer.optimizer_accumulation = microbatch + 1 < self.num_microbatches
+        weight_grads.accumulate(self._take)
+
+    def _complete(self, stage: int) -> None:
         """Update the parameters that got no gradient in the last microbatch, as with a gradient of zero."""
         self.optimizer.optimizer_accumulation = False
         for parameter in self._parts[stage]:
@@ -160,13 +284,10 @@ class OptimizerAccumulation(GradientRelease):
                 parameter.grad = torch.zeros_like(parameter)
                 self._take(parameter)
 
-    def finish(self) -> None:
-        """Nothing is left: each gradient was used in its W."""
-
     def _take(self, leaf: Tensor) -> None:
         if leaf.grad is None or id(leaf) not in self._optimized:
             return
-        leaf.grad.mul_(self._num_microbatches)
+        leaf.grad.mul_(self.num_microbatches)
         if self.optimizer.optimizer_accumulation:
             self._accumulated.add(id(leaf))
         else:
@@ -174,58 +295,26 @@ class OptimizerAccumulation(GradientRelease):
         self._update([leaf])  # type: ignore[list-item]  # a leaf that the optimizer holds
 
 
-def make_gradient_release(
-    optimizer: torch.optim.Optimizer,
-    stages: Mapping[int, nn.Module],
-    late: Iterable[nn.Parameter],
-    of_loss: Iterable[nn.Parameter],
-    place: Place,
-    num_microbatches: int,
-    *,
-    accumulate: bool,
-    keep_squares: bool,
-    per_parameter: bool,
-) -> GradientRelease:
-    """The GradientRelease of one rank's stages.
+def released_by(pipeline: Pipeline) -> GradientRelease | None:
+    """The pipeline's gradient release; None if its gradients stay."""
+    return next((each for each in pipeline.extras if isinstance(each, GradientRelease)), None)
 
-    late: the parameters that several stages or ranks share. of_loss: all parameters of the loss, on the rank
-    that computes it. per_parameter: the caller says that the optimizer updates each parameter by itself.
-    Raises ValueError for an optimizer, a stage or a mesh that gradient release can't go with.
-    """
-    of_loss = list(of_loss)
-    if not (per_parameter or updates_each_alone(optimizer)):
-        raise ValueError(
-            f"{type(optimizer).__name__} is none of torch.optim's or torch-optimi's optimizers, which update "
-            "each parameter from its own gradient alone: if yours does so, too, and keeps no count of steps "
-            "for several parameters, write per_parameter=True (optimizer.per_parameter=true)"
-        )
-    parts = {index: [*stage.parameters()] for index, stage in stages.items()}
-    if any(getattr(each, "main_grad", None) is not None for part in parts.values() for each in part):
-        raise ValueError(
-            "parameters have a main_grad (MasterWeights), which stays allocated through all steps, so "
-            "gradient release would free nothing: write precision=bfloat16 with optimizer.kahan_sum=true, or "
-            "parallel.shard=2 or more, where the float32 gradients can be released"
-        )
-    if not accumulate:
-        not_own = {id(each) for each in (*late, *of_loss)}
-        alone = {index: [each for each in part if id(each) not in not_own] for index, part in parts.items()}
-        return GradientRelease(optimizer, alone, keep_squares=keep_squares)
-    for name in (REPLICATE, SHARD):
-        if name in place.groups:
-            raise ValueError(
-                f"accumulate with {name}={place.size(name)}: a gradient would have to be reduced over all "
-                f"processes in each microbatch before it enters the optimizer's state; {_WRITE_STEP}"
-            )
-    if of_loss:  # this rank has the last stage, whose W's complete the gradients of the loss
-        parts[max(parts)] = list(dict.fromkeys([*parts[max(parts)], *of_loss]))
-    optimized = {id(each) for each in parameters_of(optimizer) if each.requires_grad}
-    counts = Counter(id(each) for part in parts.values() for each in part)
-    if any(counts[each] > 1 for each in optimized) or not optimized.isdisjoint(map(id, late)):
-        raise ValueError(
-            "accumulate with a parameter that several stages share (tied weights): its gradient in a "
-            f"microbatch is complete only when all these stages have run their W; untie it, or {_WRITE_STEP}"
-        )
-    return OptimizerAccumulation(optimizer, parts, num_microbatches)
+
+def _shared(rank: Rank) -> list[nn.Parameter]:
+    """The parameters whose gradients are final only when all stages' are."""
+    stages = {index: worker.module for index, worker in rank.workers.items()}
+    places = (place for tie in rank.ties for place in tie if place[0] in stages)
+    counts = Counter(each for stage in stages.values() for each in stage.parameters())
+    return [
+        *(stages[index].get_parameter(name) for index, name in places),
+        *(parameter for parameter, count in counts.items() if count > 1),
+    ]
+
+
+def _of_loss(rank: Rank) -> list[nn.Parameter]:
+    """The parameters of the loss, on the rank that computes it."""
+    last = rank.workers.get(rank.timetable.num_stages - 1)
+    return [*last.loss_fn.parameters()] if last and isinstance(last.loss_fn, nn.Module) else []
 
 
 def updates_each_alone(optimizer: torch.optim.Optimizer) -> bool:

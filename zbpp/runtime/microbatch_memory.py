@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -18,11 +17,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.call import Feed
-from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.live_tensors import LiveTensors
 from zbpp.runtime.memory import gradient_for, received
-from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.stage import Loss, RunW, StageWorker, add_weight_gradients
 from zbpp.schedule import Op
 from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 
@@ -45,15 +43,15 @@ def microbatch_memory(
     is_last: bool = False,
     loss_fn: Loss | None = None,
     target: Any = None,
-    gradient_release: GradientRelease | None = None,
+    run_w: RunW = add_weight_gradients,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    gradient_release: what W does with gradients; None: the gradients stay.
+    run_w: what W does with gradients.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.release_leaves(None if gradient_release is None else partial(gradient_release.leaf_done, index))
+    worker.run_w = run_w
     feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
     worker.begin(feed)
     _MicrobatchRun(worker, live, inputs, 0).measured()

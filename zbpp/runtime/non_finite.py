@@ -23,10 +23,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.python_generators import restored_python_generators
 from zbpp.runtime.extra import Extra, Run
+from zbpp.runtime.gradient_release import released_by
 from zbpp.runtime.layout import Message
 from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
@@ -79,10 +80,10 @@ def find_non_finite(
     DROPPED, and a `main_grad` is set to zero. Compiled stages and CUDA graphs run eager. Raises ValueError
     for a pipeline that releases gradients, whose weights have changed. Collective.
     """
-    if pipeline.releases_gradients:
+    if released_by(pipeline) is not None:
         raise ValueError(
             "gradient release has updated the weights in the step, so it can't be run again: load the "
-            "weights of an earlier step, and run it without release_gradients"
+            "weights of an earlier step, and run it without GradientRelease"
         )
     pipeline.settle()
     number, losses = pipeline.num_steps, pipeline.step_losses
@@ -107,7 +108,7 @@ class _Search(Extra):
     name = "find_non_finite"
     looks_inside = True
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._workers, self._last = rank.workers, rank.timetable.num_stages - 1
         self._part = rank.place.data_part if rank.place.num_data_parts > 1 else None

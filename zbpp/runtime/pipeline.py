@@ -2,24 +2,17 @@
 
     timetable --lower--> program --resolve--> [(what to call, with which messages)] --run--> .grad
 
-Everything that can be known before the first step is done in the constructor. `step` and `evaluate` are run
-by the Engine, which also says what happens when a rank fails. This file has construction and `step`; the
-other methods are in
-
-    pipeline_evaluation        evaluate and predict: forward alone
-    pipeline_state             parameters, their names, state_dict
-    pipeline_gradient_release  weights that are updated inside the step
-    pipeline_validation        an update that the next step waits for
-    pipeline_timeline          what is measured
-    pipeline_end               close, and the end after an error
+Everything that can be known before the first step is done in the constructor. Calls are run by the Rank
+(rank.py), which also says what happens when a rank fails. All else is done by extras (extra.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from types import MappingProxyType
-from typing import Any, TypeVar
+from threading import Lock
+from types import MappingProxyType, TracebackType
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -29,33 +22,30 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.error_text import error_text
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call
-from zbpp.runtime.call_order import order_of_copies
-from zbpp.runtime.checks import Agreed, agree_on_stages, check_ranks_agree
-from zbpp.runtime.engine import Engine
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.extra import Extra, brought_by
 from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.groups import group_of_this_process, set_timeout
+from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.mesh import TENSOR, Place
 from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.one_call import OneCall
+from zbpp.runtime.outputs import Metrics, Outputs
 from zbpp.runtime.parameters import StageParameters
-from zbpp.runtime.pipeline_evaluation import PipelineEvaluation
-from zbpp.runtime.pipeline_gradient_release import PipelineGradientRelease
-from zbpp.runtime.pipeline_timeline import PipelineTimeline
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank import Rank
 from zbpp.runtime.reductions import Reductions
-from zbpp.runtime.restored import restored_generators
+from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.same_calls import SameCalls
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.tensor_parallel import LossesAlike
-from zbpp.runtime.ties import Tie
-from zbpp.runtime.weight_offload import check_offloaded
+from zbpp.runtime.validation import Validation
+from zbpp.runtime.world import gather
 from zbpp.schedule import Timetable
+from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
 
-class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
+class Pipeline:
     """One rank of a pipeline.
 
     stages: {stage index: module}, exactly those that `timetable` gives to this rank; or a model (see
@@ -87,8 +77,8 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
-    pending_update: an update that the next call has to wait for: `step` before its first B, other methods at
-    once; see zbpp.PostValidation, which sets it.
+    validation: of updates that the next call has to wait for: `step` before its first B, other methods at
+    once; see zbpp.PostValidation.
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
@@ -119,77 +109,77 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
         self.rank = rank_in(given.pipeline, timetable)
-        self.seed, self.loss_scale, self._extras = seed, 1.0, tuple(extras)
+        self.seed, self.loss_scale, self._running = seed, 1.0, Lock()
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
-        self._take_place(given)
-        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
-        agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
-        self._take_stages(agreed, model_of(stages), loss_fn)
-        self._engine = self._make_engine(agreed)
-        try:
-            self._use_extras(agreed.ties, mp_policy)
-        except BaseException as error:
-            self._end(f"it could not be made ({error_text(error)})")
-            raise
-        self._one_call = OneCall()
-
-    def _take_place(self, given: Place) -> None:
-        """One rank of a larger job needs a group, too, for what is collective; this pipeline closes it."""
-        is_alone = self.timetable.num_ranks == 1 and given.pipeline is None
+        # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
+        is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
         self.place = given if self._made_group is None else Place(None, self._made_group)
         self.group = self.place.pipeline
-
-    def _take_stages(self, agreed: Agreed, model: PipelineModel | None, loss_fn: Loss | None) -> None:
-        """The stages of this rank, their parameters and their device."""
+        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
+        agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
+        model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         # Read-only: a module put there later would not be run.
         self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
-        computes_loss = self.timetable.rank_of[-1] == self.rank
-        self._parameters = StageParameters(
-            self.stages, agreed.names, agreed.ties, self.group, self._loss_fn if computes_loss else None
-        )
-        check_offloaded(self.stages.values(), agreed.ties, self.place, self._extras)
+        loss_here = self._loss_fn if timetable.rank_of[-1] == self.rank else None
+        self._parameters = StageParameters(self.stages, agreed.names, agreed.ties, self.group, loss_here)
         self.device = device_of(self.stages.values(), self.group)
-
-    def _make_engine(self, agreed: Agreed) -> Engine:
-        """What runs this pipeline's calls. Collective."""
-        place = self.place
-        self._release_arguments = dict[str, Any]()
-        key_of_all = place.broadcast(agreed.key)
-        parts = RankParts(
-            self.timetable,
+        self._rank = Rank(
+            timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
-            place,
-            group=None if self._made_group is not None else self.group,
+            self.place,
+            group=None if is_alone else self.group,
             key=agreed.key,
-            timeout=self._timeout,
-            dynamic_shapes=self._dynamic_shapes,
+            ties=agreed.ties,
+            timeout=timeout,
+            dynamic_shapes=dynamic_shapes,
         )
-        engine = Engine(parts, order_of_copies(place, key_of_all, self.rank, self.device))
-        return engine
+        self.validation = Validation(self._rank, lambda: self.loss_scale)
+        try:
+            self._take_extras(extras, mp_policy)
+        except BaseException as error:
+            self._end(f"it could not be made ({error_text(error)})")
+            raise
 
-    def _use_extras(self, ties: Sequence[Tie], mp_policy: Any) -> None:
-        """Take what sums this rank's gradients, then the extras that were given. Collective.
+    def _take_extras(self, extras: Iterable[Extra], mp_policy: Any) -> None:
+        """Take the extras of the mesh, those that the stages bring, then those that were given. Collective.
 
-        Raises ValueError if sharding replaces a parameter that the loss shares with a stage.
+        Raises ValueError on all processes if an extra can't be taken on one of them.
         """
         of_loss = self._parameters.of_loss()
-        reductions = Reductions(ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss)
-        self._engine.use(reductions)
+        reductions = Reductions(self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss)
+        self._take(SameCalls())
+        self._take(*brought_by(self.stages.values()))
+        self._take(reductions)
         if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
             raise ValueError(
                 "the loss is a module that shares a parameter with a stage, and shards put another one in "
                 "its place in the stage: let the loss hold the stage's module instead of its parameter"
             )
-        self._copies, self._late = set(map(id, reductions.copies)), reductions.late
-        self._engine.reductions = reductions
-        for extra in ([LossesAlike()] if TENSOR in self.place.groups else []) + [*self._extras]:
-            self._engine.use(extra)
+        self._copies = set(map(id, reductions.copies))
+        if TENSOR in self.place.groups:
+            self._take(LossesAlike())
+        self._num_own = len(self._rank.extras)
+        for each in extras:
+            self._take(each)
+
+    def _take(self, *extras: Extra) -> None:
+        refusal = ""
+        try:
+            for each in extras:
+                self._rank.use(each)
+        except ValueError as error:
+            refusal = str(error)
+        for other in self.place.gather(refusal):
+            if other:
+                raise ValueError(other)
+
+    # ---- Calls
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
@@ -214,26 +204,179 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         the failed step: the error says so, and step refuses until that gradient is zeroed or dropped. Changes
         that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
         """
-        with self._one_call, restored_generators(self.device):
-            call = Call(args, target, kwargs, loss_scale=self.loss_scale)
-            settle = self._settle_in_step(call)
-            losses, self.step_losses = self._engine.step(call, self._seeds(), settle, kind=self.step_kind)
+        with self._one_call():
+            call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self.validation.name_of_step)
+            gate = self.validation.in_step(call)
+            losses, self.step_losses = self._rank.run(call, self._seeds(), gate)
         self.num_steps += 1
         return losses
 
+    def evaluate(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """The forward of one batch in eval mode, without gradients; shapes may differ from step's.
+
+        Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
+        (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
+        gives no losses, and metrics gets None as the target.
+        outputs: what the last stage returned, microbatches concatenated along dim 0; None on other ranks.
+        metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
+        ranks.
+        """
+        self.settle()
+        seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
+        with self._evaluating():
+            call = Call(args, target, kwargs, seen.take if seen else None, kind="evaluate")
+            losses, self.evaluation_losses = self._rank.run(call, self._seeds())
+        self.validation.all_have_settled()
+        if seen is None:
+            return losses
+        found: list[Any] = [losses]
+        if return_outputs:
+            found.append(seen.concatenated())
+        if metrics:
+            found.append(seen.metrics())
+        return tuple(found)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
+
+        As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
+        """
+        self.settle()
+        seen = Outputs(is_kept=True, metrics=None)
+        with self._evaluating():
+            self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self._seeds())
+        return seen.concatenated()
+
+    @contextmanager
+    def _one_call(self) -> Iterator[None]:
+        """One call runs at a time, since stages hold its microbatches; the caller's random numbers stay.
+
+        Raises RuntimeError, and changes nothing, if a call runs: in another thread, or around this one.
+        """
+        if not self._running.acquire(blocking=False):
+            raise RuntimeError(
+                "this pipeline is in a call already: step, evaluate and predict run one at a time, not in "
+                "several threads, and not inside a stage, a loss or a metric of another call"
+            )
+        try:
+            with restored_generators(self.device):
+                yield
+        finally:
+            self._running.release()
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        with self._one_call(), eval_mode([*self.stages.values(), self._loss_fn]), torch.no_grad():
+            yield
+
+    def _seeds(self) -> dict[int, int]:
+        """Per stage, the seed of its microbatch 0 in the next step."""
+        # Processes that see different data draw different numbers.
+        part = [self.place.data_part] if self.place.data_part else []
+        return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
+
+    def settle(self) -> None:
+        """Validate the last update, if it is not validated yet; afterwards the weights are final.
+
+        Raises RuntimeError if an update has failed: the weights may then be wrong for good.
+        """
+        self.validation.settle()
+
+    def meet(self, name: str) -> None:
+        """Before a collective function of this name: see whether other ranks make another call.
+
+        If one does, the pipeline ends, and AgreementError is raised.
+        """
+        self._rank.check_not_over()
+        try:
+            self._rank.extras.meet(name)
+        except BaseException as error:
+            self._end(f"an earlier call failed ({error_text(error)})")
+            raise
+
+    # ---- Extras
+
     @property
     def extras(self) -> tuple[Extra, ...]:
-        """The extras that the pipeline was given."""
-        return self._extras
+        """The extras that the pipeline was given, for good or for a while."""
+        return tuple(self._rank.extras[self._num_own :])
+
+    def use(self, extra: Extra) -> None:
+        """Use an extra from the next call on. Collective, if the extra is used on all ranks."""
+        self._rank.use(extra)
 
     @contextmanager
     def using(self, extra: AnExtra) -> Iterator[AnExtra]:
         """Use an extra in the calls inside the block. Collective, if the extra is used on all ranks."""
-        self._engine.use(extra)
+        self._rank.use(extra)
         try:
             yield extra
         finally:
-            self._engine.leave(extra)
+            self._rank.leave(extra)
+
+    # ---- State
+
+    @property
+    def num_steps(self) -> int:
+        """How many steps are done; see Pipeline."""
+        return self._rank.num_steps
+
+    @num_steps.setter
+    def num_steps(self, number: int) -> None:
+        self._rank.num_steps = number
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this rank's stages and of a loss that is a module, each once: for optimizers."""
+        return (parameter for _, parameter in self._parameters.named())
+
+    def counted_parameters(self) -> Iterator[nn.Parameter]:
+        """Those of `parameters` that this process counts: over the mesh, each part of each comes once.
+
+        Replicas count each for itself.
+        """
+        mine = (each for each in self.parameters() if id(each) not in self._copies)
+        return filter(self.place.counts, mine)
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters with the names that they have in the whole model: the stage modules' own.
+
+        Where two stages of the pipeline use one name for different tensors, every name on every rank begins
+        with `stages.{index}.`.
+        """
+        return self._parameters.named()
+
+    def parameter_names(self) -> Iterator[tuple[tuple[str, ...], nn.Parameter]]:
+        """`named_parameters` with all names of each; a tied parameter also has those of its other places."""
+        return self._parameters.all_names()
+
+    @property
+    def has_prefixed_names(self) -> bool:
+        """Whether names begin with `stages.{index}.`, see `named_parameters`: then they depend on the cut."""
+        return self._parameters.is_prefixed
+
+    def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
+        """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
+        self.settle()
+        return self._parameters.state_dict(stage, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
+        """Load this rank's part of a state dict, which may be the whole model's.
+
+        Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
+        stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
+        values. Collective if ranks have copies of a tied parameter. The next step raises AgreementError if
+        copies of a stage in a mesh were given different values.
+        """
+        self.settle()
+        self._parameters.load_state_dict(state_dict, strict=strict)
+        self._rank.loaded = self._parameters.fingerprint()
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
@@ -243,11 +386,17 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
         """
         return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
 
+    def receive_buffers(self) -> list[Tensor]:
+        """The buffers that messages of `step` are received into: as many as are in use at once."""
+        return self._rank.receive_buffers()
+
+    # ---- The end
+
     def with_timetable(self, timetable: Timetable) -> Pipeline:
         """Close this pipeline; return one that goes on with the same stages under another timetable.
 
-        num_steps goes on, too: losses and gradients are those that this pipeline would have had. Collective.
-        Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
+        num_steps and extras go on, too: losses and gradients are those that this pipeline would have had.
+        Collective. Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
         """
         if not isinstance(timetable, Timetable):
             raise TypeError(f"with_timetable takes a Timetable, not {timetable!r}: write zbpp.plan(...)")
@@ -257,6 +406,7 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
         self.settle()
+        extras = [each for each in self.extras if each is not self.validation]
         self.close()
         following = Pipeline(
             self.stages,
@@ -268,9 +418,52 @@ class Pipeline(PipelineEvaluation, PipelineGradientRelease, PipelineTimeline):
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,
             reshard=self._reshard,
-            extras=self._extras,
+            extras=extras,
         )
         following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
-        if self._release_arguments:
-            following.release_gradients(**self._release_arguments)
         return following
+
+    def close(self) -> None:
+        """Give up the links and process groups that were made for this pipeline; no step follows.
+
+        Modules, gradients and the group that the caller gave stay. Collective: a rank waits here until all
+        ranks have come, since another may still read what this one has sent. After a failure, and the second
+        time, it doesn't wait. Raises CommunicationError if another rank is gone.
+        """
+        try:
+            if not self._rank.over:
+                self.settle()
+                self._wait_for_all()
+        finally:
+            self._end("the pipeline was closed")
+
+    def _wait_for_all(self) -> None:
+        try:
+            if self.device.type == "cuda":
+                torch.cuda.synchronize(self.device)
+            if self.timetable.num_ranks > 1:
+                gather(None, self.group)
+        except Exception as error:
+            self._rank.extras.fail(error)
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            if not self._rank.over:  # other ranks may wait for a message of this one
+                self._rank.extras.fail(error)
+        finally:
+            self._end(f"an error ended the pipeline ({error_text(error)})")
+
+    def _end(self, why: str) -> None:
+        self._rank.end(why)
+        if self._made_group is not None:
+            close_groups([self._made_group])
+            self._made_group = None

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.fully_shard import Reshard, shard_stages
-from zbpp.runtime.gradient_release import GradientRelease
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
 from zbpp.runtime.reduce import AllReduce, Reducer
@@ -32,7 +31,7 @@ from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 
 if TYPE_CHECKING:
-    from zbpp.runtime.rank_parts import RankParts
+    from zbpp.runtime.rank import Rank
 
 
 class ReduceShared(NamedTuple):
@@ -48,7 +47,6 @@ class Reductions(Extra):
     `attach` gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
     mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
     averaged, too.
-    gradient_release: what is done with a stage's gradients when they are final; None: they stay.
     """
 
     name = "reductions"
@@ -57,11 +55,10 @@ class Reductions(Extra):
         self, ties: Sequence[Tie], *, reshard: Reshard, mp_policy: Any, loss: Iterable[nn.Parameter]
     ) -> None:
         self._ties, self._reshard, self._mp_policy, self._loss = ties, reshard, mp_policy, [*loss]
-        self.gradient_release: GradientRelease | None = None
         self._trains = False
         self._first_backward: Action | None = None
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
         self._extras, self._rank, place = rank.extras, rank.rank, rank.place
         self._workers = rank.workers
@@ -100,7 +97,7 @@ class Reductions(Extra):
         if not self._trains:
             return run
         match at:
-            case Reduce(stage):
+            case Reduce(stage) if stage in self._reducers:
                 return instead(partial(self._start, stage))
             case Reduced(stage):
                 return instead(partial(self._finish, stage))
@@ -140,20 +137,11 @@ class Reductions(Extra):
 
     def _start(self, stage: int) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank."""
-        if stage in self._reducers:
-            begin = self._extras.background(Reduce(stage))
-            self._reducers[stage].start(None if begin is None else begin())
-        else:
-            self._complete(stage)
+        begin = self._extras.background(Reduce(stage))
+        self._reducers[stage].start(None if begin is None else begin())
 
     def _finish(self, stage: int) -> None:
         self._reducers[stage].finish()
-        self._complete(stage)
-
-    def _complete(self, stage: int) -> None:
-        """The stage's gradients are final on all its copies."""
-        if self.gradient_release is not None:
-            self.gradient_release.complete(stage)
 
     def _reduce_shared(self) -> None:
         """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
@@ -196,14 +184,9 @@ class Reductions(Extra):
         """The tied parameters whose first copy is on another rank."""
         return self._tied.copies
 
-    @property
-    def late(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are final only when all stages' are."""
-        return [*self._tied.parameters, *_shared_by(self._stages)]
-
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
-        if not self.is_shared:
+        if not self._is_shared:
             return
         parameters = _parameters(self._stages)
         if self._ids != list(map(id, parameters)):
@@ -218,8 +201,12 @@ class Reductions(Extra):
             )
 
     @property
-    def is_shared(self) -> bool:  # type: ignore[override]
-        """Whether other processes wait for this one's gradients."""
+    def lost(self) -> str:  # type: ignore[override]
+        """See Extra: other processes wait for this one's gradients."""
+        return "its messages are lost" if self._is_shared else ""
+
+    @property
+    def _is_shared(self) -> bool:
         return bool(self._reducers) or bool(self._tied.parameters)
 
 

@@ -40,8 +40,8 @@ from zbpp.runtime.named_losses import checked_losses
 from zbpp.runtime.out_of_memory import is_out_of_memory
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
-LeafDone = Callable[[int], Callable[[Tensor], None] | None]  # of a microbatch
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
+RunW = Callable[[int, WeightGrads], None]  # int: the microbatch
 
 
 class StageLosses(NamedTuple):
@@ -70,9 +70,9 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
-    run_w: how W runs.
 
-    around_w: a context for each W, such as gathered weights; None: none.
+    run_w: how W adds a microbatch's gradients. around_w: a context for each W, such as gathered weights;
+    None: none.
     """
 
     def __init__(
@@ -83,11 +83,9 @@ class StageWorker:
         is_last: bool,
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
-        run_w: Callable[[WeightGrads], None] = WeightGrads.accumulate,
     ) -> None:
+        self.run_w: RunW = add_weight_gradients
         self.around_w: AroundW | None = None
-        self._run_w = run_w
-        self._leaf_done: LeafDone | None = None
         self.index, self.module, self._device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
@@ -97,10 +95,6 @@ class StageWorker:
         self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
-
-    def release_leaves(self, leaf_done: LeafDone | None) -> None:
-        """From now on let W call `leaf_done(microbatch)` with each leaf whose gradient is complete."""
-        self._leaf_done = leaf_done
 
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
@@ -222,10 +216,7 @@ class StageWorker:
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
         try:
             with nullcontext() if self.around_w is None else self.around_w(weight_grads):
-                if self._leaf_done is None:
-                    self._run_w(weight_grads)
-                else:
-                    weight_grads.accumulate(self._leaf_done(microbatch))
+                self.run_w(microbatch, weight_grads)
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             if names:
@@ -322,6 +313,11 @@ class StageWorker:
 
     def _keep_named(self, name: str, value: Tensor) -> None:
         self.named.setdefault(name, []).append(value.detach().clone())
+
+
+def add_weight_gradients(microbatch: int, weight_grads: WeightGrads) -> None:
+    """Add to `.grad` what B has deferred."""
+    weight_grads.accumulate()
 
 
 def _refuse_untrainable(loss: Tensor) -> None:

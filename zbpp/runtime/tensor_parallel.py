@@ -16,7 +16,7 @@ from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.world import gather
 
 if TYPE_CHECKING:
-    from zbpp.runtime.rank_parts import RankParts
+    from zbpp.runtime.rank import Rank
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
@@ -53,7 +53,7 @@ class LossesAlike(Extra):
     def __init__(self) -> None:
         self._is_done = False
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._group = rank.place.groups[TENSOR]
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.blocks import blocks_of
+from zbpp.runtime.extra import brought_by
 from zbpp.runtime.weight_buffers import Piece, View, is_dense
 
-ATTRIBUTE = "_zbpp_offloaded_weights"
 """The name of the attribute by which a stage refers to its OffloadedWeights."""
 
 
@@ -106,7 +106,7 @@ def check_stages(stages: Any) -> None:
     """Raise TypeError if `stages` is no mapping of modules, ValueError if a stage is offloaded already."""
     if not isinstance(stages, Mapping) or not all(isinstance(each, nn.Module) for each in stages.values()):
         raise TypeError("OffloadedWeights takes {index: stage}: write OffloadedWeights({0: stage}, ...)")
-    again = [index for index, stage in stages.items() if ATTRIBUTE in vars(stage)]
+    again = [index for index, stage in stages.items() if brought_by([stage])]
     if again:
         raise ValueError(f"the weights of stage {again[0]} are offloaded already: call OffloadedWeights once")
 

@@ -26,11 +26,11 @@ the call: from there on the caller may read gradients and change weights.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from types import MethodType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -38,13 +38,11 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.recompute import recomputed, recomputing_by
-from zbpp.runtime.extra import Extra
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.extra import Extra, bring, brought_by
 from zbpp.runtime.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.saved_weights import nodes_of, pack_views
-from zbpp.runtime.ties import Tie
 from zbpp.runtime.weight_blocks import (
-    ATTRIBUTE,
     Block,
     check_stages,
     find_blocks,
@@ -55,9 +53,14 @@ from zbpp.runtime.weight_blocks import (
 )
 from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, OffloadError, View, num_buffers
 
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
 
-class OffloadedWeights:
+
+class OffloadedWeights(Extra):
     """Moves the weights of stages to host memory, and replaces the forward of each block.
+
+    A Pipeline finds it by the stages, and takes it as an extra.
 
     A block's forward then copies the block's weights to the device when it runs. A block is a child of a
     stage; a stage without children is one block.
@@ -70,6 +73,8 @@ class OffloadedWeights:
     Raises ValueError for stages that can't be offloaded, and for a budget that is too small, with the least
     budget that is enough. Raises OffloadError if the host has no room.
     """
+
+    name = "weight_offload"
 
     def __init__(
         self,
@@ -103,9 +108,9 @@ class OffloadedWeights:
                 block.beside[1], following.beside[-1] = following, block
             for block in some:
                 block.module.forward = _OnDevice(self, block)
+        bring(self, stages.values())
         for stage in stages.values():
             move_buffers(stage, self.device)
-            vars(stage)[ATTRIBUTE] = self
 
     @property
     def device_bytes(self) -> int:
@@ -131,6 +136,23 @@ class OffloadedWeights:
         for block in self._blocks:
             yield from (block.host, block.grads)
 
+    def attach(self, rank: Rank) -> None:
+        """See Extra. Raises ValueError for ties, a mesh or a replaced forward."""
+        if any(isinstance(each, OffloadedWeights) for each in rank.extras):
+            refusal = (
+                "this rank's stages have several OffloadedWeights: give all stages of a rank to a single one"
+            )
+        elif rank.ties:
+            refusal = "stages with offloaded weights can't have tied parameters: untie them"
+        elif rank.place.mesh is not None:
+            refusal = "a pipeline with a mesh can't have offloaded weights: leave the mesh out"
+        else:
+            refusal = self.replaced()
+        if refusal:
+            raise ValueError(refusal)
+        for worker in rank.workers.values():
+            worker.run_w = self.run_w
+
     def replaced(self) -> str:
         """A sentence about a block whose forward was replaced after OffloadedWeights; "" if none was.
 
@@ -144,8 +166,8 @@ class OffloadedWeights:
                 )
         return ""
 
-    def begin(self) -> None:
-        """Begin a step or an evaluation: take up what the caller has changed in the weights.
+    def begin(self, call: Call) -> None:
+        """Take up what the caller has changed in the weights.
 
         Raises RuntimeError for hooks on weights, and for a weight that got another shape or dtype.
         """
@@ -155,11 +177,23 @@ class OffloadedWeights:
             refuse_hooks(block)
             block.take_in()
 
-    def end(self) -> None:
-        """End a step or an evaluation: from here on the caller may change weights, also through `.data`."""
+    def end(self, call: Call, result: Result) -> None:
+        """See Extra."""
+        self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        self._end()
+
+    def _end(self) -> None:
+        """From here on the caller may change weights, also through `.data`."""
         self._is_in_call, self._waits = False, True
         self._buffers.finish()
         self._gradients.finish()
+
+    def run_w(self, microbatch: int, weight_grads: WeightGrads) -> None:
+        """W of a microbatch."""
+        self.accumulate(weight_grads)
 
     def _load(self, block: Block, direction: int) -> Tensor:
         """The device memory with a block's weights; the copy of the next or previous block starts."""
@@ -264,36 +298,8 @@ class _OnDevice:
 
 
 def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
-    """The OffloadedWeights of these stages; None if they have none. Raises ValueError if they have two."""
-    found = {id(each): each for stage in stages if (each := vars(stage).get(ATTRIBUTE)) is not None}
-    if len(found) > 1:
-        raise ValueError(
-            "this rank's stages have several OffloadedWeights: give all stages of a rank to a single one"
-        )
-    return next(iter(found.values()), None)
-
-
-def check_offloaded(
-    stages: Iterable[nn.Module], ties: Sequence[Tie], place: Place, extras: Iterable[Extra]
-) -> None:
-    """Raise ValueError on all processes if offloaded weights have ties, a mesh or a replaced forward.
-
-    Raises ValueError, too, if an extra of the pipeline excludes them. Collective.
-    """
-    weights = offloaded_weights(stages)
-    if weights is None:
-        refusal = ""
-    elif against := [each for each in extras if "weight_offload" in each.excludes]:
-        refusal = f"{against[0].name} doesn't go with weight_offload: {against[0].excludes['weight_offload']}"
-    elif ties:
-        refusal = "stages with offloaded weights can't have tied parameters: untie them"
-    elif place.mesh is not None:
-        refusal = "a pipeline with a mesh can't have offloaded weights: leave the mesh out"
-    else:
-        refusal = weights.replaced()
-    for each in place.gather(refusal):
-        if each:
-            raise ValueError(each)
+    """The OffloadedWeights of these stages; None if they have none."""
+    return next((each for each in brought_by(stages) if isinstance(each, OffloadedWeights)), None)
 
 
 def _references(memory: Tensor) -> int:

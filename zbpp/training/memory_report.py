@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
+from zbpp.runtime.gradient_release import released_by
 from zbpp.runtime.memory_record import MemoryRecord, Span
 from zbpp.runtime.weight_offload import offloaded_weights
 
@@ -50,7 +51,7 @@ class MemoryReport:
     def recording(self, trainer: Trainer) -> Iterator[None]:
         """Record the step that runs within this context."""
         record = self._record = MemoryRecord(trainer.pipeline.device)
-        self._is_later, self._is_recording = trainer.pipeline.pending_update is not None, True
+        self._is_later, self._is_recording = trainer.pipeline.validation.pending is not None, True
         levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
         with levels, trainer.pipeline.using(record.recorder):
             yield
@@ -78,7 +79,8 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
     yield from trainer.pipeline.receive_buffers()
     yield from trainer.update_copies
     yield from (each for each in tree_leaves(trainer.kept_batches) if isinstance(each, Tensor))
-    yield from trainer.pipeline.released_squares.values()
+    release = released_by(trainer.pipeline)
+    yield from () if release is None else release.squares.values()
     if weights is not None:
         yield from weights.on_device()
         yield from (each for stage in trainer.pipeline.stages.values() for each in stage.buffers())

@@ -93,9 +93,9 @@ class PostValidatedUpdate(Update):
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
         pipeline.meet("PostValidation")
-        pipeline.posts()
         self._switch = ValidationSwitch(validation.after)
         _check_agreed(pipeline, {"clip_norm": clip_norm, "optimizer.validation_after": validation.after})
+        pipeline.validation.posts()
         self._rollback = Rollback(optimizer)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
@@ -108,16 +108,16 @@ class PostValidatedUpdate(Update):
 
     def prepare(self, pipeline: Pipeline) -> None:
         """As `begin`, but leave the learning rate to the caller."""
-        if pipeline.pending_update is not None and pipeline.pending_update is not self:
+        if pipeline.validation.pending is not None and pipeline.validation.pending is not self:
             pipeline.settle()
         if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, after the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
-        pipeline.step_kind = "PostValidation.step"
+        pipeline.validation.name_of_step = "PostValidation.step"
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Update the weights at once. Returns the results of the steps whose norm is known by now."""
-        pipeline.step_kind = "step"
+        pipeline.validation.name_of_step = "step"
         if not self._switch.is_on:
             self._results += super().end(pipeline, losses)
             outcome, _ = self._results[-1]
@@ -125,8 +125,9 @@ class PostValidatedUpdate(Update):
             return self._take_results()
         share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
-        refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if pipeline.has_changed_inputs else ""
-        ticket = pipeline.posts().post(_Posted(share, steps, refusal))
+        has_changed = pipeline.validation.has_changed_inputs
+        refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if has_changed else ""
+        ticket = pipeline.validation.posts().post(_Posted(share, steps, refusal))
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
         gradients = gradients_of(pipeline.parameters())
         try:
@@ -140,12 +141,13 @@ class PostValidatedUpdate(Update):
                 self._optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
             self._rollback.after_step()
         except BaseException as error:  # the other ranks have this rank's share, and continue the run
-            pipeline.give_up(f"an update failed ({type(error).__name__}: {error}), and may be half done")
+            why = f"an update failed ({type(error).__name__}: {error}), and may be half done"
+            pipeline.validation.give_up(why)
             raise
         self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
         if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
-        pipeline.pending_update = self
+        pipeline.validation.pending = self
         return self._take_results()
 
     def copies(self) -> list[Tensor]:
@@ -232,7 +234,7 @@ def _check_agreed(pipeline: Pipeline, options: dict[str, Any]) -> None:
     options: the options that all ranks must have alike, since each rank decides by them whether an update was
     right. Raises AgreementError on all ranks if they differ.
     """
-    refusals, given = zip(*pipeline.place.gather((pipeline.gate_refusal, options)), strict=True)
+    refusals, given = zip(*pipeline.place.gather((pipeline.validation.refusal, options)), strict=True)
     for each in refusals:
         if each:
             raise ValueError(each)

@@ -1,4 +1,4 @@
-"""The Update for gradient release: `pipeline.step` updates the weights, see Pipeline.release_gradients."""
+"""The Update for gradient release: `pipeline.step` updates the weights, see zbpp.GradientRelease."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from zbpp.runtime import Pipeline
+from zbpp.runtime import GradientRelease, OptimizerAccumulation, Pipeline
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import outcome_of, share_of
@@ -18,7 +18,7 @@ class ReleasedUpdate(Update):
     """Sets the learning rate before each step, and gathers the norm after the step.
 
     accumulate: whether each microbatch's gradients go into the optimizer's states; grad_norm is then None.
-    per_parameter: see Pipeline.release_gradients. The other arguments are those of Trainer. Raises ValueError
+    per_parameter: see GradientRelease. The other arguments are those of Trainer. Raises ValueError
     for options that need all gradients at the same time: clipping by the norm, a loss scale, master weights.
     Collective.
     """
@@ -47,9 +47,10 @@ class ReleasedUpdate(Update):
             )
         super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
         self._accumulate = accumulate
-        pipeline.release_gradients(
-            optimizer, accumulate=accumulate, keep_squares=not accumulate, per_parameter=per_parameter
-        )
+        if accumulate:
+            pipeline.use(OptimizerAccumulation(optimizer))
+        else:
+            pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
         """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""

@@ -58,7 +58,7 @@ class Trainer:
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
     the scale. gradient_release: off, step or accumulate: the pipeline's step updates the weights itself, see
-    Pipeline.release_gradients; there, too, what per_parameter says of the optimizer. post_validation: how the
+    zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: how the
     weights are updated before the norm is known; a step's metrics then come one step later. None: the update
     waits for the norm.
 

@@ -35,7 +35,7 @@ from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Extra, Run
 from zbpp.runtime.failures.watchdog import Watchdog
 from zbpp.runtime.layout import Message
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank import Rank
 from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import to_csv
 from zbpp.schedule.lower import Instruction
@@ -62,7 +62,7 @@ class FlightRecorder(Extra):
         self._ring: deque[Note] = deque(maxlen=_LENGTH)
         self._watchdog: Watchdog | None = None
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank, self._job = rank, rank.place.broadcast(rank.key)
         self._is_alone = rank.timetable.num_ranks == 1 and not rank.place.groups

@@ -24,7 +24,7 @@ from zbpp.runtime.extra import Extra, Extras, Run
 from zbpp.runtime.graphs.buffers import NotedBuffers, PlannedBuffers
 from zbpp.runtime.layout import Layout, Message, layout_of
 from zbpp.runtime.p2p import BufferPool
-from zbpp.runtime.rank_parts import METHODS, RankParts
+from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
@@ -65,7 +65,7 @@ class ActionGraphs:
 
     def __init__(
         self,
-        rank: RankParts,
+        rank: Rank,
         actions: Mapping[Action, Run],
         maker: GraphMaker,
         layouts: Mapping[Action, Layout],
@@ -90,7 +90,7 @@ class ActionGraphs:
             for name, found in named.items():
                 worker.named.setdefault(name, []).extend(each.clone() for each in found)
 
-    def _run_silently(self, rank: RankParts, received: Mapping[int, BufferPool]) -> None:
+    def _run_silently(self, rank: Rank, received: Mapping[int, BufferPool]) -> None:
         """Run the program with actions that are captured, and with links that carry nothing."""
         executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)

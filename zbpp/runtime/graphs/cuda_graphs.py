@@ -24,7 +24,7 @@ from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.inputs import Key, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message
 from zbpp.runtime.mesh import SHARD, TENSOR
-from zbpp.runtime.rank_parts import RankParts
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Program
 from zbpp.schedule.lower import Instruction
 
@@ -61,7 +61,7 @@ class CudaGraphs(Extra):
     def __init__(self, maker: GraphMaker | None = None) -> None:
         self._maker, self.num_replays = maker, 0
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError for a pipeline that doesn't go with graphs."""
         for is_given, reason in (
             (rank.dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),

@@ -21,7 +21,7 @@ from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Fetch, Offload
 
 if TYPE_CHECKING:
-    from zbpp.runtime.rank_parts import RankParts
+    from zbpp.runtime.rank import Rank
 
 
 class Recorder(Extra):
@@ -37,7 +37,7 @@ class Recorder(Extra):
         self._instructions: list[Instruction] = []
         self._is_step = False
 
-    def attach(self, rank: RankParts) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given

@@ -22,14 +22,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable
-from typing import NamedTuple
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from zbpp.runtime.call import Call
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.groups import Store, job_store
-from zbpp.runtime.mesh import TENSOR, Place
-from zbpp.runtime.world import AgreementError, communicating
+from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.world import AgreementError, CommunicationError, communicating
 from zbpp.schedule import Timetable
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
 
 _POLL, _PATIENCE = 0.005, 10.0  # s
 
@@ -126,17 +132,53 @@ class CallOrder:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
 
 
-def order_of_copies(place: Place, key: str, rank: int, device: torch.device) -> CallOrder | None:
-    """The calls of the processes that have copies of this rank's stages; None if there are no copies.
+class SameCalls(Extra):
+    """Raises AgreementError where linked ranks, or processes with copies of one stage, make different calls.
 
-    key: of the mesh, in the job's store.
+    Between copies, the trained parameters and what load_state_dict has loaded are compared, too.
     """
-    part, count = place.data_part, place.num_data_parts
-    if count == 1:
-        return None
-    store = job_store(f"{key}/copies/{rank}/{place.coordinate(TENSOR)}")
-    neighbours = {(part - 1) % count, (part + 1) % count}
-    return CallOrder(store, part, neighbours, device, f"rank {rank}'s copy")
+
+    name = "same_calls"
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra. Collective over the mesh."""
+        self._rank, place = rank, rank.place
+        self._ranks: CallOrder | None = None  # None: no other rank is linked to this one
+        self._copies: CallOrder | None = None  # None: no other process has copies of the stages
+        key_of_all = place.broadcast(rank.key)
+        if pairs := rank.programs["step"].links:
+            neighbours = neighbours_of(rank.rank, pairs, rank.timetable)
+            self._ranks = CallOrder(job_store(rank.key), rank.rank, neighbours, rank.device)
+        part, count = place.data_part, place.num_data_parts
+        if count > 1:
+            store = job_store(f"{key_of_all}/copies/{rank.rank}/{place.coordinate(TENSOR)}")
+            neighbours = {(part - 1) % count, (part + 1) % count}
+            self._copies = CallOrder(store, part, neighbours, rank.device, f"rank {rank.rank}'s copy")
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        name = call.name or call.kind
+        if self._ranks is not None:
+            self._ranks.begin(name, call.rows)
+        if self._copies is not None:
+            self._copies.begin(name, call.rows, self._hash_of_trained(), self._rank.loaded)
+
+    def meet(self, name: str) -> None:
+        """See Extra."""
+        if self._ranks is not None:
+            self._ranks.meet(name)
+        if self._copies is not None:
+            self._copies.meet(name, self._hash_of_trained(), self._rank.loaded)
+
+    def fail(self, error: BaseException) -> None:
+        """A peer may have closed its links because it is in another call: raise that error instead."""
+        for order in (self._ranks, self._copies):
+            if order is not None and isinstance(error, CommunicationError):
+                with suppress(CommunicationError):  # the store may be gone, too
+                    order.check()
+
+    def _hash_of_trained(self) -> int:
+        return hash(tuple((each.requires_grad, *each.shape) for each in self._rank.trained()))
 
 
 def neighbours_of(rank: int, links: Iterable[tuple[int, int]], timetable: Timetable) -> set[int]:

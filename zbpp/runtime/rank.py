@@ -1,0 +1,261 @@
+"""Rank: one rank's stages, links and programs. It runs calls, and ends the pipeline when one fails.
+
+When a rank fails in a call:
+1. It drops what is left of the call and closes its links (`_fail`, `end`).
+2. On gloo, closing a link closes its connection. A rank that waits for a message of the failed rank gets a
+   CommunicationError at once, with rank, instruction, value and peer. It fails, too, and so the failure goes
+   on, link by link. On NCCL a rank can't see that the other end of a link is closed, and the device waits for
+   the message, not the program: at the timeout torch's watchdog ends the waiting process.
+3. Every later call raises RuntimeError with the first reason (`over`): make a new Pipeline on every rank.
+
+If a process dies, its connections close with it on gloo, and the other ranks fail as in point 2. On NCCL they
+wait until the timeout.
+
+A rank that waits for no message of a failed rank does not notice the failure. Such a rank may have finished
+the call, and wait for all ranks in the `gather` of `clip_grad_norm_`, `timeline` or `close`. The `gather`
+runs on the group that the caller gave, which a failed rank does not close. If the failed rank's process stays
+alive, the other rank waits there until that group's timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.error_text import error_text
+from zbpp.runtime.call import Call, Result
+from zbpp.runtime.executor import BeginAgain, Executor
+from zbpp.runtime.extra import Extra, Extras
+from zbpp.runtime.groups import close_groups, link_groups
+from zbpp.runtime.mesh import Place
+from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.resolve import StageMethod
+from zbpp.runtime.restored import Buffers, GradientsBefore
+from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.ties import Tie
+from zbpp.schedule import Op, Programs, Timetable, lower
+
+METHODS: dict[str, dict[Op, StageMethod]] = {
+    "step": {
+        Op.F: StageWorker.forward,
+        Op.B: StageWorker.backward_input,
+        Op.W: StageWorker.backward_weight,
+        Op.BW: StageWorker.backward,
+    },
+    "evaluate": {Op.F: StageWorker.evaluate},
+    "predict": {Op.F: StageWorker.evaluate},
+}
+
+Settle = Callable[[], Call | None]
+"""What a step does at its gate: it learns whether the weights are right, and makes them right.
+
+It returns None if they were right, so that the F's before the gate are valid. If they were not, it returns
+the call with which the step begins again.
+"""
+
+
+class Rank:
+    """What one rank has of a pipeline; extras see it in `attach`.
+
+    group: of the pipeline, for its links; None: this rank is alone. key: the prefix of this pipeline's names
+    in the job's store. ties: of all ranks. The other arguments are Pipeline's.
+
+    modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
+    executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
+    `rebind`. num_steps: see Pipeline. loaded: a hash of the values that load_state_dict has loaded.
+    over: why no call may follow; empty until then.
+    """
+
+    def __init__(
+        self,
+        timetable: Timetable,
+        rank: int,
+        stages: Mapping[int, nn.Module],
+        loss_fn: Loss | None,
+        device: torch.device,
+        place: Place,
+        *,
+        group: dist.ProcessGroup | None,
+        key: str,
+        ties: Sequence[Tie],
+        timeout: float,
+        dynamic_shapes: bool,
+    ) -> None:
+        self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
+        self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
+        self.num_steps, self.loaded, self.over = 0, 0, ""
+        self.extras = Extras()
+        self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
+        last = timetable.num_stages - 1
+        self.workers = {
+            stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
+            for stage, module in stages.items()
+        }
+        self.programs = {
+            "step": lower(timetable),
+            "evaluate": lower(timetable.forward_only()),
+            "predict": lower(timetable.forward_of_one()),
+        }
+        pairs = self.programs["step"].links
+        self._links = link_groups(group, pairs, timeout, device) if pairs else {}
+        self.executors = {
+            name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
+        }
+        self._buffers = Buffers(self.modules)
+        self._before: GradientsBefore | None = None  # the gradients of the step that runs
+
+    def executor(self, name: str, programs: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
+        """An executor of this rank's program for the call `name`."""
+        timetable, rank = self.timetable, self.rank
+        return Executor(
+            programs[rank],
+            self.workers,
+            methods,
+            timetable.num_stages,
+            self._links,
+            self.device,
+            dynamic_shapes=self.dynamic_shapes,
+            gate=lambda: lower(timetable).gate(rank),
+            extras=self.extras,
+            call=name,
+        )
+
+    # ---- Extras
+
+    def use(self, extra: Extra) -> None:
+        """Take an extra, from the next call on. Raises ValueError if another one excludes it."""
+        self.check_not_over()
+        self.extras.check(extra)
+        extra.attach(self)
+        self.extras.append(extra)
+        self.rebind()
+
+    def leave(self, extra: Extra) -> None:
+        """From the next call on, run without this extra."""
+        if not self.over:  # else all extras are closed already
+            self.extras.remove(extra)
+            self.rebind()
+            extra.close()
+
+    def rebind(self) -> None:
+        """Let the programs of all calls have what the extras make of them now."""
+        for executor in self.executors.values():
+            executor.rebind()
+
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that a step of this rank may add gradients to, each once."""
+        return [*dict.fromkeys(each for module in self.modules for each in module.parameters())]
+
+    # ---- Calls
+
+    def run(self, call: Call, seeds: Mapping[int, int], settle: Settle | None = None) -> Result:
+        """Make one call; returns its losses.
+
+        seeds: per stage, of its microbatch 0. settle: what a step does at its gate; None: there is no gate.
+        """
+        self.check_not_over()
+        executor, self._before = self.executors[call.kind], None
+        try:
+            cutter, call = self._give(call, seeds)
+            if call.kind != "step":  # its shapes may be others than the last one's
+                executor.forget_layouts()
+            elif settle is None:
+                self._before = GradientsBefore(self.trained())
+            self.extras.begin(call)
+            if settle is None:
+                executor.run()
+            else:
+                cutter = self._run_with_gate(executor, seeds, settle) or cutter
+            ended = [worker.end() for worker in self.workers.values()]
+            cutter.backward()
+            losses = [loss for each in ended for loss in each.losses]
+            result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
+            self.extras.end(call, result)
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._before = None
+        return result
+
+    def _give(self, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
+        """Give the stages their parts of a call."""
+        cutter = Cutter(1 if call.kind == "predict" else self.timetable.num_microbatches)
+        feeds = call.feeds(cutter, seeds, last_stage=self.timetable.num_stages - 1)
+        for stage, worker in self.workers.items():
+            worker.begin(feeds[stage])
+        return cutter, call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
+
+    def _run_with_gate(self, executor: Executor, seeds: Mapping[int, int], settle: Settle) -> Cutter | None:
+        """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
+        self._buffers.keep()
+        trained = self.trained()  # a sharded stage has others while its weights are gathered
+        again: Call | None = None
+
+        def is_valid() -> bool:
+            nonlocal again
+            again = settle()
+            if again is None:  # from here on the step adds to gradients
+                self._before = GradientsBefore(trained)
+            return again is None
+
+        try:
+            executor.run(is_valid)
+            return None
+        except BeginAgain as error:
+            executor.drop_messages()
+            self._abandon()
+            self.extras.fail(error)
+        assert again is not None  # it was set at the gate
+        self._buffers.restore()
+        cutter, again = self._give(again, seeds)
+        self._before = GradientsBefore(trained)
+        self.extras.begin(again)
+        executor.run()
+        return cutter
+
+    def receive_buffers(self) -> list[Tensor]:
+        """The buffers that messages of `step` are received into: as many as are in use at once."""
+        return self.executors["step"].receive_buffers()
+
+    # ---- The end
+
+    def check_not_over(self) -> None:
+        """Raise RuntimeError if no call may follow."""
+        if self.over:
+            raise RuntimeError(f"{self.over}: make a new Pipeline")
+
+    def _abandon(self) -> None:
+        """Drop what is left of a call in the stages."""
+        for worker in self.workers.values():
+            worker.abandon()
+
+    def _fail(self, error: BaseException) -> None:
+        """Drop the microbatches of a failed call. A pipeline that other processes wait for ends here."""
+        self._abandon()
+        try:
+            self.extras.fail(error)
+        finally:
+            left = "" if self._before is None else self._before.restore()
+            if left:
+                error.add_note(left)
+            lost = self.extras.lost
+            if self.timetable.num_ranks > 1:
+                lost = lost or "its messages are lost"
+            if lost and not self.over:
+                self.end(f"an earlier call failed ({error_text(error)}), and {lost}")
+
+    def end(self, why: str) -> None:
+        """Close extras and links for good: on gloo, processes that wait for this one stop waiting."""
+        if self.over:
+            return
+        self.over = why
+        self.extras.close()
+        for executor in self.executors.values():
+            executor.close()
+        close_groups(self._links.values())
+        self._links.clear()
