@@ -15,6 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from zbpp import config as configs
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages
+from zbpp.builders.together import check_together
 from zbpp.planning import SCHEDULES, plan
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -202,10 +203,6 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "memory.offload_weights=true doesn't go with parallel.replicate, shard or tensor: leave",
         ),
         (
-            "memory.offload_weights=true memory.gradient_release=step optimizer.clip_norm=null",
-            "memory.offload_weights=true doesn't go with memory.gradient_release=step: write gradient_rel",
-        ),
-        (
             "memory.gradient_release=step",
             "clipping by optimizer.clip_norm=1 needs it: write optimizer.clip_norm=null, with optimizer=stab",
         ),
@@ -375,3 +372,23 @@ def test_a_target_that_is_no_model_is_refused():
         build_model({"_target_": "collections.Counter"})
     with pytest.raises(configs.ConfigError, match=r"model \(nowhere.Model\): "):
         build_model({"_target_": "nowhere.Model"})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            "memory.offload_weights=true memory.gradient_release=step optimizer.clip_norm=null",
+            "memory.gradient_release=step doesn't go with memory.offload_weights=true: the gradients of",
+        ),
+        (
+            "cuda_graphs=true optimizer.validation=after",
+            "cuda_graphs=true doesn't go with optimizer.validation=after: a step may begin again",
+        ),
+    ],
+)
+def test_what_extras_exclude_is_refused_before_work_starts(options, said):
+    config = typed(*options.split())
+    with pytest.raises(configs.ConfigError) as caught:
+        check_together(config)
+    assert said in str(caught.value)

@@ -18,6 +18,7 @@ from zbpp.builders.stages import (
     offload_weights,
     recompute_stages,
 )
+from zbpp.builders.together import check_together
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.source import Unread
@@ -78,6 +79,7 @@ def planned_job(config: TrainConfig, num_ranks: int) -> tuple[Job, MeasuredStage
     once. Measuring parts of layers needs a fake process group, which has to be gone before the real one is
     made.
     """
+    check_together(config)
     model = build_model(config.model, config.seed, config.finetune)
     check_layers(model, config.schedule, num_ranks)
     timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)

@@ -185,9 +185,7 @@ class Scaled(torch.optim.SGD):
 )
 def test_an_optimizer_that_may_update_parameters_together_is_refused(make):
     pipeline = on_one_rank()
-    with pytest.raises(
-        ValueError, match="none of torch.optim's or torch-optimi's.*write per_parameter=True"
-    ):
+    with pytest.raises(ValueError, match="none of torch.optim's or torch-optimi's.*write per_parameter=True"):
         pipeline.use(GradientRelease(make(pipeline.parameters())))
     assert released_by(pipeline) is None
 

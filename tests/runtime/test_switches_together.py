@@ -33,7 +33,7 @@ REFUSED = {
     ("offload", "offload_weights"): "weight_offload",
     ("offload_weights", "release"): "offloaded",
     ("offload_weights", "accumulate"): "offloaded",
-    ("offload_weights", "validation"): "offloaded|host",
+    ("offload_weights", "validation"): "weight_offload",
     ("release", "validation"): "releas",
     ("accumulate", "validation"): "releas",
 }

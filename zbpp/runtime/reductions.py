@@ -141,6 +141,7 @@ class Reductions(Extra):
         self._reducers[stage].start(None if begin is None else begin())
 
     def _finish(self, stage: int) -> None:
+        # Looked up: a program that held the reducer would hold its group, whose connections must close.
         self._reducers[stage].finish()
 
     def _reduce_shared(self) -> None:
@@ -193,6 +194,12 @@ class Reductions(Extra):
             raise ValueError(
                 "parameters were added or replaced after the Pipeline was made, and their gradients would "
                 "not be reduced: make a new Pipeline"
+            )
+        if any(is_sharded(each) and getattr(each, "main_grad", None) is not None for each in parameters):
+            raise ValueError(
+                "a parameter has a main_grad and is sharded by FSDP2, which would leave main_grad as it is: "
+                "delete main_grad, and write mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
+                "reduce_dtype=torch.float32) for float32 gradients of 16-bit weights"
             )
         if any(each._post_accumulate_grad_hooks for each in parameters if not is_sharded(each)):
             raise ValueError(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from zbpp.config.tree import graphs
 from zbpp.config.tree.commands import COMPILE, PRECISIONS, RunConfig
 from zbpp.config.tree.finetune import FinetuneConfig
 from zbpp.config.tree.groups import (
@@ -67,7 +66,8 @@ class TrainConfig(RunConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_early_stop()
-        graphs.check_graphs(self)
+        if self.cuda_graphs:
+            self._check_graphs()
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
         if self.optimizer.kahan_sum and self.precision != "bfloat16":
@@ -93,6 +93,18 @@ class TrainConfig(RunConfig):
                 f"finetune.lora doesn't go with parallel.tensor={self.parallel.tensor}, whose plan splits "
                 "the modules that LoRA wraps: write parallel.tensor=1, with more pipeline ranks or shards"
             )
+
+    def _check_graphs(self) -> None:
+        """Refuse what a replayed step would leave out."""
+        recompute, parallel = self.memory.recompute, self.parallel
+        for is_given, given, remedy in (
+            (parallel.shard > 1, f"parallel.shard={parallel.shard}", "write parallel.replicate instead"),
+            (parallel.tensor > 1, f"parallel.tensor={parallel.tensor}", "write parallel.tensor=1"),
+            (parallel.dynamic_shapes, "parallel.dynamic_shapes=true", "leave it false: shapes are fixed"),
+            (recompute != "none", f"memory.recompute={recompute}", "write memory.recompute=none"),
+        ):
+            if is_given:
+                raise ConfigError(f"cuda_graphs=true doesn't go with {given}: {remedy}, or cuda_graphs=false")
 
     def _check_report(self) -> None:
         """Refuse memory.report where the last step is not yet like all later ones."""
@@ -165,11 +177,6 @@ class TrainConfig(RunConfig):
             given, remedy = f"precision={self.precision}", "write precision=float32 or bfloat16"
         elif max(self.parallel.replicate, self.parallel.shard, self.parallel.tensor) > 1:
             given, remedy = "parallel.replicate, shard or tensor", "leave them at 1, with more pipeline ranks"
-        elif self.optimizer.validation == "after":
-            given, remedy = "optimizer.validation=after", "write validation=before"
-        elif self.memory.gradient_release != "off":
-            given = f"memory.gradient_release={self.memory.gradient_release}"
-            remedy = "write gradient_release=off"
         else:
             return
         raise ConfigError(f"memory.offload_weights=true doesn't go with {given}: {remedy}")
@@ -183,10 +190,6 @@ class TrainConfig(RunConfig):
                 f"{setting} updates weights before the norm of all gradients is known, and clipping by "
                 f"optimizer.clip_norm={self.optimizer.clip_norm:g} needs it: write optimizer.clip_norm=null, "
                 "with optimizer=stable_adamw, which limits each update by itself"
-            )
-        if self.optimizer.validation == "after":
-            raise ConfigError(
-                f"{setting} drops the gradients that optimizer.validation=after may need again: leave one out"
             )
         if self.precision == "mixed_float16" or (self.precision in _MIXED and parallel.shard == 1):
             raise ConfigError(

@@ -1,0 +1,26 @@
+"""Which switches of a config don't go together: what the extras behind them say (docs/extras.md)."""
+
+from __future__ import annotations
+
+from zbpp.config import ConfigError, TrainConfig
+from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease
+from zbpp.runtime.validation import Validation
+from zbpp.runtime.weight_offload import OffloadedWeights
+
+
+def check_together(config: TrainConfig) -> None:
+    """Raise ConfigError for two switches that are on, and whose extras exclude each other."""
+    memory, validation = config.memory, config.optimizer.validation
+    release, offload = memory.gradient_release, memory.offload
+    switches = (
+        (ActivationOffload, "memory.offload", offload, offload != "none"),
+        (CudaGraphs, "cuda_graphs", "true", config.cuda_graphs),
+        (GradientRelease, "memory.gradient_release", release, release != "off"),
+        (OffloadedWeights, "memory.offload_weights", "true", memory.offload_weights),
+        (Validation, "optimizer.validation", validation, validation == "after"),
+    )
+    on = {extra.name: f"{key}={value}" for extra, key, value, is_on in switches if is_on}
+    for extra, *_ in switches:
+        for other, instead in extra.excludes.items():
+            if extra.name in on and other in on:
+                raise ConfigError(f"{on[extra.name]} doesn't go with {on[other]}: {instead}")
