@@ -409,6 +409,7 @@ def test_random_combinations_train_as_plain_autograd_does(first_seed: int) -> No
 
 @limit
 @pytest.mark.slow
+@pytest.mark.skipif("ZBPP_CASES" not in os.environ, reason="on request: eight cases take a minute or more")
 def test_random_combinations_in_four_processes_train_as_plain_autograd_does(first_seed: int) -> None:
     cases = [drawn(each, 4) for each in seeds(first_seed, 8)]
     assert_all_equal(in_four_processes(cases), lambda case: next(in_four_processes([case])))
