@@ -26,7 +26,8 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "FlightRecorder", "GradientRelease",
-    "LossScale", "MasterWeights", "OptimizerAccumulation", "Pipeline", "PlanError", "PostValidation", "Recorder", "Timeline", "Timetable",
+    "LossScale", "MasterWeights", "OptimizerAccumulation", "Pipeline", "PlanError", "PostValidation",
+    "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "find_non_finite", "load", "lower", "make_mesh",
