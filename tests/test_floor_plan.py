@@ -129,6 +129,12 @@ MUST_NOT_IMPORT = [
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
     ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
 ]
+# The core of the runtime is its folder's own files; folders in it are extras. Pipeline makes those of its mesh.
+EXTRAS = (
+    *(f"zbpp.runtime.{room}" for room in ("memory", "update", "checks", "failures", "graphs", "measure")),
+    *(f"zbpp.runtime.parallel.{file}" for file in ("reductions", "reduce", "norm")),
+)
+MAKES_EXTRAS = ("zbpp/runtime/__init__.py", "zbpp/runtime/pipeline.py")
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
 _SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
@@ -141,7 +147,7 @@ def violations(root: Path) -> list[str]:
     for folder in ("zbpp", "scripts"):
         for path in sorted((root / folder).rglob("*.py")):
             name, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text())
-            checks = (_rooms, _forbidden, _families, _calls)
+            checks = (_rooms, _forbidden, _families, _core, _calls)
             found += [f"{name}:{line}: {what}" for check in checks for line, what in check(name, tree)]
     return found
 
@@ -197,6 +203,20 @@ def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
             yield line, f"imports {dotted}: dataflow knows no placement, order or cost"
 
 
+def _core(name: str, tree: ast.AST) -> Iterator[Finding]:
+    """The core of the runtime knows no extra; an extra knows no extra of another folder."""
+    room, _, file = name.removeprefix("zbpp/runtime/").rpartition("/")
+    if not name.startswith("zbpp/runtime/") or name in MAKES_EXTRAS or "/" in room:
+        return
+    for line, dotted in _imports(name, tree):
+        is_own = bool(room) and _within(dotted, (f"zbpp.runtime.{room}",))
+        if _within(dotted, EXTRAS) and not is_own:
+            yield (
+                line,
+                f"imports {dotted}: {'an extra knows no other' if room else 'the core knows no extra'}",
+            )
+
+
 def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
@@ -246,7 +266,9 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/models/gpt.py", "from zbpp.runtime.stage import StageWorker", "may import error_text, models"),
         ("zbpp/runtime/pipeline.py", "from zbpp.training import Trainer", "may import autograd,"),
         ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd,"),
-        ("zbpp/runtime/p2p.py", "dist.init_process_group()", "runtime/world.py alone"),
+        ("zbpp/runtime/rank.py", "from zbpp.runtime.graphs import CudaGraphs", "the core knows no extra"),
+        ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
+        ("zbpp/runtime/links.py", "dist.init_process_group()", "runtime/world.py alone"),
         ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd,"),
         ("zbpp/data/text.py", "from zbpp.training import batch", "may import data, seeding"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),

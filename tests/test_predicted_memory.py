@@ -12,7 +12,7 @@ from zbpp.builders.plan import build_offload, build_timetable
 from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
 from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
 from zbpp.prediction.predictor import Predictor
-from zbpp.runtime.activation_offload import offload_plan_of
+from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer

@@ -41,7 +41,7 @@ from zbpp import (
 )
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.seeding import seed_of
 
 STEPS = 3

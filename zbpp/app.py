@@ -31,7 +31,7 @@ from zbpp.memory_failure import MemoryFailure
 from zbpp.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.joining import of_first_start, rank_and_size
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.world import CommunicationError, World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving.signals import LeaveOnSignal

@@ -24,9 +24,9 @@ from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.runtime import ActivationOffload
 from zbpp.runtime.joining import rank_and_size
-from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.ties import agree_on_ties
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.ties import agree_on_ties
 from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for

@@ -44,7 +44,7 @@ def refusals() -> tuple[type[Exception], ...]:
         DeviceError,
         StartError,
     )
-    from zbpp.runtime.weight_buffers import OffloadError
+    from zbpp.runtime.memory.weight_buffers import OffloadError
     from zbpp.training.called_callbacks import CallbackError
     from zbpp.training.leaving.early_stop import MetricError
     from zbpp.training.loss_scale import LossScaleError

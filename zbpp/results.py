@@ -11,7 +11,7 @@ from zbpp.config import TrainConfig
 from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
-from zbpp.runtime.activation_offload import offload_plan_of
+from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
 from zbpp.training.memory_report import RankReport, figures

@@ -101,7 +101,7 @@ def reductions_of(milliseconds: float, *, is_overlapped: bool) -> Iterator[None]
     """Inside, a stage's reduction takes at least so long, one after the other; or all start at the end."""
     from threading import Timer
 
-    from zbpp.runtime.reduce import AllReduce
+    from zbpp.runtime.parallel.reduce import AllReduce
 
     start, finish = AllReduce.start, AllReduce.finish
     free = [0.0]  # when this process's last reduction ends

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from zbpp.models.gpt import Gpt
 from zbpp.runtime import Pipeline
-from zbpp.runtime.norm import gradients_of
+from zbpp.runtime.parallel.norm import gradients_of
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import adamw
 from zbpp.training.precision import PRECISIONS

@@ -12,8 +12,8 @@ from zbpp.autograd.host_copier import _ThreadCopy, copier_for
 from zbpp.autograd.offload import SavedActivations
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.memory import live_bytes
-from zbpp.runtime.p2p import BufferPool
+from zbpp.runtime.links import BufferPool
+from zbpp.runtime.measure.memory import live_bytes
 
 CPU = torch.device("cpu")
 ROWS, SIZE = 64, 32

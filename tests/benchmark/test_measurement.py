@@ -16,7 +16,7 @@ from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.parallel.mesh import planned_by_rank_0
 from zbpp.runtime.world import World
 from zbpp.schedule import PlanError, choose_offload
 

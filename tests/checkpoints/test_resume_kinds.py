@@ -10,7 +10,7 @@ from zbpp import ActivationOffload, Costs, Pipeline, plan
 from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.post_validation import Validation

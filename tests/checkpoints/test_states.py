@@ -13,7 +13,6 @@ import zbpp
 from zbpp import GradientRelease
 from zbpp.checkpoints import Checkpoint
 from zbpp.checkpoints.nest import decoded, encoded
-from zbpp.runtime.gradient_release import released_by
 from zbpp.training.combined import MuonAndAdamW
 
 
@@ -77,7 +76,7 @@ def train(pipeline, optimizer, steps):
         generator = torch.Generator().manual_seed(step)
         x, target = torch.randn(8, 2, 6, 6, generator=generator), torch.arange(8) % 4
         losses += pipeline.step(x, target=target)
-        if released_by(pipeline) is None:
+        if pipeline.released is None:
             optimizer.step()
             optimizer.zero_grad()
     return [each.item() for each in losses]

@@ -8,7 +8,7 @@ from helpers.timetables import away
 from zbpp import Costs, PlanError, Timetable, plan, simulate
 from zbpp.planning.memory_budget import excess, predict_memory
 from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
-from zbpp.runtime.weight_buffers import num_buffers as runtime_buffers
+from zbpp.runtime.memory.weight_buffers import num_buffers as runtime_buffers
 from zbpp.schedule import Op, Value
 
 

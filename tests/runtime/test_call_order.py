@@ -11,7 +11,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.runtime import AgreementError
-from zbpp.runtime.same_calls import CallOrder
+from zbpp.runtime.checks.same_calls import CallOrder
 
 M, SIZE = 2, 3
 

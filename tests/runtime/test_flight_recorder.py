@@ -193,7 +193,7 @@ def endless_loop(folder):
 
 def lose_a_message():
     """The next message that this rank sends never arrives."""
-    from zbpp.runtime.p2p import Outbox
+    from zbpp.runtime.links import Outbox
 
     start = Outbox._start
 

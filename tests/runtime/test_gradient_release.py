@@ -8,9 +8,8 @@ from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
 from zbpp import GradientRelease, MasterWeights, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
-from zbpp.runtime.gradient_release import released_by
-from zbpp.runtime.norm import norm_of, squares_in_mesh
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
 
 VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5
 OPTIMIZERS = {
@@ -187,7 +186,7 @@ def test_an_optimizer_that_may_update_parameters_together_is_refused(make):
     pipeline = on_one_rank()
     with pytest.raises(ValueError, match="none of torch.optim's or torch-optimi's.*write per_parameter=True"):
         pipeline.use(GradientRelease(make(pipeline.parameters())))
-    assert released_by(pipeline) is None
+    assert pipeline.released is None
 
 
 def test_an_optimizer_of_ones_own_is_taken_at_its_owners_word():

@@ -6,7 +6,14 @@ from torch import nn
 
 from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
-from zbpp.runtime.memory import Level, StageMemory, first_inputs, live_bytes, memory_per_stage, stage_memory
+from zbpp.runtime.measure.memory import (
+    Level,
+    StageMemory,
+    first_inputs,
+    live_bytes,
+    memory_per_stage,
+    stage_memory,
+)
 
 CPU = torch.device("cpu")
 ROWS, HIDDEN = 4, 8

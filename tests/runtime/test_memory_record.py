@@ -7,8 +7,8 @@ from torch import nn
 from helpers.configs import composed
 from zbpp import Pipeline
 from zbpp.config import ConfigError
-from zbpp.runtime.live_tensors import LiveTensors
-from zbpp.runtime.memory_record import MemoryRecord
+from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.runtime.measure.memory_record import MemoryRecord
 
 ROWS, HIDDEN, M = 4, 8, 2
 SIZE = ROWS * HIDDEN * 4  # bytes of one microbatch's activation

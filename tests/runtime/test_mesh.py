@@ -14,7 +14,7 @@ from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime import AgreementError
-from zbpp.runtime.mesh import num_pipeline_ranks
+from zbpp.runtime.parallel.mesh import num_pipeline_ranks
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

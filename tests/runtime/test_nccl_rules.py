@@ -18,7 +18,7 @@ from zbpp.autograd import recompute
 from zbpp.families import FAMILIES
 from zbpp.models.llama import Llama
 from zbpp.runtime import groups, p2p
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

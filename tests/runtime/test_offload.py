@@ -16,10 +16,10 @@ from zbpp.autograd import recompute
 from zbpp.builders.plan import build_offload
 from zbpp.config import ConfigError, MemoryConfig, ScheduleConfig
 from zbpp.families import FAMILIES
-from zbpp.runtime.activation_offload import offload_of, offload_plan_of
-from zbpp.runtime.memory import live_bytes
-from zbpp.runtime.mesh import local_of
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.memory.activation_offload import offload_of, offload_plan_of
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import choose_offload
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
+from zbpp.runtime.links import BufferPool, FreshBuffers, Inbox, Outbox
 
 CPU = torch.device("cpu")
 DTYPES = [

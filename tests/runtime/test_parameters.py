@@ -8,7 +8,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, clip_grad_norm_, plan
-from zbpp.runtime.norm import norm_of, squared_norms
+from zbpp.runtime.parallel.norm import norm_of, squared_norms
 
 VOCABULARY, SIZE, M = 11, 6, 4
 

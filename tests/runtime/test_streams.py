@@ -18,14 +18,14 @@ from zbpp.autograd.host_copier import StreamCopier, _StreamCopy
 from zbpp.autograd.offload import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
-from zbpp.runtime.activation_offload import offload_of
-from zbpp.runtime.groups import urgent_options
+from zbpp.runtime.links import BufferPool, Inbox, Outbox
 from zbpp.runtime.measure import Recorder, StepRecord
-from zbpp.runtime.offloaded_gradients import OffloadedGradients
-from zbpp.runtime.p2p import BufferPool, Inbox, Outbox
-from zbpp.runtime.reduce import AllReduce
-from zbpp.runtime.weight_buffers import DeviceBuffers
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.activation_offload import offload_of
+from zbpp.runtime.memory.offloaded_gradients import OffloadedGradients
+from zbpp.runtime.memory.weight_buffers import DeviceBuffers
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.groups import urgent_options
+from zbpp.runtime.parallel.reduce import AllReduce
 from zbpp.runtime.world import fake_world
 
 M, SIZE, WIDE = 4, 16, 64

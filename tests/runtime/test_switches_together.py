@@ -22,9 +22,9 @@ from zbpp import (
 )
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
-from zbpp.runtime.activation_offload import offload_of
-from zbpp.runtime.norm import gradients_of, scale_gradients
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.activation_offload import offload_of
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 
 SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
 CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip

@@ -14,7 +14,7 @@ from zbpp import Pipeline, clip_grad_norm_, plan
 from zbpp.autograd import recompute
 from zbpp.data import Data
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
+from zbpp.runtime.parallel.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.training.optimizer import adamw
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights

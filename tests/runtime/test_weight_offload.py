@@ -17,9 +17,9 @@ from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
-from zbpp.runtime.memory import live_bytes
-from zbpp.runtime.weight_buffers import FileHost, MemoryHost
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.memory.weight_buffers import FileHost, MemoryHost
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 SIZES = {"vocab_size": 20, "num_layers": 3, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
 

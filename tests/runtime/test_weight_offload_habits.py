@@ -9,8 +9,8 @@ from zbpp import Pipeline
 from zbpp.autograd import checkpoint, recompute
 from zbpp.builders.stages import check_offload_folder, offload_weights
 from zbpp.config import ConfigError, MemoryConfig
-from zbpp.runtime.weight_buffers import FileHost, MemoryHost, OffloadError
-from zbpp.runtime.weight_offload import OffloadedWeights, offloaded_weights
+from zbpp.runtime.memory.weight_buffers import FileHost, MemoryHost, OffloadError
+from zbpp.runtime.memory.weight_offload import OffloadedWeights, offloaded_weights
 
 SIZE = 16
 

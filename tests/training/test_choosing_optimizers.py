@@ -20,7 +20,7 @@ from zbpp.builders.optimizer import (
 )
 from zbpp.config import ConfigError, OptimizerConfig
 from zbpp.data import Data
-from zbpp.runtime.mesh import whole_of
+from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.parameter_groups import Named
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.trainer import Trainer

@@ -21,8 +21,8 @@ from zbpp import (
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
 from zbpp.training.lora import save_adapter
 

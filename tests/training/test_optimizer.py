@@ -10,7 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.norm import squared_norms
+from zbpp.runtime.parallel.norm import squared_norms
 from zbpp.training.optimizer import adamw, warmup_cosine
 from zbpp.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
-from zbpp.runtime.gradient_release import updates_each_alone
+from zbpp.runtime.memory.gradient_release import updates_each_alone
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.optimizer import (
     OPTIMIZERS,

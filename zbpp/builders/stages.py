@@ -12,8 +12,8 @@ from torch import nn
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, MemoryConfig, naming
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.weight_buffers import FileHost, MemoryHost
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_buffers import FileHost, MemoryHost
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.precision import Precision, check_device
 
 

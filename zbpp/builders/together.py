@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease
-from zbpp.runtime.validation import Validation
-from zbpp.runtime.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.update.validation import Validation
 
 
 def check_together(config: TrainConfig) -> None:

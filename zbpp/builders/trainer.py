@@ -12,8 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zbpp.config import OptimizerConfig, ParallelConfig
 from zbpp.planning import placement_of, plan
 from zbpp.runtime import ActivationOffload, Extra, Pipeline
-from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.mesh import SHARD
+from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.runtime.parallel.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.post_validated_update import Validation

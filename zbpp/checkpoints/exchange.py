@@ -12,8 +12,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbpp.runtime.groups import job_store, unique_name
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.parallel.groups import job_store, unique_name
+from zbpp.runtime.parallel.mesh import Place
 
 _PAUSE = (
     0.02  # s between two polls of the store. A blocking wait would hold up training steps, which use it, too

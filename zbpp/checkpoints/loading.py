@@ -18,7 +18,7 @@ from zbpp.checkpoints.random_states import set_random_states
 from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.parallel.mesh import Place
 
 
 def load(

@@ -28,7 +28,7 @@ from zbpp.checkpoints.random_states import random_states
 from zbpp.checkpoints.writing import Part
 from zbpp.error_text import shown_path
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.parallel.mesh import Place
 
 Failed = Callable[[str], None]
 

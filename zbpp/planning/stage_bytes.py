@@ -117,8 +117,8 @@ def validated_later(stage: StageBytes, *, trained: float, copies_gradients: bool
 def num_buffers(stages: Sequence[StageBytes]) -> int:
     """How many weight buffers a rank with these stages has.
 
-    zbpp.runtime.weight_buffers.num_buffers computes the same number, and also checks the budget. (Planning
-    can't import the runtime, which needs torch; a test compares the two.)
+    zbpp.runtime.memory.weight_buffers.num_buffers computes the same number, and also checks the budget.
+    (Planning can't import the runtime, which needs torch; a test compares the two.)
     """
     largest, budget = max(each.block for each in stages), stages[0].budget
     if budget is None or not largest:

@@ -27,12 +27,12 @@ from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.call import Call
-from zbpp.runtime.gradient_release import OptimizerAccumulation, parameters_of, update
 from zbpp.runtime.layout import layout_of
-from zbpp.runtime.live_tensors import LiveTensors
+from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_memory
+from zbpp.runtime.memory.gradient_release import OptimizerAccumulation, parameters_of, update
+from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.microbatch_memory import bytes_that_leave, microbatch_memory
-from zbpp.runtime.weight_buffers import Piece
 from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for

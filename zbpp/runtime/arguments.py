@@ -13,8 +13,8 @@ from torch import nn
 from zbpp.error_text import kind_of
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
-from zbpp.runtime.mesh import Place, planned_by_rank_0
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.parallel.mesh import Place, planned_by_rank_0
+from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 

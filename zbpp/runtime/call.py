@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.results import NamedLosses
 
 Observe = Callable[[Any, Any], None]  # (output, target)
 

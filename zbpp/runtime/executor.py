@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 
 import torch
 
-from zbpp.runtime.boxes import Links, make_inboxes, make_outboxes
 from zbpp.runtime.explain_instruction import explain
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
-from zbpp.runtime.p2p import BufferPool, FreshBuffers, Inbox, Outbox
+from zbpp.runtime.links import BufferPool, FreshBuffers, Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.runtime.world import communicating

@@ -34,7 +34,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.runtime.layout import Message
 from zbpp.schedule import Program
@@ -59,12 +59,14 @@ class Extra:
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
     be in one pipeline. lost: asked after `fail`: what the error has cost, so that no call may follow; "" if
-    one may. looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run
+    one may. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
+    sum of squares, if that is kept}; None: gradients stay. looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run
     in its place. State that `attach` or `rewrite` makes belongs to one pipeline.
     """
 
     name: str = ""
     lost = ""
+    released: Mapping[int, Tensor] | None = None
     looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
@@ -214,6 +216,11 @@ class Extras(list[Extra]):
     def lost(self) -> str:
         """See Extra."""
         return next((each.lost for each in self if each.lost), "")
+
+    @property
+    def released(self) -> Mapping[int, Tensor] | None:
+        """See Extra."""
+        return next((each.released for each in self if each.released is not None), None)
 
     def meet(self, name: str) -> None:
         """See Extra."""

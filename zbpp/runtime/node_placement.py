@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from zbpp.runtime.mesh import DIMENSIONS, SHARD, TENSOR
+from zbpp.runtime.parallel.mesh import DIMENSIONS, SHARD, TENSOR
 
 _WHY = {
     TENSOR: "every layer waits for the network several times",

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.mesh import local_of, part_for
-from zbpp.runtime.ties import Tie
+from zbpp.runtime.parallel.mesh import local_of, part_for
+from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.world import gather
 from zbpp.seeding import seed_of
 

@@ -20,23 +20,22 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
+from zbpp.runtime.agree import agree_on_stages, check_ranks_agree
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call
-from zbpp.runtime.checks import agree_on_stages, check_ranks_agree
+from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
-from zbpp.runtime.fully_shard import Reshard
-from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.mesh import TENSOR, Place
-from zbpp.runtime.named_losses import NamedLosses, summed
-from zbpp.runtime.outputs import Metrics, Outputs
+from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.runtime.parallel.groups import close_groups, group_of_this_process, set_timeout
+from zbpp.runtime.parallel.mesh import TENSOR, Place
+from zbpp.runtime.parallel.reductions import Reductions
+from zbpp.runtime.parallel.tensor_parallel import LossesAlike
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.reductions import Reductions
 from zbpp.runtime.restored import eval_mode, restored_generators
-from zbpp.runtime.same_calls import SameCalls
+from zbpp.runtime.results import Metrics, NamedLosses, Outputs, summed
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.tensor_parallel import LossesAlike
-from zbpp.runtime.validation import Validation
+from zbpp.runtime.update.validation import Validation
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
@@ -307,6 +306,11 @@ class Pipeline:
     def extras(self) -> tuple[Extra, ...]:
         """The extras that the pipeline was given, for good or for a while."""
         return tuple(self._rank.extras[self._num_own :])
+
+    @property
+    def released(self) -> Mapping[int, Tensor] | None:
+        """The squared norms of the gradients that the last step has dropped; None: gradients stay."""
+        return self._rank.extras.released
 
     def use(self, extra: Extra) -> None:
         """Use an extra from the next call on. Collective, if the extra is used on all ranks."""

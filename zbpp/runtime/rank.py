@@ -29,14 +29,14 @@ from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra, Extras
-from zbpp.runtime.groups import close_groups, link_groups
-from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.named_losses import NamedLosses
+from zbpp.runtime.parallel.groups import close_groups, link_groups
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore
+from zbpp.runtime.results import NamedLosses
 from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.ties import Tie
 from zbpp.schedule import Op, Programs, Timetable, lower
 
 METHODS: dict[str, dict[Op, StageMethod]] = {

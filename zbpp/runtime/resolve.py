@@ -23,10 +23,9 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from zbpp.runtime.boxes import channel_of
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.layout import Message
-from zbpp.runtime.p2p import Inbox, Outbox
+from zbpp.runtime.links import Inbox, Outbox, channel_of
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
 from zbpp.schedule.lower import Instruction

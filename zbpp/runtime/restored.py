@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
 
 # A gradient that holds a part of a failed step has this attribute: the gradient's _version at that time.
 _PARTIAL = "zbpp_partial"

@@ -36,8 +36,8 @@ from zbpp.runtime.boundary import (
 )
 from zbpp.runtime.call import NO_FEED, Feed
 from zbpp.runtime.layout import Message, describe, layout_of
-from zbpp.runtime.named_losses import checked_losses
 from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.runtime.results import checked_losses
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zbpp.runtime.activation_offload import offload_plan_of
+from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.measured_steps import measured_steps

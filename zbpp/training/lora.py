@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import whole_of
+from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.runtime.world import gather
 from zbpp.seeding import seed_of
 from zbpp.training.master_weights import MasterWeights

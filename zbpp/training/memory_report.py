@@ -16,9 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
-from zbpp.runtime.gradient_release import released_by
-from zbpp.runtime.memory_record import MemoryRecord, Span
-from zbpp.runtime.weight_offload import offloaded_weights
+from zbpp.runtime.measure.memory_record import MemoryRecord, Span
+from zbpp.runtime.memory.weight_offload import offloaded_weights
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
@@ -79,8 +78,7 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
     yield from trainer.pipeline.receive_buffers()
     yield from trainer.update_copies
     yield from (each for each in tree_leaves(trainer.kept_batches) if isinstance(each, Tensor))
-    release = released_by(trainer.pipeline)
-    yield from () if release is None else release.squares.values()
+    yield from (trainer.pipeline.released or {}).values()
     if weights is not None:
         yield from weights.on_device()
         yield from (each for stage in trainer.pipeline.stages.values() for each in stage.buffers())

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.norm import gradients_of, is_bound, norm_of
-from zbpp.runtime.posts import Ticket
+from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
+from zbpp.runtime.update.posts import Ticket
 from zbpp.runtime.world import check_equal
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights

@@ -21,9 +21,9 @@ from torch import nn
 
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.memory import first_inputs, memory_per_stage, static_per_stage
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.measure.memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.parallel.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]

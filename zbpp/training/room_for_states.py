@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from zbpp.planning.memory_limit import memory_text
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.world import DeviceError
 from zbpp.schedule.costs import BYTES
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import TENSOR, whole_of
+from zbpp.runtime.parallel.mesh import TENSOR, whole_of
 from zbpp.seeding import seed_of
 from zbpp.training.callbacks import Callback
 from zbpp.training.run_files import Record

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from zbpp.checkpoints import CheckpointError
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.norm import gradients_of, scale_gradients
+from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, outcome_of, share_of

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import whole_of
+from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.run_files import named_in_errors
 

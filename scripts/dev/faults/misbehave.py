@@ -139,7 +139,7 @@ def _segfault() -> None:
 
 def _lose_a_message() -> None:
     """The next message that this rank sends never arrives."""
-    from zbpp.runtime.p2p import Outbox
+    from zbpp.runtime.links import Outbox
 
     start = Outbox._start
 

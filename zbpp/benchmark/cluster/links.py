@@ -18,7 +18,7 @@ import torch.distributed as dist
 from zbpp.benchmark.cluster.machines import hosts_of_ranks
 from zbpp.benchmark.cluster.rows import OK, SLOW
 from zbpp.benchmark.cluster.settings import Settings
-from zbpp.runtime.groups import close_groups, link_groups
+from zbpp.runtime.parallel.groups import close_groups, link_groups
 from zbpp.runtime.world import World, gather
 
 if TYPE_CHECKING:

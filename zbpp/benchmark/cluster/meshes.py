@@ -10,7 +10,7 @@ from zbpp.benchmark.cluster.reference import Reference, against_reference, pipel
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
 from zbpp.planning import plan
-from zbpp.runtime.mesh import DIMENSIONS, Place, make_mesh
+from zbpp.runtime.parallel.mesh import DIMENSIONS, Place, make_mesh
 from zbpp.runtime.world import World
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from zbpp.models.gpt import Gpt
 from zbpp.runtime import Pipeline
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.runtime.world import World, broadcast
 from zbpp.schedule import Timetable
 

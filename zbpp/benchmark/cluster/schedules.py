@@ -9,7 +9,7 @@ from zbpp.benchmark.cluster.reference import Reference, against_reference, pipel
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
 from zbpp.planning import SCHEDULES, plan
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.parallel.mesh import planned_by_rank_0
 from zbpp.runtime.world import World
 from zbpp.schedule import PlanError
 

@@ -19,7 +19,7 @@ from zbpp.benchmark.gpu.workload import llama, stages_of, tokens
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import ProfilerNames, Recorder, StepRecord
-from zbpp.runtime.memory import _silence
+from zbpp.runtime.measure.memory import _silence
 
 _NUM_MICROBATCHES = 4
 _ACTION = re.compile(r"\d+(F|BW|B|W)\d+")

@@ -16,7 +16,7 @@ from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
 from zbpp.planning import plan
 from zbpp.runtime import ActivationOffload, Pipeline
-from zbpp.runtime.memory import live_bytes
+from zbpp.runtime.measure.memory import live_bytes
 from zbpp.schedule import Costs
 
 _GIB, _NUM_ROUNDS, _NUM_MICROBATCHES = 2**30, 5, 6

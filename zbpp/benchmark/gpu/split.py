@@ -21,7 +21,7 @@ from zbpp.benchmark.split.sections import available_contestants
 from zbpp.benchmark.split.stages import Microbatch, llama_stage, step, x_and_dy
 from zbpp.benchmark.split.stages import Settings as Sizes
 from zbpp.benchmark.split.timing import Rounds, Times, interleaved, milliseconds, ratios
-from zbpp.runtime.memory import Level
+from zbpp.runtime.measure.memory import Level
 
 _MIB = 2**20
 _BYTES_PER_VALUE = 70.0  # that a block's F holds and B needs on top, per token and hidden unit, roughly

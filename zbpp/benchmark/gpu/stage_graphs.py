@@ -15,7 +15,7 @@ from zbpp.benchmark.gpu.settings import Settings
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime.graphs import CudaGraphs
-from zbpp.runtime.memory import live_bytes
+from zbpp.runtime.measure.memory import live_bytes
 
 _NUM_MICROBATCHES = 4
 _TITLE = "CUDA graphs of this stage"

@@ -13,7 +13,7 @@ from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.benchmark.split.contestants import Contestant
 from zbpp.benchmark.split.report import Line
 from zbpp.benchmark.split.stages import Microbatch, Settings, llama_stage, step, x_and_dy
-from zbpp.runtime.memory import Level, live_bytes
+from zbpp.runtime.measure.memory import Level, live_bytes
 
 _MIB = 2**20
 

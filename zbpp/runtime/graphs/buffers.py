@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.p2p import BufferPool
+from zbpp.runtime.links import BufferPool
 
 
 class NotedBuffers(BufferPool):

@@ -23,7 +23,7 @@ from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extra, Extras, Run
 from zbpp.runtime.graphs.buffers import NotedBuffers, PlannedBuffers
 from zbpp.runtime.layout import Layout, Message, layout_of
-from zbpp.runtime.p2p import BufferPool
+from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op

@@ -23,7 +23,7 @@ from zbpp.runtime.graphs.cuda import TorchGraphs
 from zbpp.runtime.graphs.gradients import StaticGradients
 from zbpp.runtime.graphs.inputs import Key, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message
-from zbpp.runtime.mesh import SHARD, TENSOR
+from zbpp.runtime.parallel.mesh import SHARD, TENSOR
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Program
 from zbpp.schedule.lower import Instruction

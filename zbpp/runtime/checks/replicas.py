@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
+from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.parameters import digest
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.world import AgreementError

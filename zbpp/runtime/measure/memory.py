@@ -21,7 +21,7 @@ from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in it
 from zbpp.autograd.storages import bytes_of
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
-from zbpp.runtime.live_tensors import AllocatedBytes
+from zbpp.runtime.measure.live_tensors import AllocatedBytes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.world import gather
 

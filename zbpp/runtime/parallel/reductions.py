@@ -20,12 +20,12 @@ from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, after, instead
-from zbpp.runtime.fully_shard import Reshard, shard_stages
-from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
-from zbpp.runtime.reduce import AllReduce, Reducer
-from zbpp.runtime.tied_gradients import TiedGradients
-from zbpp.runtime.ties import Tie
+from zbpp.runtime.parallel.fully_shard import Reshard, shard_stages
+from zbpp.runtime.parallel.groups import close_groups, group_like
+from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
+from zbpp.runtime.parallel.reduce import AllReduce, Reducer
+from zbpp.runtime.parallel.tied_gradients import TiedGradients
+from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.world import communicating
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.lower import Instruction, Reduced

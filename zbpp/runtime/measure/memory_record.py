@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.storages import storages_of
-from zbpp.runtime.live_tensors import AllocatedBytes, LiveTensors
 from zbpp.runtime.measure import Recorder, StepRecord
+from zbpp.runtime.measure.live_tensors import AllocatedBytes, LiveTensors
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.extra import brought_by
-from zbpp.runtime.weight_buffers import Piece, View, is_dense
+from zbpp.runtime.memory.weight_buffers import Piece, View, is_dense
 
 """The name of the attribute by which a stage refers to its OffloadedWeights."""
 

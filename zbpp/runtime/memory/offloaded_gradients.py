@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.weight_blocks import Block, refuse_hooks
-from zbpp.runtime.weight_buffers import DeviceBuffers
+from zbpp.runtime.memory.weight_blocks import Block, refuse_hooks
+from zbpp.runtime.memory.weight_buffers import DeviceBuffers
 from zbpp.streams import Event, streams_of
 
 

@@ -31,7 +31,7 @@ tested on several GPUs.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -50,6 +50,7 @@ from zbpp.runtime.layout import (
     encode,
     layout_of,
 )
+from zbpp.schedule import Program, Recv, Send, Value
 
 _TAG_LIMIT = 2**30
 
@@ -255,3 +256,34 @@ class Inbox:
         self._num_received += 1
         # This is dist.irecv without its checks.
         return self.group.recv([buffer], self.peer, self._num_received % _TAG_LIMIT)
+
+
+Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
+
+
+def channel_of(value: Value) -> tuple[str, int]:
+    """The x of one stage, or its g: messages of one channel have one layout."""
+    return value.name, value.stage
+
+
+def make_inboxes(
+    program: Program, links: Links, pool: BufferPool, *, dynamic_shapes: bool
+) -> dict[int, Inbox]:
+    """By sender."""
+    rank = program.rank
+    receives = [each for each in program.instructions if isinstance(each, Recv)]
+    boxes: dict[int, Inbox] = {}
+    for peer in sorted({each.peer for each in receives}):
+        own = int(peer > rank)  # a link's group has two ranks: 0 is the lower one
+        channels = [channel_of(each.value) for each in receives if each.peer == peer]
+        boxes[peer] = Inbox(own, links[peer, rank], pool, channels, program.in_flight[peer], dynamic_shapes)
+    return boxes
+
+
+def make_outboxes(
+    program: Program, links: Links, device: torch.device, *, dynamic_shapes: bool
+) -> dict[int, Outbox]:
+    """By receiver."""
+    rank = program.rank
+    peers = sorted({each.peer for each in program.instructions if isinstance(each, Send)})
+    return {peer: Outbox(int(peer > rank), links[rank, peer], device, dynamic_shapes) for peer in peers}

@@ -43,14 +43,13 @@ from torch import Tensor, nn
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, instead, then
-from zbpp.runtime.mesh import REPLICATE, SHARD
-from zbpp.runtime.squares import square_of
+from zbpp.runtime.parallel.mesh import REPLICATE, SHARD
+from zbpp.runtime.parallel.squares import square_of
 from zbpp.runtime.stage import add_weight_gradients
 from zbpp.schedule import Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 
 if TYPE_CHECKING:
-    from zbpp.runtime.pipeline import Pipeline
     from zbpp.runtime.rank import Rank
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
@@ -65,12 +64,10 @@ class GradientRelease(Extra):
     schedulers. Shared and tied parameters are updated at the end of the step.
 
     optimizer: of all or some of the pipeline's `parameters()`; the gradients of the other parameters stay.
-    Its step hooks run at each update. keep_squares: whether to fill `squares`, from which the norm is
+    Its step hooks run at each update. keep_squares: whether to fill `released`, from which the norm is
     computed. per_parameter: what the caller says of an optimizer that is none of torch.optim's or
     torch-optimi's: it updates each parameter from this parameter's gradient alone, and keeps no count of
     steps for several parameters.
-
-    squares: {id of a parameter that the last step updated: its gradient's sum of squares}.
 
     The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
     update because a gradient is infinite or NaN. A step that fails may have updated some weights, and no step
@@ -89,7 +86,7 @@ class GradientRelease(Extra):
         self.optimizer: Any = optimizer
         self._keeps_squares, self._per_parameter = keep_squares, per_parameter
         self._waits_for_graph, self._has_updated = False, False
-        self.squares: dict[int, Tensor] = {}
+        self.released: dict[int, Tensor] = {}
 
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on all ranks if one of them can't release gradients. Collective."""
@@ -167,7 +164,7 @@ class GradientRelease(Extra):
                 "updates the weights, so gradients of several steps don't add up; call "
                 "optimizer.zero_grad(), and use more microbatches for a larger batch"
             )
-        self.squares.clear()
+        self.released.clear()
 
     def end(self, call: Call, result: Result) -> None:
         """Update the other parameters: all gradients are final."""
@@ -197,7 +194,7 @@ class GradientRelease(Extra):
             return
         self._has_updated = True
         if self._keeps_squares:
-            self.squares |= {id(each): square_of(each.grad) for each in mine if each.grad is not None}
+            self.released |= {id(each): square_of(each.grad) for each in mine if each.grad is not None}
         update(self.optimizer, mine)
         for each in mine:
             each.grad = None
@@ -293,11 +290,6 @@ class OptimizerAccumulation(GradientRelease):
         else:
             self._accumulated.discard(id(leaf))
         self._update([leaf])  # type: ignore[list-item]  # a leaf that the optimizer holds
-
-
-def released_by(pipeline: Pipeline) -> GradientRelease | None:
-    """The pipeline's gradient release; None if its gradients stay."""
-    return next((each for each in pipeline.extras if isinstance(each, GradientRelease)), None)
 
 
 def _shared(rank: Rank) -> list[nn.Parameter]:

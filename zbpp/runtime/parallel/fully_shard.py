@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.mesh import (
+from zbpp.runtime.parallel.mesh import (
     DIMENSIONS,
     REPLICATE,
     SHARD,
@@ -39,7 +39,7 @@ from zbpp.runtime.mesh import (
     is_fully_sharded,
     local_of,
 )
-from zbpp.runtime.reduce import Ended, Flags
+from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.runtime.world import communicating
 
 Reshard = Literal["step", "microbatch"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
 
 
 def square_of(gradient: Tensor) -> Tensor:

@@ -15,9 +15,9 @@ from typing import Protocol
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra
-from zbpp.runtime.posts import Posts
 from zbpp.runtime.rank import Rank, Settle
 from zbpp.runtime.restored import InPlaceChanges
+from zbpp.runtime.update.posts import Posts
 
 
 class PendingUpdate(Protocol):

@@ -26,7 +26,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zbpp.runtime.mesh import SHARD, Place, local_of
+from zbpp.runtime.parallel.mesh import SHARD, Place, local_of
 from zbpp.runtime.world import gather
 
 ParameterPlace = tuple[int, str]

@@ -18,8 +18,8 @@ from zbpp.autograd.offload import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import layout_of
-from zbpp.runtime.live_tensors import LiveTensors
-from zbpp.runtime.memory import gradient_for, received
+from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.runtime.measure.memory import gradient_for, received
 from zbpp.runtime.stage import Loss, RunW, StageWorker, add_weight_gradients
 from zbpp.schedule import Op
 from zbpp.schedule.microbatch_bytes import MicrobatchBytes

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.runtime.weight_buffers import View
+from zbpp.runtime.memory.weight_buffers import View
 
 
 class _Packed(NamedTuple):

@@ -29,8 +29,8 @@ import torch
 
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extra
-from zbpp.runtime.groups import Store, job_store
-from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.parallel.groups import Store, job_store
+from zbpp.runtime.parallel.mesh import TENSOR
 from zbpp.runtime.world import AgreementError, CommunicationError, communicating
 from zbpp.schedule import Timetable
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra
-from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
+from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.world import gather
 
 if TYPE_CHECKING:

@@ -40,9 +40,9 @@ from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.recompute import recomputed, recomputing_by
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, bring, brought_by
-from zbpp.runtime.offloaded_gradients import OffloadedGradients
-from zbpp.runtime.saved_weights import nodes_of, pack_views
-from zbpp.runtime.weight_blocks import (
+from zbpp.runtime.memory.offloaded_gradients import OffloadedGradients
+from zbpp.runtime.memory.saved_weights import nodes_of, pack_views
+from zbpp.runtime.memory.weight_blocks import (
     Block,
     check_stages,
     find_blocks,
@@ -51,7 +51,14 @@ from zbpp.runtime.weight_blocks import (
     refuse_hooks,
     refuse_shared,
 )
-from zbpp.runtime.weight_buffers import DeviceBuffers, Host, MemoryHost, OffloadError, View, num_buffers
+from zbpp.runtime.memory.weight_buffers import (
+    DeviceBuffers,
+    Host,
+    MemoryHost,
+    OffloadError,
+    View,
+    num_buffers,
+)
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank

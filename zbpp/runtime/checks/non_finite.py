@@ -23,9 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.python_generators import restored_python_generators
 from zbpp.runtime.extra import Extra, Run
-from zbpp.runtime.gradient_release import released_by
 from zbpp.runtime.layout import Message
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
@@ -80,7 +79,7 @@ def find_non_finite(
     DROPPED, and a `main_grad` is set to zero. Compiled stages and CUDA graphs run eager. Raises ValueError
     for a pipeline that releases gradients, whose weights have changed. Collective.
     """
-    if released_by(pipeline) is not None:
+    if pipeline.released is not None:
         raise ValueError(
             "gradient release has updated the weights in the step, so it can't be run again: load the "
             "weights of an earlier step, and run it without GradientRelease"

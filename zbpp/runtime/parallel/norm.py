@@ -16,10 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
-from zbpp.runtime.gradient_release import released_by
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.parallel.mesh import local_of
+from zbpp.runtime.parallel.squares import square_of
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.squares import square_of
 from zbpp.runtime.world import gather
 
 
@@ -50,7 +49,7 @@ def clip_grad_norm_(
     if not is_bound(max_norm):
         raise ValueError(f"max_norm={max_norm!r}: write a number, 0 or more")
     if isinstance(parameters, Pipeline):
-        if released_by(parameters) is not None:
+        if parameters.released is not None:
             raise RuntimeError(
                 "the pipeline releases gradients: they are used and gone when step returns. Leave clipping "
                 "out, and take an optimizer that limits its updates itself, such as optimi.StableAdamW"
@@ -85,8 +84,7 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     """
     counted = set(map(id, pipeline.counted_parameters()))
     squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)
-    release = released_by(pipeline)
-    released = {} if release is None else release.squares
+    released = pipeline.released or {}
     for place, parameter in enumerate(pipeline.parameters()):
         total = total_of(parameter)
         if id(parameter) not in counted:
