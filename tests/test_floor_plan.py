@@ -129,7 +129,7 @@ MUST_NOT_IMPORT = [
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
     ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
 ]
-# The core of the runtime is its folder's own files; folders in it are extras. Pipeline makes those of its mesh.
+# The core of the runtime is its folder's own files; folders in it hold extras.
 EXTRAS = (
     *(f"zbpp.runtime.{room}" for room in ("memory", "update", "checks", "failures", "graphs", "measure")),
     *(f"zbpp.runtime.parallel.{file}" for file in ("reductions", "reduce", "norm")),
@@ -205,16 +205,14 @@ def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
 
 def _core(name: str, tree: ast.AST) -> Iterator[Finding]:
     """The core of the runtime knows no extra; an extra knows no extra of another folder."""
-    room, _, file = name.removeprefix("zbpp/runtime/").rpartition("/")
+    room, *_ = name.removeprefix("zbpp/runtime/").rpartition("/")
     if not name.startswith("zbpp/runtime/") or name in MAKES_EXTRAS or "/" in room:
         return
     for line, dotted in _imports(name, tree):
         is_own = bool(room) and _within(dotted, (f"zbpp.runtime.{room}",))
         if _within(dotted, EXTRAS) and not is_own:
-            yield (
-                line,
-                f"imports {dotted}: {'an extra knows no other' if room else 'the core knows no extra'}",
-            )
+            law = "an extra knows no other" if room else "the core knows no extra"
+            yield line, f"imports {dotted}: {law}"
 
 
 def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:

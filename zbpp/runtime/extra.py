@@ -58,10 +58,12 @@ class Extra:
     """Base class of extras; every method does nothing.
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
-    be in one pipeline. lost: asked after `fail`: what the error has cost, so that no call may follow; "" if
-    one may. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
-    sum of squares, if that is kept}; None: gradients stay. looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run
-    in its place. State that `attach` or `rewrite` makes belongs to one pipeline.
+    be in one pipeline. State that `attach` or `rewrite` makes belongs to one pipeline.
+
+    looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run in its
+    place. lost: asked after `fail`: what the error has cost, so that no call may follow; "" if one may.
+    released: {id of a parameter whose gradient the last step has used and dropped: the gradient's sum of
+    squares, if that is kept}; None: gradients stay.
     """
 
     name: str = ""
