@@ -36,9 +36,12 @@ from zbpp.autograd.capture import Capture, keep, saved
 from zbpp.autograd.collector import defer
 from zbpp.autograd.explain import Explanation, explain
 from zbpp.autograd.recompute import checkpoint, recompute
-from zbpp.autograd.rules import rule
+from zbpp.autograd.rules import register_subclass, rule
+from zbpp.autograd.sharded import capture_shards
 from zbpp.autograd.split import backward_input
 from zbpp.autograd.weight_grads import WeightGrads
+
+register_subclass(capture_shards)  # the split itself knows no DTensor
 
 __all__ = [
     "Capture",

@@ -2,22 +2,25 @@
 
 Autograd frees a node's saved tensors as soon as the node has run in B. So before B, a rule (rules.py) takes
 the tensors that W needs. A `Capture` holds them, and says how W adds the gradient that they give.
+
+Saved-tensor hooks may have packed a tensor. The walk unpacks none: a tensor may be away, and unpacking a
+checkpoint's tensor would recompute too early. An unpack hook that is `unpack` marks a `PackedTensor`: W holds
+it as it is, and unpacks it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 from torch.utils._pytree import tree_leaves
 
-from zbpp.autograd.offload import SavedTensor, Stays, unpack
-
 HeldTensors = tuple[Any, ...]
-"""What is held from B until W: tensors, Packed ones, and SavedTensors, which may be away (offload.py)."""
+"""What is held from B until W: tensors, packed tensors, and what stands for a tensor of a subclass."""
 Add = Callable[[Tensor, HeldTensors, Tensor, bool], None]
 
 
@@ -33,8 +36,36 @@ class Capture(NamedTuple):
     add: Add
 
 
+class PackedTensor(Protocol):
+    """What a pack hook returns beside the unpack hook `unpack`.
+
+    stays: whether the packed tensor is at hand. Then B takes the tensor itself, as if it were not packed.
+    """
+
+    @property
+    def stays(self) -> bool: ...
+
+    @property
+    def _version(self) -> int:
+        """Like a tensor's `_version`: grows when the saved tensor is changed in place."""
+
+    def check(self) -> None:
+        """Raise RuntimeError if the tensor was changed in place since it was saved."""
+
+    def unpack(self) -> Tensor:
+        """The tensor."""
+
+    def tensors(self) -> Iterable[Tensor]:
+        """The tensors that are kept alive now."""
+
+
+def unpack(packed: PackedTensor) -> Tensor:
+    """The unpack hook that marks what it unpacks as a PackedTensor."""
+    return packed.unpack()
+
+
 class Packed(NamedTuple):
-    """A saved tensor that saved-tensor hooks have packed; W unpacks it, not B."""
+    """A saved tensor that save_on_cpu has packed; W unpacks it, not B."""
 
     data: Any
     unpack_hook: Callable[[Any], Tensor]
@@ -58,18 +89,18 @@ def version_of(held: Iterable[Any]) -> int:
     return sum([each._version for each in held])
 
 
-def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
+def saved(node: Node, name: str) -> Tensor | Packed | PackedTensor | None:
     """The tensor that a node has saved under `name`, detached from the graph that computed it.
 
-    A tensor that save_on_cpu or `SavedActivations` packed is returned packed, and W unpacks it. Returns None
-    for tensors that other hooks packed, because unpacking a checkpoint's tensor in the walk would recompute
-    too early. Returns None for sparse tensors: B computes the gradients of their products.
+    A PackedTensor, or a tensor that save_on_cpu packed, is returned packed, and W unpacks it. Returns None
+    for tensors that other hooks packed, and for sparse tensors: B computes the gradients of their products.
     """
     raw = getattr(node, "_raw_saved_" + name)
     hook = raw.unpack_hook
-    if hook is unpack and type(raw.data) is SavedTensor:
-        raw.data.check()
-        return raw.data
+    if hook is unpack and not raw.data.stays:
+        packed: PackedTensor = raw.data
+        packed.check()
+        return packed
     if is_kept(raw):
         tensor: Tensor = getattr(node, "_saved_" + name)
         if tensor.layout is not torch.strided:
@@ -83,7 +114,7 @@ def saved(node: Node, name: str) -> Tensor | Packed | SavedTensor | None:
 def is_kept(raw: Any) -> bool:
     """Whether a node's raw saved tensor is the tensor itself: no hook packed it, or it stays."""
     hook = raw.unpack_hook
-    return hook is None or (hook is unpack and type(raw.data) is Stays)
+    return hook is None or (hook is unpack and raw.data.stays)
 
 
 def tensors_in(held: HeldTensors) -> Iterator[Tensor]:
@@ -104,7 +135,7 @@ def saved_by(node: Any) -> Iterator[Tensor]:
                     yield from Packed(each.data, each.unpack_hook).tensors()
 
 
-_Kept = Tensor | Packed | SavedTensor | None
+_Kept = Tensor | Packed | PackedTensor | None
 
 
 def keep(tensors: _Kept | tuple[_Kept, ...], add: Add) -> Capture | None:
@@ -124,6 +155,21 @@ class UnpackingAdd:
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
         unpacked = [each if isinstance(each, Tensor) else each.unpack() for each in held]
         self.add(target, tuple(unpacked), dy, fresh)
+
+
+class AddOfParts(ABC):
+    """An Add that computes with parts of tensors of a subclass, such as the shards of DTensors."""
+
+    @abstractmethod
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Any, fresh: bool) -> None: ...
+
+    @abstractmethod
+    def placed(self, dy: Tensor) -> Any:
+        """What W holds and passes in place of dy, with `tensors()` and `_version`; called at the end of B."""
+
+    @abstractmethod
+    def num_shards(self, leaf: Tensor) -> int:
+        """Over how many ranks dy is split."""
 
 
 def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:

@@ -14,13 +14,13 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from zbpp.autograd.arguments import Outputs, as_list, edge_of, needs_grad
+from zbpp.autograd.capture import AddOfParts
 from zbpp.autograd.graph import Edge, Survey, WeightUse, survey
 from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.node_roles import node_name
 from zbpp.autograd.reentrant import is_reentrant
 from zbpp.autograd.rules import rule_of
-from zbpp.autograd.sharded import AddOfShards, bytes_here
-from zbpp.autograd.storages import storages_of
+from zbpp.autograd.storages import storages_of, tensors_inside
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Where = Literal["W", "B", "later", "none"]
@@ -120,7 +120,7 @@ def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: N
         tuple(rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))),
         _x_bytes(found.uses),
         sum({site: _dy_bytes(site, use) for site, use in _sites(found)}.values()),
-        sum(bytes_here(each) for each in found.computed_in_b.values()),
+        sum(_bytes_here(each) for each in found.computed_in_b.values()),
         sum(function.zbpp_explained()[0] for function in found.functions if hasattr(function, _COMPILED)),
     )
 
@@ -157,7 +157,7 @@ def _in_b(found: Survey, users: _Users) -> Iterator[_Told]:
         why = _counted(obstacles) or _UNCLEAR
         if obstacles and len(obstacles) < len(all_uses):
             why = f"also {why}, so all its uses are in B"
-        yield tensor, "B", why, bytes_here(tensor)
+        yield tensor, "B", why, _bytes_here(tensor)
 
 
 def _compiled(found: Survey) -> Iterator[_Told]:
@@ -251,6 +251,11 @@ def _x_bytes(uses: Iterable[WeightUse]) -> int:
 
 def _dy_bytes(site: Any, use: WeightUse) -> int:
     """Bytes of dy, the gradient of the site's output."""
-    meta, leaf = site._input_metadata[0], use.leaf
-    num_shards = use.add.num_shards(leaf.device_mesh) if isinstance(use.add, AddOfShards) else 1  # type: ignore[attr-defined]
+    meta = site._input_metadata[0]
+    num_shards = use.add.num_shards(use.leaf) if isinstance(use.add, AddOfParts) else 1
     return math.prod(map(int, meta.shape)) * int(meta.dtype.itemsize) // num_shards
+
+
+def _bytes_here(leaf: Tensor) -> int:
+    """Bytes of a leaf on this rank: those of its shard, if it is a DTensor."""
+    return sum(part.nbytes for part in tensors_inside(leaf))

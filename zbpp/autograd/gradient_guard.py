@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
-from zbpp.autograd.sharded import is_on_mesh, shard_of
+from zbpp.autograd.storages import tensors_inside
 
 
 class GradientGuard:
@@ -85,7 +85,9 @@ class GradientGuard:
 
 
 def _version_of(gradient: Tensor) -> int:
-    return gradient._version + (shard_of(gradient)._version if is_on_mesh(gradient) else 0)
+    if type(gradient) is Tensor:
+        return gradient._version
+    return sum([each._version for each in (gradient, *tensors_inside(gradient))])
 
 
 def _total_version(leaf: Tensor) -> int:

@@ -33,17 +33,14 @@ from zbpp.autograd.capture import (
     Add,
     HeldTensors,
     UnpackingAdd,
-    is_kept,
-    saved,
     saved_by,
     tensors_in,
+    unpack,
     version_of,
 )
 from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
-from zbpp.autograd.offload import SavedTensor, unpack
-from zbpp.autograd.rules import Rule
-from zbpp.autograd.sharded import capture_shards, is_on_mesh
+from zbpp.autograd.rules import Rule, capture_of_subclass
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
 Edge = tuple[Node, int]
@@ -185,7 +182,7 @@ def _defer(
             if type(tensor) is nn.Parameter or not hasattr(tensor, "__tensor_flatten__"):
                 use = _capture(site, rule, operand, tensor, chain, views)
             else:
-                use, is_only_use = _capture_sharded(site, rule, operand, tensor, chain, views), False
+                use, is_only_use = _capture_subclass(site, rule, operand, tensor, chain, views), False
             if use is None:
                 continue
             if is_only_use:
@@ -205,23 +202,23 @@ def _capture(
     if rule.ready is not None and not rule.ready(site):
         return None
     direct = rule.direct.get(operand)
-    raw = None if direct is None else getattr(site, direct.raw_attribute)
+    raw: Any = None if direct is None else getattr(site, direct.raw_attribute)
     hook = None if raw is None else raw.unpack_hook
     if direct is not None and (hook is None or hook is unpack):
-        if hook is None or is_kept(raw):
+        add = direct.add
+        if views and views[-1] is MATRIX_TRANSPOSE:
+            add, views = direct.add_transposed, views[:-1]
+        if hook is None or raw.data.stays:
             # detach() shares the version with the saved tensor; .data would not.
             x = getattr(site, direct.attribute).detach()
             if x.layout is not _STRIDED:
                 return None
         else:
-            x = saved(site, direct.name)
+            x = raw.data
+            x.check()
+            add = UnpackingAdd(add)
         held: HeldTensors = (x,)
         version = x._version
-        add = direct.add
-        if views and views[-1] is MATRIX_TRANSPOSE:
-            add, views = direct.add_transposed, views[:-1]
-        if type(x) is SavedTensor:
-            add = UnpackingAdd(add)
     else:
         capture = rule.capture(site, operand)
         if capture is None:
@@ -231,11 +228,11 @@ def _capture(
     return new_tuple(WeightUse, (leaf, held, add, chain, views, version, rule))
 
 
-def _capture_sharded(
+def _capture_subclass(
     site: Any, rule: Rule, operand: int, leaf: Tensor, chain: tuple[Edge, ...], views: Views
 ) -> WeightUse | None:
-    """`_capture` for a leaf of a subclass of Tensor; None unless the leaf is a DTensor that W can handle."""
-    capture = capture_shards(site, rule, operand, leaf, views) if is_on_mesh(leaf) else None
+    """`_capture` for a leaf of a subclass of Tensor; None unless what is registered for it captures it."""
+    capture = capture_of_subclass(site, rule, operand, leaf, views)
     if capture is None or not (rule.ready is None or rule.ready(site)):
         return None
     return WeightUse(leaf, capture.held, capture.add, chain, (), version_of(capture.held), rule)

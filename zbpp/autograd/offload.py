@@ -27,13 +27,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, UntypedStorage, nn
 from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
+from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.host_copier import Copier, Copy, Moves, Watch, bytes_of
 from zbpp.autograd.storages import storages_of
 
@@ -142,6 +142,7 @@ class Stays(_Watched):
     """A saved tensor that does not leave."""
 
     __slots__ = ()
+    stays = True
 
     def unpack(self) -> Tensor:
         """The tensor."""
@@ -157,6 +158,7 @@ class SavedTensor(_Watched):
     """A saved tensor whose storage may be away: a view of a _Memory."""
 
     __slots__ = ("_memory", "_view")
+    stays = False
 
     def __init__(self, tensor: Tensor, memory: _Memory) -> None:
         super().__init__(tensor)
@@ -177,12 +179,6 @@ class SavedTensor(_Watched):
         """
         if self._memory.content is not None:
             yield self._memory.content
-
-
-def unpack(packed: Any) -> Tensor:
-    """The unpack hook of tensors saved within `SavedActivations.saving`."""
-    tensor: Tensor = packed.unpack()
-    return tensor
 
 
 class SavedActivations:
@@ -260,7 +256,7 @@ class SavedActivations:
     def _living(self) -> Iterator[_Memory]:
         return (memory for each in self._memories.values() if (memory := each()) is not None)
 
-    def _pack(self, tensor: Tensor) -> Stays | SavedTensor:
+    def _pack(self, tensor: Tensor) -> PackedTensor:
         if not self._may_leave(tensor):
             return Stays(tensor)
         storage = tensor.untyped_storage()

@@ -8,7 +8,8 @@ once dy, the gradient of the node's output, is known. For y = a @ b:
     def mm(node, operand):
         return keep(saved(node, "self"), add_left_product)      # d b = a.H @ dy
 
-A rule that returns None leaves the operand to B. To teach zbpp a new kind of node, register a rule.
+A rule that returns None leaves the operand to B. To teach zbpp a new kind of node, register a rule;
+to teach it weights of a subclass of Tensor, see `register_subclass`.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.capture import Add, Capture, HeldTensors, add_or_copy, keep, saved
+from zbpp.autograd.views import View
 
 
 class DirectCapture(NamedTuple):
@@ -95,6 +97,34 @@ def rule_of(name: str) -> Rule | None:
 def name_of(rule: Rule) -> str:
     """The name of the nodes that a rule is registered for."""
     return next(name for name, each in _RULES.items() if each is rule)
+
+
+# ---- Weights of a subclass of Tensor
+
+CaptureOfSubclass = Callable[[Any, Rule, int, Any, tuple[View, ...] | None], Capture | None]
+"""(node, rule, operand, leaf, views) -> what W needs of the node; None leaves the operand to B.
+
+views: those in the chain from the operand to the leaf, None if the chain computes. The Capture's `add` adds
+to the gradient of the leaf itself. If it is an AddOfParts, W holds what its `placed` makes of dy.
+"""
+
+_SUBCLASSES: list[CaptureOfSubclass] = []
+
+
+def register_subclass(capture: CaptureOfSubclass) -> None:
+    """Let `capture` decide about the leaves of a subclass of Tensor; it returns None for all other leaves.
+
+    B computes the gradients of subclasses that nothing is registered for.
+    """
+    _SUBCLASSES.append(capture)
+
+
+def capture_of_subclass(
+    node: Any, rule: Rule, operand: int, leaf: Tensor, views: tuple[View, ...] | None
+) -> Capture | None:
+    """The first Capture that one of the registered functions returns."""
+    captures = (capture(node, rule, operand, leaf, views) for capture in _SUBCLASSES)
+    return next((each for each in captures if each is not None), None)
 
 
 # ---- Products: y = a @ b, so d b = a.H @ dy and d a = dy @ b.H; of real numbers a.H is a.T.

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.autograd.capture import Add, Capture, HeldTensors, is_kept
+from zbpp.autograd.capture import Add, AddOfParts, Capture, HeldTensors, is_kept
 from zbpp.autograd.rules import DirectCapture, Rule
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
@@ -57,7 +57,7 @@ class OnMesh(NamedTuple):
         return self.whole._version + self.shard._version
 
 
-class AddOfShards:
+class AddOfShards(AddOfParts):
     """An Add whose target is a DTensor and whose other arguments are OnMesh: calls `add` with their shards.
 
     placements: those of the leaf and of its gradient. dy_dims: the placements that dy needs, as Dims.
@@ -81,9 +81,9 @@ class AddOfShards:
             dy = dy.redistribute(placements=wanted)
         return OnMesh(dy, shard_of(dy))
 
-    def num_shards(self, mesh: Any) -> int:
-        """Into how many shards dy is split on a mesh."""
-        return math.prod(1 if dim is None else mesh.size(i) for i, dim in enumerate(self.dy_dims))
+    def num_shards(self, leaf: Any) -> int:
+        """Over how many ranks dy is split."""
+        return math.prod(1 if dim is None else leaf.device_mesh.size(i) for i, dim in enumerate(self.dy_dims))
 
 
 def is_on_mesh(tensor: Any) -> bool:
@@ -95,10 +95,9 @@ def is_on_mesh(tensor: Any) -> bool:
 def capture_shards(
     site: Any, rule: Rule, operand: int, leaf: Any, views: tuple[View, ...] | None
 ) -> Capture | None:
-    """What W needs for this rank's shard of the gradient; None if B has to compute the gradient.
-
-    views: the views in the chain from the operand to the leaf, None if the chain computes.
-    """
+    """What W needs for this rank's shard of the gradient; None if B has to compute the gradient."""
+    if not is_on_mesh(leaf):
+        return None
     direct, dims = rule.direct.get(operand), _dims(leaf.placements)
     is_transposed = direct is not None and views == (MATRIX_TRANSPOSE,)
     if dims is None or leaf.dim() > 2 or not (is_transposed or views == ()):
@@ -138,11 +137,6 @@ def shard_of(tensor: Any) -> Tensor:
     with torch.no_grad():  # with gradients to_local() returns a view, and waits for nothing
         shard: Any = tensor.to_local()
     return shard.wait() if hasattr(shard, "wait") else shard
-
-
-def bytes_here(tensor: Tensor) -> int:
-    """Bytes of a tensor on this rank: those of its shard, if it is a DTensor."""
-    return shard_of(tensor).nbytes if is_on_mesh(tensor) else tensor.nbytes
 
 
 def _dims(placements: Placements) -> Dims | None:

@@ -20,14 +20,13 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from zbpp.autograd.capture import tensors_in, version_of
+from zbpp.autograd.capture import AddOfParts, tensors_in, version_of
 from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.leaf_by_leaf import run_leaf_by_leaf
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
 from zbpp.autograd.rules import name_of
-from zbpp.autograd.sharded import AddOfShards
 from zbpp.autograd.storages import storages_of
 
 
@@ -73,7 +72,7 @@ class UseTask(NamedTuple):
     """The gradient of one use of a leaf. For a leaf with a single use, it is the whole task of that leaf."""
 
     use: WeightUse
-    dy: Any  # a tensor, or an OnMesh (sharded.py)
+    dy: Any  # a tensor, or what AddOfParts.placed has made of it
     version: int  # sum of the versions of dy and of all that the use holds
 
     @property
@@ -150,9 +149,9 @@ def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
 
 
 def _placed(task: UseTask) -> UseTask:
-    """The task; if W computes with shards, the task with dy placed as the shards' product needs it."""
+    """The task; if W computes with parts of dy, the task with these in place of dy."""
     use, dy, _ = task
-    if not isinstance(use.add, AddOfShards):
+    if not isinstance(use.add, AddOfParts):
         return task
     dy = use.add.placed(dy)
     return UseTask(use, dy, use.version + dy._version)
