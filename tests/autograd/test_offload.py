@@ -8,8 +8,8 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from zbpp import ActivationOffload, Costs, Pipeline, backward_input, plan
-from zbpp.autograd.host_copier import _ThreadCopy, copier_for
-from zbpp.autograd.offload import SavedActivations
+from zbpp.autograd.offload.host_copier import _ThreadCopy, copier_for
+from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.layout import TensorLayout
 from zbpp.runtime.links import BufferPool

@@ -11,8 +11,8 @@ from helpers.cases.functions import Deferring, Layer, OfTripled
 from helpers.cases.saved_hooks import under
 from helpers.split import assert_close, assert_equals_plain, call_module, double, float64, grads_of, leaf
 from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
-from zbpp.autograd.host_copier import copier_for
-from zbpp.autograd.offload import SavedActivations
+from zbpp.autograd.offload.host_copier import copier_for
+from zbpp.autograd.offload.saved_activations import SavedActivations
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,8 @@ from torch import nn
 
 from helpers.recorded_streams import FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
-from zbpp.autograd.host_copier import StreamCopier, _StreamCopy
-from zbpp.autograd.offload import SavedActivations
+from zbpp.autograd.offload.host_copier import StreamCopier, _StreamCopy
+from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
 from zbpp.runtime.links import BufferPool, Inbox, Outbox

@@ -3,41 +3,42 @@
 How B and W are split, and what lives between them, is the docstring of split.py. To read the split, take
 split.py, graph.py, rules.py and weight_grads.py, in this order.
 
-    split.py              B: one backward pass that captures dy where a weight's gradient can wait
-    graph.py              the walk: which gradients can wait (sites, chains)
-    rules.py              one rule per kind of node: what W needs of it, how W computes the gradient
-    capture.py            what a rule keeps of a node until W: saved tensors, packed ones too
-    weight_grads.py       W: the tasks that B leaves, and running them
-    leaf_by_leaf.py       W for gradient release: each gradient is handed over when it is complete
-    arguments.py          the arguments of backward_input, checked
-    node_roles.py         what each type of node means for the walk
-    views.py              chains that only make views of a weight
-    chains.py             chains that compute: a cast of a weight, say, which W runs by autograd
-    leaf_grad.py          where a leaf's gradients are summed: `.grad` or `main_grad`
-    sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
-    storages.py           the storages of a tensor, of sparse tensors and DTensors too
-    python_generators.py  Python's and numpy's random generators, restored
-    hooks.py              users' hooks: whether there are any, and running those that W has to run
-    gradient_guard.py     notices Python code that changes a captured gradient during B
-    reentrant.py          graphs with a reentrant checkpoint: one plain backward instead of the split
-    collector.py          `defer`: how the backward of an autograd Function puts off a gradient
-    auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
-    recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
-    forward_state.py      the buffers that a forward used, for its recompute
-    offload.py            saved tensors that leave device memory between F and B
-    host_copier.py        copies to host memory while the computation goes on, and back
-    host_memory.py        how much memory the machine has left
-    explain.py            `explain`: what B would do with each weight
-    compiled/             F, B and W of a module compiled by Inductor
+    split.py           B: one backward pass that captures dy where a weight's gradient can wait
+    graph.py           the walk: which gradients can wait (sites, chains)
+    rules.py           one rule per kind of node: what W needs of it, how W computes the gradient
+    capture.py         what a rule keeps of a node until W: saved tensors, packed ones too
+    weight_grads.py    W: the tasks that B leaves, and running them
+    leaf_by_leaf.py    W for gradient release: each gradient is handed over when it is complete
+    arguments.py       the arguments of backward_input, checked
+    node_roles.py      what each type of node means for the walk
+    views.py           chains that only make views of a weight
+    chains.py          chains that compute: a cast of a weight, say, which W runs by autograd
+    leaf_grad.py       where a leaf's gradients are summed: `.grad` or `main_grad`
+    storages.py        the storages of a tensor, of sparse tensors and DTensors too
+    hooks.py           users' hooks: whether there are any, and running those that W has to run
+    gradient_guard.py  notices Python code that changes a captured gradient during B
+    reentrant.py       graphs with a reentrant checkpoint: one plain backward instead of the split
+    collector.py       `defer`: how the backward of an autograd Function puts off a gradient
+    explain.py         `explain`: what B would do with each weight
+
+These files import none of the folders, which are extras:
+
+    models/            recompute, auxiliary losses, weights on a device mesh
+    offload/           saved tensors that leave device memory between F and B
+    compiled/          F, B and W of a module compiled by Inductor
+
+An extra reaches the split by what the split offers to everybody: `rule` for a kind of node, `defer` for an
+autograd Function, `PackedTensor` (capture.py) for saved-tensor hooks, `register_subclass` (rules.py) for
+weights of a subclass of Tensor.
 """
 
-from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.capture import Capture, keep, saved
 from zbpp.autograd.collector import defer
 from zbpp.autograd.explain import Explanation, explain
-from zbpp.autograd.recompute import checkpoint, recompute
+from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
+from zbpp.autograd.models.recompute import checkpoint, recompute
+from zbpp.autograd.models.sharded import capture_shards
 from zbpp.autograd.rules import register_subclass, rule
-from zbpp.autograd.sharded import capture_shards
 from zbpp.autograd.split import backward_input
 from zbpp.autograd.weight_grads import WeightGrads
 

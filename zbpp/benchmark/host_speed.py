@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from zbpp.autograd.host_copier import Copier, Copy, Moves, copier_for
+from zbpp.autograd.offload.host_copier import Copier, Copy, Moves, copier_for
 from zbpp.runtime.world import gather
 from zbpp.schedule import Timetable
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zbpp.autograd.sharded import is_on_mesh
+from zbpp.autograd.models.sharded import is_on_mesh
 from zbpp.error_text import error_text
 from zbpp.runtime.layout import Message
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-from zbpp.autograd.auxiliary import named_scalar
+from zbpp.autograd.models.auxiliary import named_scalar
 from zbpp.error_text import kind_of
 
 Means = dict[str, list[float]]

@@ -17,10 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zbpp.autograd.auxiliary import auxiliary_loss
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
 from zbpp.autograd.compiled.fx_graphs import extract, is_random, placeholders
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
+from zbpp.autograd.models.auxiliary import auxiliary_loss
 
 NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
 

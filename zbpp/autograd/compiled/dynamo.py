@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.python_generators import restored_python_generators
+from zbpp.autograd.models.python_generators import restored_python_generators
 
 NEEDED = ("torch._dynamo.functional_export", "dynamo_graph_capture_for_export")
 

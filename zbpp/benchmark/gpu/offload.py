@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.autograd.host_copier import Copier, copier_for
+from zbpp.autograd.offload.host_copier import Copier, copier_for
 from zbpp.benchmark.gpu.rows import Row
 from zbpp.benchmark.gpu.settings import Settings
 from zbpp.planning import plan

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
-from zbpp.autograd.python_generators import restored_python_generators
+from zbpp.autograd.models.python_generators import restored_python_generators
 from zbpp.runtime.extra import Extra, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.mesh import local_of

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zbpp.autograd.host_copier import Copier, Watch, copier_for
-from zbpp.autograd.offload import LEAST_BYTES, SavedActivations
+from zbpp.autograd.offload.host_copier import Copier, Watch, copier_for
+from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, instead
 from zbpp.runtime.layout import Message

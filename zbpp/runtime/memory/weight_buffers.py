@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from zbpp.autograd.host_memory import refuse_more_than_available
+from zbpp.autograd.offload.host_memory import refuse_more_than_available
 from zbpp.streams import Event, streams_of
 
 _ALIGNMENT = 256  # bytes; kernels may round differently for another alignment

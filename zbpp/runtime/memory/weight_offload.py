@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
-from zbpp.autograd.recompute import recomputed, recomputing_by
+from zbpp.autograd.models.recompute import recomputed, recomputing_by
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, bring, brought_by
 from zbpp.runtime.memory.offloaded_gradients import OffloadedGradients

@@ -34,7 +34,7 @@ from torch.autograd import forward_ad
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd.capture import PackedTensor, unpack
-from zbpp.autograd.host_copier import Copier, Copy, Moves, Watch, bytes_of
+from zbpp.autograd.offload.host_copier import Copier, Copy, Moves, Watch, bytes_of
 from zbpp.autograd.storages import storages_of
 
 LEAST_BYTES = 64 * 1024

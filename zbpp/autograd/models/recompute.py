@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zbpp.autograd.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.collector import collector_of, refuse_create_graph
-from zbpp.autograd.forward_state import ForwardState, version
 from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
+from zbpp.autograd.models.forward_state import ForwardState, version
 from zbpp.autograd.split import split
 
 Rerun = Callable[[Callable[[], tuple[Any, ...]]], tuple[Any, ...]]

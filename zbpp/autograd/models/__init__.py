@@ -1,0 +1,11 @@
+"""What a model may ask of the split beyond plain layers. The split knows none of these files.
+
+    recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
+    forward_state.py      the buffers that a forward used, for its recompute
+    auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
+    sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
+    python_generators.py  Python's and numpy's random generators, restored
+
+A recompute is an autograd Function, which finds the B around it by the collector (../collector.py). Sharded
+weights are captured by a function that is registered with `register_subclass` (../rules.py).
+"""
