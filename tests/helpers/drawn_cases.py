@@ -135,7 +135,9 @@ def _possible(case: Case) -> Case:
 def _layer(rng: random.Random, case: Case) -> str:
     kind = rng.choice([*LAYERS, TIED])
     impossible = {"batch norm"} if case.parallel else set()  # replicas have statistics of their own
-    impossible |= {"channels last"} if case.parallel == "shard" else set()
+    if case.parallel == "shard":
+        shares = case.timetable().num_stages > case.num_ranks  # a rank has two stages
+        impossible |= {"channels last", TIED} if shares else {"channels last"}
     impossible |= NOT_IN_16_BITS if case.weights == "masters" else set()
     impossible |= {"hooks", TIED} if case.weights == "offloaded" else set()
     if kind in impossible:

@@ -33,7 +33,7 @@ Extras, and what they use:
 
 Joining the job:
 
-    world         gather, broadcast, agreement between ranks; joining, node_placement, roll_call
+    world         gather, broadcast, agreement between ranks; joining, node_placement
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.

@@ -23,8 +23,6 @@ from uuid import uuid4
 import torch
 from torch.distributed.rendezvous import rendezvous
 
-from zbpp.runtime.roll_call import ranks_text
-
 _POLL = 0.01  # s
 _LINGER = 0.5  # s in which the others can read why the job does not begin: rank 0 may hold the store
 _FINE = "fine"
@@ -146,8 +144,9 @@ def _awaited(store: Any, key: str, size: int, end: float, timeout: float) -> str
 
 
 def _never_came(ranks: list[int], size: int, timeout: float) -> str:
+    who = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
     return (
-        f"{ranks_text(ranks)} of {size} never came within {timeout:g} s (parallel.timeout): look whether "
+        f"{who} of {size} never came within {timeout:g} s (parallel.timeout): look whether "
         f"{'their processes run' if len(ranks) > 1 else 'its process runs'}, with the same MASTER_ADDR, "
         "MASTER_PORT and WORLD_SIZE; what takes longer at the start needs a longer timeout"
     )

@@ -20,7 +20,6 @@ from torch._C._distributed_c10d import PrefixStore
 
 from zbpp.runtime.joining import job_store, join, versions
 from zbpp.runtime.out_of_memory import is_out_of_memory
-from zbpp.runtime.roll_call import missing_in, ranks_text
 
 
 class AgreementError(ValueError):
@@ -126,7 +125,7 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
-    with _meeting(f"rank {dist.get_rank(group)}, gathering from all ranks", group):
+    with communicating(f"rank {dist.get_rank(group)}, gathering from all ranks"):
         dist.all_gather_object(values, value, group=group)
     return values
 
@@ -136,22 +135,9 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     if not dist.is_initialized():
         return value
     values = [value]
-    with _meeting(f"rank {dist.get_rank(group)}, broadcast from rank 0", group):
+    with communicating(f"rank {dist.get_rank(group)}, broadcast from rank 0"):
         dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
-
-
-@contextmanager
-def _meeting(where: str, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """As `communicating`, for a call that all ranks of a group make: the error names those that did not."""
-    try:
-        with communicating(where):
-            yield
-    except CommunicationError as error:
-        missing = missing_in(group)
-        if missing:
-            raise CommunicationError(f"{error}; no word from {ranks_text(missing)}") from None
-        raise
 
 
 @contextmanager
