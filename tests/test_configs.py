@@ -382,6 +382,10 @@ def test_a_target_that_is_no_model_is_refused():
             "memory.gradient_release=step doesn't go with memory.offload_weights=true: the gradients of",
         ),
         (
+            "memory.offload=auto schedule.costs=costs.json memory.offload_weights=true",
+            "memory.offload=auto doesn't go with memory.offload_weights=true: both pack saved tensors",
+        ),
+        (
             "cuda_graphs=true optimizer.validation=after",
             "cuda_graphs=true doesn't go with optimizer.validation=after: a step may begin again",
         ),

@@ -22,7 +22,6 @@ from zbpp.builders.model import build_model, layers_per_stage, metrics_of
 from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.builders.parallel import build_mesh, pipeline_ranks
 from zbpp.builders.plan import check_layers, check_plan, title_of
-from zbpp.builders.stages import check_offload_folder
 from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, build_validation
 from zbpp.config import TrainConfig, naming
 from zbpp.elastic import adapted
@@ -61,7 +60,6 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     config, resolved_yaml = _in_first_folder(config, resolved_yaml)
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
-    check_offload_folder(config.memory)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     memory = MemoryFailure(config, rank, num_processes)
     with memory.explained():
@@ -124,7 +122,6 @@ def check_before_start(config: TrainConfig, settings: dict[str, Any], num_proces
     A schedule that is planned for costs is not planned here, see `check_plan`.
     """
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
-    check_offload_folder(config.memory)
     config, _, _ = adapted(config, settings, num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)

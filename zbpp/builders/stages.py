@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from tempfile import TemporaryFile
 
 import torch
 from torch import nn
@@ -12,7 +11,6 @@ from torch import nn
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, MemoryConfig, naming
 from zbpp.runtime.blocks import blocks_of
-from zbpp.runtime.memory.weight_buffers import FileHost, MemoryHost
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.precision import Precision, check_device
 
@@ -48,23 +46,9 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
 
 def offload_weights(stages: Mapping[int, nn.Module], device: torch.device, memory: MemoryConfig) -> None:
     """Let the weights live outside the device. Raises ConfigError for stages that can't."""
-    host = MemoryHost() if memory.offload_to == "host" else FileHost(memory.offload_to)
     budget = None if memory.weights_budget is None else int(memory.weights_budget * 2**30)
     with naming("memory.offload_weights=true"):
-        OffloadedWeights(stages, device, host=host, budget=budget)
-
-
-def check_offload_folder(memory: MemoryConfig) -> None:
-    """Raise ConfigError if no file can be made where weights are to go."""
-    if memory.offload_to == "host" or not memory.offload_weights:
-        return
-    try:
-        TemporaryFile(dir=memory.offload_to).close()
-    except OSError as error:
-        raise ConfigError(
-            f"memory.offload_to={memory.offload_to}: {error.strerror or error}: write host, or a folder that "
-            "exists and that can be written to"
-        ) from None
+        OffloadedWeights(stages, device, budget=budget)
 
 
 def recompute_stages(

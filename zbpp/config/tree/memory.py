@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from zbpp.ranges import Checked, ConfigError, filled, one_of, ranged
+from zbpp.ranges import Checked, ConfigError, one_of, ranged
 
 
 @dataclass(kw_only=True)
@@ -24,7 +24,6 @@ class MemoryConfig(Checked):
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
     weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
         copies; null: the least, three times the largest block.
-    offload_to: the place of offloaded weights and gradients: "host", or a folder for files.
     gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
         after each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
         and the last microbatch's also update the weights.
@@ -36,7 +35,6 @@ class MemoryConfig(Checked):
     limit: float | None = ranged(None, above=0, unit="GiB")
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
-    offload_to: str = filled("host", "write host, or a folder")
     offload_weights: bool = False
     weights_budget: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
@@ -60,9 +58,4 @@ class MemoryConfig(Checked):
             raise ConfigError(
                 f"memory.weights_budget={self.weights_budget} is for offloaded weights: write "
                 "memory.offload_weights=true, too"
-            )
-        if self.offload != "none" and self.offload_weights:
-            raise ConfigError(
-                f"memory.offload={self.offload} doesn't go with memory.offload_weights=true, since both pack "
-                "saved tensors: write memory.offload=none, and memory.recompute=block to hold less"
             )

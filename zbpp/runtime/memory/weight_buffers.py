@@ -3,17 +3,14 @@
 A block's parameters lie one behind the other, at the same offsets in host memory and in every device buffer.
 So a single copy moves a block, and a view of a weight has the same offset and strides in every buffer.
 
-    host     MemoryHost (pinned if the device is a GPU) or FileHost (a file per block, mapped into memory)
+    host     the CPU's memory, pinned if the device is a GPU
     device   DeviceBuffers: two or more, of the largest block's size; while one is in use, another is filled
 """
 
 from __future__ import annotations
 
 import math
-import mmap
-import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -29,38 +26,11 @@ class OffloadError(RuntimeError):
     """The host has no room for weights or gradients that are to live there."""
 
 
-class Host(Protocol):
-    """Memory outside the device."""
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        """`nbytes` of memory, to be copied to `device` and back."""
-
-
-class MemoryHost:
-    """The CPU's memory, pinned if the device is a GPU."""
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        refuse_more_than_available(nbytes)
-        streams = streams_of(device)
-        return torch.empty(nbytes, dtype=torch.uint8) if streams is None else streams.host_memory(nbytes)
-
-
-class FileHost:
-    """Unnamed files in a folder, mapped into memory. A file goes when nothing refers to its memory."""
-
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
-        self._folder, self._number = Path(folder), 0
-
-    def empty(self, nbytes: int, device: torch.device) -> Tensor:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"weights-{os.getpid()}-{self._number}"
-        self._number += 1
-        with path.open("x+b") as file:
-            path.unlink()  # the mapping keeps the content of the file
-            os.posix_fallocate(file.fileno(), 0, nbytes)  # a full disk is an error here, not a crash later
-            mapped = mmap.mmap(file.fileno(), nbytes)
-        # Not torch.from_file: torch's profiler would count the file as the CPU's memory.
-        return torch.frombuffer(mapped, dtype=torch.uint8)
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Memory of the CPU, to be copied to `device` and back; pinned if the device is a GPU."""
+    refuse_more_than_available(nbytes)
+    streams = streams_of(device)
+    return torch.empty(nbytes, dtype=torch.uint8) if streams is None else streams.host_memory(nbytes)
 
 
 class Piece:

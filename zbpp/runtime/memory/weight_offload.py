@@ -40,6 +40,7 @@ from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.models.recompute import recomputed, recomputing_by
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, bring, brought_by
+from zbpp.runtime.memory import weight_buffers
 from zbpp.runtime.memory.offloaded_gradients import OffloadedGradients
 from zbpp.runtime.memory.saved_weights import nodes_of, pack_views
 from zbpp.runtime.memory.weight_blocks import (
@@ -53,8 +54,6 @@ from zbpp.runtime.memory.weight_blocks import (
 )
 from zbpp.runtime.memory.weight_buffers import (
     DeviceBuffers,
-    Host,
-    MemoryHost,
     OffloadError,
     View,
     num_buffers,
@@ -72,10 +71,9 @@ class OffloadedWeights(Extra):
     A block's forward then copies the block's weights to the device when it runs. A block is a child of a
     stage; a stage without children is one block.
 
-    stages: on the CPU, or on the device; their module buffers move to `device`. host: where the weights and
-    their gradients live, by default the CPU's memory. budget: how many bytes of the device the weights and
-    their gradients may take; as many device buffers are made as fit, and weights that are still in a buffer
-    are not copied again. None: two buffers, the least.
+    stages: on the CPU, or on the device; their module buffers move to `device`. budget: how many bytes of the
+    device the weights and their gradients may take; as many device buffers are made as fit, and weights that
+    are still in a buffer are not copied again. None: two buffers, the least.
 
     Raises ValueError for stages that can't be offloaded, and for a budget that is too small, with the least
     budget that is enough. Raises OffloadError if the host has no room.
@@ -88,14 +86,13 @@ class OffloadedWeights(Extra):
         stages: Mapping[int, nn.Module],
         device: torch.device | str | None = None,
         *,
-        host: Host | None = None,
         budget: float | None = None,
     ) -> None:
         check_stages(stages)
         self.device = torch.device(device or "cpu")
         if self.device.type == "meta":
             raise ValueError("device=meta has no memory for weights: write cpu, or a GPU such as cuda:0")
-        self._host, self._is_in_call = host or MemoryHost(), False
+        self._is_in_call = False
         self._waits = True  # whether copies are waited for at once
         blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
         self._blocks = [block for some in blocks for block in some]
@@ -263,11 +260,10 @@ class OffloadedWeights(Extra):
     def _empty(self, nbytes: int) -> Tensor:
         """Memory outside the device. Raises OffloadError if there is no room."""
         try:
-            return self._host.empty(nbytes, self.device)
+            return weight_buffers.host_memory(nbytes, self.device)
         except (RuntimeError, MemoryError, OSError) as error:
             raise OffloadError(
-                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks, or "
-                f"another place (memory.offload_to, host=FileHost(folder)): {error}"
+                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks: {error}"
             ) from error
 
     def _pack(self, block: Block, memory: Tensor, outputs: list[Any], below: list[Any]) -> None:
