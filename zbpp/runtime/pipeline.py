@@ -293,12 +293,7 @@ class Pipeline:
 
         If one does, the pipeline ends, and AgreementError is raised.
         """
-        self._rank.check_not_over()
-        try:
-            self._rank.extras.meet(name)
-        except BaseException as error:
-            self._end(f"an earlier call failed ({error_text(error)})")
-            raise
+        self._rank.meet(name)
 
     # ---- Extras
 
