@@ -78,7 +78,7 @@ class Survey(NamedTuple):
 
     sites: list[Node]  # the nodes whose dy is to be captured; a node with two uses stands here twice
     uses: list[WeightUse]  # one per entry of `sites`; the uses of one leaf stand side by side
-    has_sums: bool  # whether a leaf has several uses, or a chain that computes, or is sharded over a mesh
+    has_sums: bool  # whether a leaf has several uses, or a chain that computes, or is of a subclass
     computed_in_b: dict[Any, Tensor]  # the other leaves, with their tensors
     functions: list[Any]  # nodes of Python autograd Functions; such a node is the Function's ctx
 

@@ -170,9 +170,6 @@ class _Checkpoint(torch.autograd.Function):
         versions = [*map(version, saved)]
         outputs = call.forward(tensors)
         _refuse_changed(saved, versions)
-        ctx.mark_non_differentiable(
-            *(each for each in outputs if isinstance(each, Tensor) and not _may_have_gradient(each))
-        )
         ctx.set_materialize_grads(False)  # an output that nothing uses gets None, not zeros
         return outputs
 
@@ -276,10 +273,6 @@ def _without_saved_tensors_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
-
-
-def _may_have_gradient(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _fresh(tensor: Tensor) -> Tensor:
