@@ -160,6 +160,17 @@ def test_an_instruction_that_no_extra_binds_is_left_out():
     assert len(step(pipeline)) == M
 
 
+def test_an_extra_that_binds_nothing_to_an_action_is_refused_and_leaves_the_pipeline_as_it_was():
+    """Else the step would do nothing, in silence."""
+    forgetful = Extra()
+    forgetful.name, forgetful.bind = "forgetful", lambda at, run: None
+    pipeline = pipeline_of()
+    with pytest.raises(TypeError, match="the extra forgetful bound nothing to 0F0: let bind return run"):
+        pipeline.use(forgetful)
+    assert pipeline.extras == ()
+    assert torch.equal(torch.stack(step(pipeline)), torch.stack(step(pipeline_of())))
+
+
 def test_extras_that_exclude_each_other_are_refused_with_what_to_write_instead():
     first, second = Extra(), Extra()
     first.name, second.name = "first", "second"

@@ -17,8 +17,9 @@ from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, c
 from zbpp.autograd import recompute
 from zbpp.families import FAMILIES
 from zbpp.models.llama import Llama
-from zbpp.runtime import groups, p2p
+from zbpp.runtime import links
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel import groups
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
@@ -175,19 +176,19 @@ def replace(function, other):
 
 
 def with_a_sent_tensor_that_is_changed(rank):
-    send = p2p.Outbox.send
+    send = links.Outbox.send
 
     def send_and_change(outbox, channel, message):
         send(outbox, channel, message)
         message[0].detach().mul_(2)
 
-    p2p.Outbox.send = send_and_change
+    links.Outbox.send = send_and_change
     return said(losses_of_two_steps)
 
 
 def without_waits(rank):
     """The loss of a step whose receives are not waited for, on the rank of the last stage."""
-    receive, leaves_out, kept = p2p.Inbox.receive, False, []
+    receive, leaves_out, kept = links.Inbox.receive, False, []
 
     def receive_at_once(inbox):
         if leaves_out:
@@ -195,7 +196,7 @@ def without_waits(rank):
             inbox._posted[0] = inbox._posted[0]._replace(works=[])
         return receive(inbox)
 
-    p2p.Inbox.receive = receive_at_once
+    links.Inbox.receive = receive_at_once
     pipeline = small_pipeline()
     x = torch.ones(4, 3, dtype=torch.float64)
     losses = []

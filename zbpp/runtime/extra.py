@@ -3,8 +3,8 @@
 The core runs programs over stages and links, and knows no extra. Measuring, offload, gradient release, CUDA
 graphs are extras: a user gives them to the pipeline, for good or for a while.
 
-    pipeline = Pipeline(stages, timetable, loss_fn, extras=[ActivationOffload()])
-    with pipeline.using(TimelineRecorder()) as recorder:
+    pipeline = Pipeline(stages, timetable, loss_fn, extras=[ActivationOffload(costs)])
+    with pipeline.using(Recorder()) as recorder:
         pipeline.step(x, target=y)
 
 A pipeline calls its extras in the order of the list:
@@ -178,7 +178,13 @@ class Extras(list[Extra]):
     def bind(self, at: Instruction, run: Run | None) -> Run | None:
         """What runs at an instruction; None: nothing."""
         for each in self:
-            run = each.bind(at, run)
+            bound = each.bind(at, run)
+            if bound is None and run is not None:
+                raise TypeError(
+                    f"the extra {each.name or type(each).__name__} bound nothing to {at}: let bind return run, or "
+                    "a function around it"
+                )
+            run = bound
         return run
 
     def background(self, at: Instruction) -> Background | None:

@@ -132,7 +132,11 @@ class Rank:
         self.extras.check(extra)
         extra.attach(self)
         self.extras.append(extra)
-        self.rebind()
+        try:
+            self.rebind()
+        except BaseException:
+            self.leave(extra)
+            raise
 
     def leave(self, extra: Extra) -> None:
         """From the next call on, run without this extra."""
