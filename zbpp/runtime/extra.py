@@ -181,8 +181,8 @@ class Extras(list[Extra]):
             bound = each.bind(at, run)
             if bound is None and run is not None:
                 raise TypeError(
-                    f"the extra {each.name or type(each).__name__} bound nothing to {at}: let bind return run, or "
-                    "a function around it"
+                    f"the extra {each.name or type(each).__name__} bound nothing to {at}: let bind return "
+                    "run, or a function around it"
                 )
             run = bound
         return run
