@@ -49,9 +49,7 @@ from zbpp.planning.search import (
     justify,
     list_scheduling,
     local_search,
-    periodic_blocks,
     random_moves,
-    repeat_steady_state,
 )
 from zbpp.schedule import simulate
 
@@ -85,7 +83,6 @@ def components() -> list[Component]:
             (insert_weight_grads, orders.rebuilt_plans, orders._ranked, orders.orders, orders._family_order),
             anywhere,
         ),
-        Component("periodic blocks", [(orders, "blocks", _empty)], (periodic_blocks,), (V,)),
         Component("orders of families", [(orders, "_family_order", _empty)], (), anywhere),
         Component("least waits of 0.5 and 0", [(orders, "_LEAST_WAITS", (1.0,))], (), anywhere),
         Component("justify", [(local_search, "justify", _nothing)], (justify,), anywhere),
@@ -93,12 +90,6 @@ def components() -> list[Component]:
         Component("random moves", [(local_search, "move_at_random", _nothing)], (random_moves,), anywhere),
         Component("moves from the critical path", [(random_moves, "_CRITICAL", 0.0)], (), anywhere),
         Component("a pool of 6 plans instead of 1", [(local_search, "_POOL", 1)], (), anywhere),
-        Component(
-            "repeating the steady state",
-            [(search, "_search_fewer_microbatches", _nothing)],
-            (repeat_steady_state, search._search_fewer_microbatches),
-            (LOOPED, V),
-        ),
         Component(
             "fusing and splitting BW",
             [(local_search, "fuse_all", _nothing), (random_moves, "fusible", _empty)],

@@ -1,4 +1,4 @@
-"""Plans to begin with: the families, the paper's planner, repeated patterns, and one that always fits."""
+"""Plans to begin with: the families, the paper's planner, and one that always fits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.insert_weight_grads import insert_weight_grads
 from zbpp.planning.search.paper_planner import paper_plan
-from zbpp.planning.search.periodic_blocks import blocks, unrolled
 from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
@@ -37,7 +36,7 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
 
 
 def rebuilt_plans(problem: Problem, deadline: Deadline) -> list[Plan]:
-    """Orders of families and patterns with their W's inserted anew: the best dozen, best first."""
+    """Orders of families with their W's inserted anew: the best dozen, best first."""
     plans: list[Plan] = []
     seen: set[float] = set()
     for small_value, least_wait, make_order in _ranked(problem, deadline):
@@ -57,7 +56,7 @@ def _ranked(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Ma
     """(objective for few microbatches, least wait, order) of what fits, best first."""
     small = problem.with_microbatches(min(problem.num_microbatches, 3 * problem.num_ranks))
     found: list[tuple[float, float, MakeOrder]] = []
-    met: list[list[list[int]]] = [[]]  # many patterns come to the same order
+    met: list[list[list[int]]] = [[]]  # families may have the same order
     for make_order in orders(problem):
         order = make_order(small)
         if order not in met:
@@ -90,12 +89,9 @@ def _by_families(problem: Problem) -> Iterator[Plan]:
 
 
 def orders(problem: Problem) -> Iterator[MakeOrder]:
-    """Functions that make an order: one per family with this placement, for a V also one per pattern."""
+    """Functions that make an order: one per family with this placement."""
     for family in _own_families(problem):
         yield partial(_family_order, family)
-    if problem.placement == "v":
-        for slots in blocks(problem.num_ranks):
-            yield partial(unrolled, slots)
 
 
 def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:

@@ -16,7 +16,6 @@ from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
 from zbpp.planning.search.random_moves import move_at_random
-from zbpp.planning.search.repeat_steady_state import repeat_steady_state
 from zbpp.schedule.simulate import simulate
 
 Progress = Callable[[float, float, float], None]
@@ -26,7 +25,6 @@ _SCHEDULED = 40_000  # actions placed by list scheduling in a round
 _MOVES = 4000  # at random in a round
 _MOST_STALE = 8  # rounds of list scheduling without a better setting, then a new population
 _SHARE_OF_STARTS = 0.3  # of the time, at most, for improving what the search starts from
-_STEADY = 3  # microbatches per rank: enough for a steady state
 _MOST_QUIET = 80  # rounds without a better plan, then the search ends
 
 
@@ -64,8 +62,6 @@ class LocalSearch:
         if self.uses_list_scheduling and not self._finished:
             self._schedule_lists()
         self._improve_starts()
-        if not self.uses_list_scheduling and not self._finished:
-            self._search_fewer_microbatches()
         num_quiet = 0
         while not self._finished and num_quiet < _MOST_QUIET:
             before = self.best
@@ -116,21 +112,6 @@ class LocalSearch:
     def _starts(self) -> Iterator[Plan]:
         yield from [plan for _, plan in self.pool]
         yield from rebuilt_plans(self.problem, self.deadline)
-
-    def _search_fewer_microbatches(self) -> None:
-        """Spend half of the time left on fewer microbatches; repeat the steady state of the plans found."""
-        few = _STEADY * self.problem.num_ranks
-        if self.problem.num_microbatches <= few + self.problem.num_ranks:
-            return
-        small = self.problem.with_microbatches(few)
-        search = LocalSearch(small, self.deadline.part(0.5), self.seed)
-        search.run()
-        for _, plan in search.pool:
-            timing = repeat_steady_state(small, plan, self.problem, self.deadline)
-            if timing:
-                self._improve(timing)
-            if self._finished:
-                return
 
     def _round(self) -> None:
         if self.uses_list_scheduling:
