@@ -16,14 +16,20 @@ from zbpp.families import FAMILIES
 from zbpp.planning.answer import Answer, Candidate
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit
-from zbpp.planning.placement import PLACEMENTS, place_stages
+from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.plan import plan
 from zbpp.planning.request import SWEEP_PLACEMENTS, PlanningRequest
 from zbpp.planning.search.deadline import Deadline
+from zbpp.planning.search.local_search import NEAR_BOUND, LocalSearch
+from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
 Progress = Callable[[float, str], None]
+
+# Rounds without a better plan after which a search ends near its bound: one that may find the request's best
+# plan, and any other.
+_MOST_QUIET, _MOST_QUIET_BESIDE = 20, 3
 
 
 def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
@@ -45,6 +51,8 @@ def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer
         if progress:
             progress(number / len(wanted), str(search))
         inner = progress and _overall(progress, number, len(wanted), search)
+        if not _is_listed(request, search) and _is_answered(answer, search, wanted[:number]):
+            continue
         # A search that ends early, at its bound, leaves its time to the searches after it.
         _search(answer, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
     return answer
@@ -78,17 +86,17 @@ class _Search(NamedTuple):
 
 
 def _searches(request: PlanningRequest) -> list[_Search]:
-    """First the given limit, then the other objective under span_limits, then the memory sweep."""
+    """First the memory sweep, ascending, the given limit in it. Then a loop, and the other objective."""
     given, objective = request.memory_limit, request.objective
-    others = [limit for limit in request.limits if limit not in (None, given)]
+    others = [placement for placement in PLACEMENTS if placement not in SWEEP_PLACEMENTS]
     return [
-        *(_Search(placement, given, objective) for placement in PLACEMENTS),
+        *(_Search(placement, limit, objective) for placement in SWEEP_PLACEMENTS for limit in request.limits),
+        *(_Search(placement, given, objective) for placement in others),
         *(
             _Search(placement, limit, request.other_objective)
-            for limit in request.span_limits
             for placement in SWEEP_PLACEMENTS
+            for limit in request.span_limits
         ),
-        *(_Search(placement, limit, objective) for placement in SWEEP_PLACEMENTS for limit in others),
     ]
 
 
@@ -98,31 +106,43 @@ def _overall(progress: Progress, number: int, total: int, search: _Search) -> Ca
 
 
 def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[..., None] | None) -> None:
-    """Add the plan that zb_auto finds, unless a known plan is optimal already.
+    """Add the plan that a search finds.
 
-    Under the request's limit and objective zb_auto always searches: the answer lists zb_auto beside the
-    families, so its plan must be there.
+    It begins with the plans known for its placement, beside the families. Near the bound it ends soon,
+    later if it may find the best plan under the request's limit and objective.
     """
     request, (placement, limit, objective) = answer.request, search
-    known = answer.best(placement, limit, objective)
-    is_listed = (limit, objective) == (request.memory_limit, request.objective)
-    if known and known.proved_optimal and not is_listed:
-        return
-    num_stages = len(place_stages(request.num_ranks, placement))
+    is_listed = _is_listed(request, search)
     try:
-        timetable = plan(
-            "zb_auto",
-            request.num_ranks,
-            request.num_microbatches,
-            costs=request.costs_for(num_stages),
-            memory_limit=limit,
-            placement=placement,
-            objective=objective,
-            time_limit=seconds,
-            seed=request.seed,
-            progress=progress,
-        )
-        answer.candidates.append(_candidate(request, "zb_auto", timetable))
+        problem = request.problem(placement, limit, objective)
     except PlanError as error:
         if is_listed:
             answer.refused[f"zb_auto {placement}"] = error
+        return
+    known = [each.timeline.timetable for each in answer.candidates if each.placement == placement]
+    best, bound = answer.best_of_all(limit, objective), request.bound(placement, limit, objective)
+    may_win = is_listed and not (best and bound and best.value <= bound.value * (1 + EQUAL))
+    most_quiet = _MOST_QUIET if may_win else _MOST_QUIET_BESIDE
+    found = LocalSearch(problem, Deadline(seconds), request.seed, progress, known, most_quiet)
+    answer.candidates.append(_candidate(request, "zb_auto", problem.timetable_of(found.run())))
+
+
+def _is_listed(request: PlanningRequest, search: _Search) -> bool:
+    """Whether the answer lists the search beside the families, so that its plan must be there."""
+    return (search.limit, search.objective) == (request.memory_limit, request.objective)
+
+
+def _is_answered(answer: Answer, search: _Search, earlier: list[_Search]) -> bool:
+    """Whether a known plan is optimal, or as good as another search for the same bound could make it.
+
+    The latter if the plan is near the bound, and no plan of the placement is better with any memory.
+    """
+    placement, limit, objective = search
+    known, best = (answer.best(placement, each, objective) for each in (limit, None))
+    if known is None or best is None or known.proved_optimal:
+        return known is not None
+    if not (known.gap <= NEAR_BOUND and known.value <= best.value * (1 + EQUAL)):
+        return False
+    same = [each.limit for each in earlier if (each.placement, each.objective) == (placement, objective)]
+    bounds = [answer.request.bound(placement, each, objective) for each in same]
+    return any(bound and abs(known.bound.gap(bound.value)) <= EQUAL for bound in bounds)

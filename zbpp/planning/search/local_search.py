@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
@@ -17,6 +17,7 @@ from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
 from zbpp.planning.search.random_moves import move_at_random
 from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timetable import Timetable
 
 Progress = Callable[[float, float, float], None]
 
@@ -26,6 +27,7 @@ _MOVES = 4000  # at random in a round
 _MOST_STALE = 8  # rounds of list scheduling without a better setting, then a new population
 _SHARE_OF_STARTS = 0.3  # of the time, at most, for improving what the search starts from
 _MOST_QUIET = 80  # rounds without a better plan, then the search ends
+NEAR_BOUND = 0.02  # a gap to the bound
 
 
 class LocalSearch:
@@ -33,14 +35,24 @@ class LocalSearch:
 
     A round takes a plan of the pool, the best one most often, moves actions at random, justifies it, and
     puts the result back. With one stage per rank it also lets a population of list schedulers advance.
+
+    known: plans of this placement, to begin with beside the families. Those that don't fit are left out.
+    most_quiet_near_bound: rounds without a better plan after which the search ends within 2 % of the bound.
     """
 
     def __init__(
-        self, problem: Problem, deadline: Deadline, seed: int, progress: Progress | None = None
+        self,
+        problem: Problem,
+        deadline: Deadline,
+        seed: int,
+        progress: Progress | None = None,
+        known: Sequence[Timetable] = (),
+        most_quiet_near_bound: int = _MOST_QUIET,
     ) -> None:
         self.problem, self.deadline, self.progress, self.seed = problem, deadline, progress, seed
         if progress:
             deadline.watch = self._report
+        self.known, self.most_quiet_near_bound = known, most_quiet_near_bound
         self.bound = bound_of(problem).value
         self.goal = self.bound + problem.tolerance
         self.rng = random.Random(seed)
@@ -56,20 +68,31 @@ class LocalSearch:
 
     def run(self) -> Plan:
         """The best plan found; never worse than the best family that fits."""
-        starts = list(initial_plans(self.problem))
+        starts = [*initial_plans(self.problem), *self._known_plans()]
         for value, plan in starts:
             self._add(value, plan)
         if self.uses_list_scheduling and not self._finished:
             self._schedule_lists()
         self._improve_starts()
         num_quiet = 0
-        while not self._finished and num_quiet < _MOST_QUIET:
+        while not self._finished and num_quiet < self._most_quiet:
             before = self.best
             self._round()
             num_quiet = 0 if self.best < before - self.problem.tolerance else num_quiet + 1
         if self.progress:
             self.progress(1.0, self.best, self.bound)
         return self._chosen([plan for _, plan in starts])
+
+    def _known_plans(self) -> Iterator[tuple[float, Plan]]:
+        for plan in map(self.problem.plan_of, self.known):
+            value = self.problem.value_of_plan(plan)
+            if value < math.inf:
+                yield value, plan
+
+    @property
+    def _most_quiet(self) -> int:
+        is_near = self.best <= self.bound * (1 + NEAR_BOUND)
+        return self.most_quiet_near_bound if is_near else _MOST_QUIET
 
     def _chosen(self, starts: list[Plan]) -> Plan:
         """The best plan of the pool. Where the pool has estimates, `simulate` says which plan is best."""
