@@ -2,6 +2,7 @@
 
 import random
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,6 +12,8 @@ from zbpp.families import FAMILIES
 from zbpp.planning import SCHEDULES, Answer, PlanningRequest, RankCosts, choose, plan
 from zbpp.planning.answer import Candidate, num_messages
 from zbpp.planning.placement import PLACEMENTS
+from zbpp.planning.search.deadline import Deadline
+from zbpp.planning.search.local_search import LocalSearch
 from zbpp.planning.tolerance import EQUAL
 from zbpp.render import render_advice, statements
 from zbpp.schedule import Costs, PlanError, Send, Timetable, lower, simulate
@@ -323,3 +326,36 @@ def test_the_advice_has_its_sections(answers):
     starts = ("needs more memory", "best makespan at", "best max span *", "what follows")
     assert all(any(line.startswith(start) for line in lines) for start in starts)
     assert [line for line in lines if line.startswith("12 (1.50p) ")]
+
+
+# ---------------------------------------------------------------- what the searches begin with
+
+
+def test_a_search_begins_with_the_known_plans_that_fit():
+    """Without any time it returns the best of them; a plan above the limit is left out."""
+    v = Timetable.parse((DATA / "v_at_1.25p.txt").read_text())
+    for limit, is_known in ((10, True), (9, False)):
+        problem = request(LONG_B).problem("v", limit, "makespan")
+        found = problem.timetable_of(LocalSearch(problem, Deadline(0), 0, known=[v]).run())
+        assert (found == v) is is_known
+        assert max(simulate(found, problem.costs).peak_memory) <= limit
+
+
+def test_a_limit_is_not_searched_where_a_lower_ones_plan_is_optimal(monkeypatch):
+    """The limits that are searched beside the request's own lead to different makespans."""
+    searched = []
+
+    class Recorded(LocalSearch):
+        def __init__(self, problem, *rest):
+            searched.append((problem.placement, problem.memory_limit, problem.objective))
+            super().__init__(problem, *rest)
+
+    monkeypatch.setattr(sys.modules["zbpp.planning.choose"], "LocalSearch", Recorded)
+    answer = choose(PlanningRequest(num_ranks=2, num_microbatches=4, costs=EQUAL_TIMES, time_limit=1.0))
+    for placement in ("one", "v"):
+        limits = [
+            limit for other, limit, objective in searched if (other, objective) == (placement, "makespan")
+        ]
+        assert limits[-1] is None
+        values = [answer.best(placement, limit).value for limit in limits[:-1]]
+        assert len(set(values)) == len(values)
