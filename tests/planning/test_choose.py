@@ -1,10 +1,13 @@
 """Which schedule to use: what is said is true of every plan, and nothing is said that isn't."""
 
+import os
 import random
 import re
 import sys
 from itertools import pairwise
+from multiprocessing import active_children
 from pathlib import Path
+from time import monotonic, sleep
 
 import pytest
 
@@ -14,6 +17,7 @@ from zbpp.planning.answer import Candidate, num_messages
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import LocalSearch
+from zbpp.planning.side_by_side import side_by_side
 from zbpp.planning.tolerance import EQUAL
 from zbpp.render import render_advice, statements
 from zbpp.schedule import Costs, PlanError, Send, Timetable, lower, simulate
@@ -307,6 +311,62 @@ def test_progress_rises_to_the_end():
     assert shares[0] == 0
     assert all(one <= other for one, other in pairwise(shares))
     assert 0.5 < shares[-1] <= 1
+
+
+# ---------------------------------------------------------------- several processes
+
+
+@pytest.mark.parametrize("num_processes", [2, 3])
+def test_processes_find_what_one_finds(num_processes):
+    """The plans stand in the same order; progress rises here, too."""
+    asked = PlanningRequest(num_ranks=2, num_microbatches=4, costs=EQUAL_TIMES, time_limit=600)
+    shares = []
+    found = choose(asked, lambda share, what: shares.append(share), num_processes)
+    alone = choose(asked)
+    for one, other in zip(found.candidates, alone.candidates, strict=True):
+        assert (one.name, one.timeline.timetable) == (other.name, other.timeline.timetable)
+    assert found.refused.keys() == alone.refused.keys()
+    assert all(one <= other for one, other in pairwise(shares))
+    assert shares[-1] > 0.5
+
+
+def test_an_error_in_a_process_is_raised():
+    with pytest.raises(PlanError, match="num_ranks=0"):
+        side_by_side(fail_for_0, [(2,), (0,)], lambda number, *values: None)
+
+
+def fail_for_0(num_ranks, tell):
+    tell(num_ranks)
+    if num_ranks == 0:
+        raise PlanError("num_ranks=0")
+    return num_ranks
+
+
+def test_a_killed_process_is_reported():
+    with pytest.raises(RuntimeError, match="was killed; is there too little memory"):
+        side_by_side(end_at_once, [(), ()], lambda number, *values: None)
+
+
+def end_at_once(tell):
+    os._exit(9)
+
+
+def test_processes_end_with_their_caller():
+    """As with Ctrl-C, which reaches the caller."""
+
+    def interrupt(number, word):
+        raise KeyboardInterrupt
+
+    before, start = set(active_children()), monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        side_by_side(tell_and_sleep, [(60.0,), (60.0,)], interrupt)
+    assert monotonic() - start < 30
+    assert set(active_children()) == before
+
+
+def tell_and_sleep(seconds, tell):
+    tell("begun")
+    sleep(seconds)
 
 
 def test_the_advice_has_its_sections(answers):

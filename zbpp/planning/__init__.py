@@ -29,6 +29,7 @@ What they use:
     tolerance        the two tolerances of planning
     messages         the values that pass from stage to stage, by kind of action
     earliest_starts  how soon the actions of one microbatch can run
+    side_by_side     searches in processes of their own, at the same time
     rank_costs       costs of a model that is not cut yet
     costs_file       costs as `zbpp measure` writes them
 """

@@ -8,7 +8,7 @@ A user then chooses: which schedule is best, and what would more memory bring?
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -21,41 +21,50 @@ from zbpp.planning.plan import plan
 from zbpp.planning.request import SWEEP_PLACEMENTS, PlanningRequest
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import NEAR_BOUND, LocalSearch
+from zbpp.planning.side_by_side import side_by_side
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
 Progress = Callable[[float, str], None]
 
-# Rounds without a better plan after which a search ends near its bound: one that may find the request's best
-# plan, and any other.
+# Rounds without a better plan after which a search ends near its bound: one under the request's limit and
+# objective, and any other.
 _MOST_QUIET, _MOST_QUIET_BESIDE = 20, 3
 
+# The placements that share a process, for 1, 2 and 3 processes. A V takes longer than the others together.
+# A search uses earlier plans of its own placement only, so what it finds does not depend on the lanes.
+_LANES = ((("one", "looped", "v"),), (("v",), ("one", "looped")), (("v",), ("looped",), ("one",)))
 
-def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
+
+def choose(request: PlanningRequest, progress: Progress | None = None, num_processes: int = 1) -> Answer:
     """Plan every family and the paper's planner (zb_1p, zb_2p), then search.
 
     Every placement is searched under the request's limit. The placements in SWEEP_PLACEMENTS are searched
     under every limit of the memory sweep, too. answer.refused says why a schedule has no plan; for zb_auto,
     why it has none under the request's limit.
     progress(share done, what is being searched) is called often.
+    num_processes: with 2 or more, placements are searched at the same time, in up to 3 new processes. These
+    import the program that calls: it needs its `if __name__ == "__main__":`.
     """
     answer = Answer(request, [], {})
     for name, make in _planned(request):
         try:
             answer.candidates.append(_candidate(request, name, make()))
-        except PlanError as error:
-            answer.refused[name] = error
-    deadline, wanted = Deadline(request.time_limit), _searches(request)
-    for number, search in enumerate(wanted):
-        if progress:
-            progress(number / len(wanted), str(search))
-        inner = progress and _overall(progress, number, len(wanted), search)
-        if not _is_listed(request, search) and _is_answered(answer, search, wanted[:number]):
-            continue
-        # A search that ends early, at its bound, leaves its time to the searches after it.
-        _search(answer, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
+        except PlanError as refusal:
+            answer.refused[name] = refusal
+    found = _search_lanes(answer, _LANES[min(num_processes, len(_LANES)) - 1], progress or _ignore)
+    for search in _searches(request):
+        match found.get(search):
+            case Candidate() as candidate:
+                answer.candidates.append(candidate)
+            case PlanError() as error if _is_listed(request, search):
+                answer.refused[f"zb_auto {search.placement}"] = error
     return answer
+
+
+def _ignore(share: float, what: str) -> None:
+    """Without progress: nothing is shown."""
 
 
 def _planned(request: PlanningRequest) -> Iterator[tuple[str, Callable[[], Timetable]]]:
@@ -100,31 +109,64 @@ def _searches(request: PlanningRequest) -> list[_Search]:
     ]
 
 
+_Found = dict[_Search, Candidate | PlanError]
+
+
+def _search_lanes(answer: Answer, lanes: Sequence[tuple[str, ...]], progress: Progress) -> _Found:
+    """Search the placements of each lane in a process of its own; one lane is searched here."""
+    if len(lanes) == 1:
+        return _search_lane(answer, lanes[0], progress)
+    shares = [0.0] * len(lanes)
+
+    def heard(number: int, share: float, what: str) -> None:
+        shares[number] = share
+        progress(sum(shares) / len(lanes), what)
+
+    found: _Found = {}
+    for part in side_by_side(_search_lane, [(answer, lane) for lane in lanes], heard):
+        found |= part
+    return found
+
+
+def _search_lane(answer: Answer, lane: tuple[str, ...], progress: Progress) -> _Found:
+    """Search these placements one after the other; `answer` has the plans to begin with."""
+    request, found = answer.request, _Found()
+    deadline = Deadline(request.time_limit)
+    wanted = [search for search in _searches(request) if search.placement in lane]
+    for number, search in enumerate(wanted):
+        progress(number / len(wanted), str(search))
+        earlier = [each for each in found.values() if isinstance(each, Candidate)]
+        known = Answer(request, [*answer.candidates, *earlier], {})
+        if not _is_listed(request, search) and _is_answered(known, search, wanted[:number]):
+            continue
+        inner = _overall(progress, number, len(wanted), search)
+        # A search that ends early, at its bound, leaves its time to the searches after it.
+        found[search] = _search(known, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
+    return found
+
+
 def _overall(progress: Progress, number: int, total: int, search: _Search) -> Callable[..., None]:
     """The progress of zb_auto in one search, as progress of all searches."""
     return lambda share, *_: progress((number + share) / total, str(search))
 
 
-def _search(answer: Answer, search: _Search, seconds: float, progress: Callable[..., None] | None) -> None:
-    """Add the plan that a search finds.
+def _search(
+    answer: Answer, search: _Search, seconds: float, progress: Callable[..., None]
+) -> Candidate | PlanError:
+    """The plan that a search finds, or why there is none.
 
     It begins with the plans known for its placement, beside the families. Near the bound it ends soon,
-    later if it may find the best plan under the request's limit and objective.
+    later under the request's limit and objective.
     """
     request, (placement, limit, objective) = answer.request, search
-    is_listed = _is_listed(request, search)
     try:
         problem = request.problem(placement, limit, objective)
     except PlanError as error:
-        if is_listed:
-            answer.refused[f"zb_auto {placement}"] = error
-        return
+        return error
     known = [each.timeline.timetable for each in answer.candidates if each.placement == placement]
-    best, bound = answer.best_of_all(limit, objective), request.bound(placement, limit, objective)
-    may_win = is_listed and not (best and bound and best.value <= bound.value * (1 + EQUAL))
-    most_quiet = _MOST_QUIET if may_win else _MOST_QUIET_BESIDE
+    most_quiet = _MOST_QUIET if _is_listed(request, search) else _MOST_QUIET_BESIDE
     found = LocalSearch(problem, Deadline(seconds), request.seed, progress, known, most_quiet)
-    answer.candidates.append(_candidate(request, "zb_auto", problem.timetable_of(found.run())))
+    return _candidate(request, "zb_auto", problem.timetable_of(found.run()))
 
 
 def _is_listed(request: PlanningRequest, search: _Search) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 
 from zbpp.commands.plan.arguments import CHOICE_SECONDS, COST_OPTIONS, Inputs, make_parser
@@ -35,7 +36,7 @@ def advice(options: argparse.Namespace, inputs: Inputs, scripts: str) -> str:
         kept=options.kept,
     )
     with bar() as progress:
-        answer = choose(request, progress)
+        answer = choose(request, progress, num_processes=os.cpu_count() or 1)
     text, commands = render_advice(answer), _commands(options, answer, scripts)
     timelines = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
     table = [row[:-1] for row in text.ranked]  # each rank's peak stands beside its drawing
