@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from zbpp.families import FAMILIES
@@ -54,12 +55,11 @@ def choose(request: PlanningRequest, progress: Progress | None = None, num_proce
         except PlanError as refusal:
             answer.refused[name] = refusal
     found = _search_lanes(answer, _LANES[min(num_processes, len(_LANES)) - 1], progress or _ignore)
-    for search in _searches(request):
-        match found.get(search):
-            case Candidate() as candidate:
-                answer.candidates.append(candidate)
-            case PlanError() as error if _is_listed(request, search):
-                answer.refused[f"zb_auto {search.placement}"] = error
+    for search, result in sorted(found, key=lambda each: _searches(request).index(each[0])):
+        if isinstance(result, Candidate):
+            answer.candidates.append(result)
+        elif _is_listed(request, search):
+            answer.refused[f"zb_auto {search.placement}"] = result
     return answer
 
 
@@ -109,7 +109,7 @@ def _searches(request: PlanningRequest) -> list[_Search]:
     ]
 
 
-_Found = dict[_Search, Candidate | PlanError]
+_Found = list[tuple[_Search, Candidate | PlanError]]
 
 
 def _search_lanes(answer: Answer, lanes: Sequence[tuple[str, ...]], progress: Progress) -> _Found:
@@ -122,10 +122,7 @@ def _search_lanes(answer: Answer, lanes: Sequence[tuple[str, ...]], progress: Pr
         shares[number] = share
         progress(sum(shares) / len(lanes), what)
 
-    found: _Found = {}
-    for part in side_by_side(_search_lane, [(answer, lane) for lane in lanes], heard):
-        found |= part
-    return found
+    return [*chain(*side_by_side(_search_lane, [(answer, lane) for lane in lanes], heard))]
 
 
 def _search_lane(answer: Answer, lane: tuple[str, ...], progress: Progress) -> _Found:
@@ -135,13 +132,14 @@ def _search_lane(answer: Answer, lane: tuple[str, ...], progress: Progress) -> _
     wanted = [search for search in _searches(request) if search.placement in lane]
     for number, search in enumerate(wanted):
         progress(number / len(wanted), str(search))
-        earlier = [each for each in found.values() if isinstance(each, Candidate)]
+        earlier = [result for _, result in found if isinstance(result, Candidate)]
         known = Answer(request, [*answer.candidates, *earlier], {})
         if not _is_listed(request, search) and _is_answered(known, search, wanted[:number]):
             continue
         inner = _overall(progress, number, len(wanted), search)
         # A search that ends early, at its bound, leaves its time to the searches after it.
-        found[search] = _search(known, search, deadline.part(1 / (len(wanted) - number)).seconds, inner)
+        part = deadline.part(1 / (len(wanted) - number))
+        found.append((search, _search(known, search, part, inner)))
     return found
 
 
@@ -151,7 +149,7 @@ def _overall(progress: Progress, number: int, total: int, search: _Search) -> Ca
 
 
 def _search(
-    answer: Answer, search: _Search, seconds: float, progress: Callable[..., None]
+    answer: Answer, search: _Search, deadline: Deadline, progress: Callable[..., None]
 ) -> Candidate | PlanError:
     """The plan that a search finds, or why there is none.
 
@@ -165,7 +163,7 @@ def _search(
         return error
     known = [each.timeline.timetable for each in answer.candidates if each.placement == placement]
     most_quiet = _MOST_QUIET if _is_listed(request, search) else _MOST_QUIET_BESIDE
-    found = LocalSearch(problem, Deadline(seconds), request.seed, progress, known, most_quiet)
+    found = LocalSearch(problem, deadline, request.seed, progress, known, most_quiet)
     return _candidate(request, "zb_auto", problem.timetable_of(found.run()))
 
 
