@@ -128,8 +128,9 @@ def _search_lanes(answer: Answer, lanes: Sequence[tuple[str, ...]], progress: Pr
 def _search_lane(answer: Answer, lane: tuple[str, ...], progress: Progress) -> _Found:
     """Search these placements one after the other; `answer` has the plans to begin with."""
     request, found = answer.request, _Found()
-    deadline = Deadline(request.time_limit)
     wanted = [search for search in _searches(request) if search.placement in lane]
+    # A lane has its share of the time, or each search would take longer where there are more processes.
+    deadline = Deadline(request.time_limit * len(wanted) / len(_searches(request)))
     for number, search in enumerate(wanted):
         progress(number / len(wanted), str(search))
         earlier = [result for _, result in found if isinstance(result, Candidate)]
