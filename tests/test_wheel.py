@@ -69,7 +69,7 @@ def test_explain_shows_a_stage_of_a_packaged_model(wheel, tmp_path):
     given = ["model=mlp", "data=regression", "num_stages=2", "stage=1"]
     done = wheel.start(tmp_path, wheel.zbpp("explain", *given))
     assert done.rc == 0, done.text
-    assert "computed in W: 8 of 8 parameters" in done.text
+    assert done.text.count(" W ") == 8  # all of its parameters are computed in W
 
 
 def test_ranks_run_the_installed_zbpp_and_the_users_file_whatever_lies_beside_them(wheel, tmp_path):
