@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 
-from zbpp import app
 from zbpp import config as configs
-from zbpp.elastic import adapted
 from zbpp.ranges import ConfigError
+from zbpp.run import app
+from zbpp.run.elastic import adapted
 from zbpp.training.run_folder import FolderError, claimed
 
 ROOT = Path(__file__).parent.parent

@@ -10,7 +10,7 @@ from torch import nn
 
 import zbpp
 from zbpp.config import ExplainConfig
-from zbpp.explain_stage import explain_stage
+from zbpp.run.explain_stage import explain_stage
 
 ROOT = Path(__file__).parent.parent
 SMALL = ["model=mlp", "data=regression", "num_stages=2", "stage=1"]

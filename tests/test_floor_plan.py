@@ -12,12 +12,12 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 # schedule <- families <- planning <- render; {schedule, autograd} <- runtime <- training;
-# these <- {app, benchmark} <- scripts;
+# job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
 # stage_api, seeding, streams, error_text, ranges and partition know nobody.
 _PLANS = {"schedule", "families", "planning"}
 _LEAVES = {"stage_api", "seeding", "streams", "error_text"}
-_RUNTIME = {"runtime", "schedule", "autograd"} | _LEAVES
+_RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
@@ -42,15 +42,10 @@ MAY_IMPORT = {
     "zbpp/end_with_launcher.py": set(),
     "zbpp/pass_signals.py": set(),
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
-    "zbpp/elastic.py": {"builders", "config"} | _PLANS,
-    "zbpp/app.py": {"builders", "config", "elastic", "job", "memory_failure", "results"} | _TRAINING,
-    "zbpp/memory_failure.py": {"config", "prediction"} | _TRAINING,
-    "zbpp/job.py": {"builders", "config", "prediction"} | _TRAINING,
-    "zbpp/results.py": {"config", "prediction", "render"} | _TRAINING,
+    # From a config to a finished run: what each rank trains, and what the run leaves.
+    "zbpp/run/": {"builders", "config", "models", "prediction", "render", "run"} | _TRAINING,
+    "zbpp/job/": {"job"},
     "zbpp/data/": {"data", "seeding", "streams"},
-    "zbpp/export.py": {"builders", "config", "export_adapter", "models", "training"},
-    "zbpp/export_adapter.py": {"config", "models", "training"},
-    "zbpp/explain_stage.py": {"builders", "config", "data", "training", "autograd"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
@@ -96,10 +91,8 @@ MAY_IMPORT = {
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {
         "commands",
-        "app",
-        "explain_stage",
+        "run",
         "prediction",
-        "export",
         "builders",
         "benchmark",
         "config",
@@ -127,7 +120,11 @@ MUST_NOT_IMPORT = [
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
-    ("scripts/plan.py", ("torch", "hydra", "omegaconf", "zbpp.app", "zbpp.config"), "it runs without torch"),
+    (
+        "scripts/plan.py",
+        ("torch", "hydra", "omegaconf", "zbpp.run.app", "zbpp.config"),
+        "it runs without torch",
+    ),
 ]
 # The core of the runtime is its folder's own files; folders in it hold extras.
 EXTRAS = (
@@ -233,8 +230,8 @@ def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:
         called = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
         if called == "print" and name.startswith(_SILENT):
             yield node.lineno, "prints: plans are returned as text, scripts print it"
-        if called == "init_process_group" and name != "zbpp/runtime/world.py":
-            yield node.lineno, "calls init_process_group: runtime/world.py alone does"
+        if called == "init_process_group" and name != "zbpp/job/world.py":
+            yield node.lineno, "calls init_process_group: job/world.py alone does"
 
 
 def test_every_room_keeps_to_the_floor_plan():
@@ -278,8 +275,8 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd,"),
         ("zbpp/runtime/rank.py", "from zbpp.runtime.graphs import CudaGraphs", "the core knows no extra"),
         ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
-        ("zbpp/runtime/links.py", "dist.init_process_group()", "runtime/world.py alone"),
-        ("zbpp/training/trainer.py", "from zbpp import app", "may import autograd,"),
+        ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
+        ("zbpp/training/trainer.py", "from zbpp.run import app", "may import autograd,"),
         ("zbpp/data/text.py", "from zbpp.training import batch", "may import data, seeding"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         (
@@ -288,7 +285,7 @@ def test_every_room_keeps_to_the_floor_plan():
             "may import autograd,",
         ),
         ("zbpp/benchmark/split/timing.py", "from zbpp.training import Trainer", "may import autograd,"),
-        ("zbpp/app.py", "import hydra", "belong to zbpp/config/"),
+        ("zbpp/run/app.py", "import hydra", "belong to zbpp/config/"),
         ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
         ("scripts/plan.py", "import torch", "it runs without torch"),
@@ -314,9 +311,12 @@ def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
 
 def test_what_the_plan_allows_is_no_violation(tmp_path):
     (tmp_path / "zbpp/runtime").mkdir(parents=True)
-    (tmp_path / "zbpp/runtime/world.py").write_text(
+    (tmp_path / "zbpp/runtime/pipeline.py").write_text(
         "import torch.distributed as dist\nfrom zbpp.schedule import Op\nfrom . import stage\n"
-        "dist.init_process_group()\n"
+    )
+    (tmp_path / "zbpp/job").mkdir()
+    (tmp_path / "zbpp/job/world.py").write_text(
+        "import torch.distributed as dist\ndist.init_process_group()\n"
     )
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/train.py").write_text("from zbpp.commands import train\nprint(train)\n")

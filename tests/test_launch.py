@@ -23,18 +23,19 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from zbpp import app, launch, results
 from zbpp import config as configs
+from zbpp import launch
 from zbpp.builders import trainer as trainer_parts
 from zbpp.commands import command_line, compare
 from zbpp.data import text_data
+from zbpp.job.world import world
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.pass_signals import Passed
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
 from zbpp.render.style import headline
-from zbpp.runtime.world import world
+from zbpp.run import app, results
 from zbpp.schedule import PlanError, to_csv
 from zbpp.training.run_folder import FolderError
 

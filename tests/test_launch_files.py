@@ -145,8 +145,8 @@ def test_the_page_names_what_zbpp_sets_itself_and_files_that_exist():
 def test_the_drawing_of_placement_is_torchs_numbering():
     from torch.distributed.device_mesh import init_device_mesh
 
+    from zbpp.job.world import fake_world
     from zbpp.runtime.parallel.mesh import DIMENSIONS
-    from zbpp.runtime.world import fake_world
 
     page = (ROOT / "docs/launch.md").read_text()
     with fake_world(8):

@@ -28,7 +28,7 @@ from typing import Any
 from zbpp.end_with_launcher import end_with_launcher
 
 # The second one is what the first optimizer of a process would import.
-_IMPORTS = ["zbpp.app", "torch._dynamo"]
+_IMPORTS = ["zbpp.run.app", "torch._dynamo"]
 _OF_THE_RANKS = {signal.SIGTERM, signal.SIGUSR1}
 _LAST = -1000  # after all other finalizers, which may tell the tracker something
 _PATIENCE = 1.0  # s

@@ -36,7 +36,7 @@ has the same losses under all schedules of one cut; a model without dropout also
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -63,3 +63,12 @@ class PipelineModel(Protocol):
         Or {name: scalar}: the loss is their sum, and each is logged under its name. No name is "loss".
         """
         ...
+
+
+def blocks_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The children of a module. A ModuleList or ModuleDict is never called: its children count instead."""
+    for child in module.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            yield from blocks_of(child)
+        else:
+            yield child

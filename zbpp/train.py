@@ -1,6 +1,6 @@
 """`zbpp train` for torchrun: torchrun --nproc-per-node 4 -m zbpp.train schedule=zb_h1 ...
 
-Only the entry: zbpp/commands/train.py reads the arguments, zbpp/app.py trains.
+Only the entry: zbpp/commands/train.py reads the arguments, zbpp/run/app.py trains.
 """
 
 from zbpp.commands.train import main

@@ -40,11 +40,11 @@ from torch.distributed.pipelining import stage as torch_stage
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 
 from zbpp.autograd import WeightGrads
+from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime import stage as zbpp_stage
-from zbpp.runtime.world import world
 from zbpp.schedule import PlanError, Timetable
 
 SCHEDULES = ("1f1b", "zb_h1", "interleaved_1f1b", "interleaved_zb", "zb_v")

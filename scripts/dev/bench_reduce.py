@@ -62,10 +62,10 @@ def measure(options: Options) -> list[tuple[str, float, float, float]]:
     """Per schedule the makespans: overlapped, all reductions at the end, simulated. Called by every rank."""
     import torch
 
+    from zbpp.job.world import world
     from zbpp.models.emulated import Emulated
     from zbpp.planning import plan
     from zbpp.runtime import Pipeline, Recorder, make_mesh, measured_costs
-    from zbpp.runtime.world import world
     from zbpp.schedule import Costs, simulate
 
     model = Emulated(num_layers=NUM_LAYERS, f=LAYER_MS, b=LAYER_MS, w=LAYER_MS)

@@ -27,9 +27,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from zbpp.autograd import backward_input
+from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.models.llama import Llama
-from zbpp.runtime.world import world
 
 NUM_WARM_UPS, TARGET, HIDDEN_SIZE, TIME = 5, 1.15, 16, 4
 Figures = dict[str, float]

@@ -22,9 +22,9 @@ import torch
 from hf_families import config_of, one_line
 from torch.distributed.device_mesh import init_device_mesh
 
+from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.models.hf_parallel import try_out
-from zbpp.runtime.world import world
 
 Row = tuple[str, str]
 

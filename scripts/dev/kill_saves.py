@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--measure", action="store_true", help="kill nothing, measure")
     options = parser.parse_args()
     # A process that starts from a server with torch in it starts in tenths of a second.
-    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "zbpp.app"])
+    _CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "zbpp.run.app"])
     with tempfile.TemporaryDirectory() as folder:
         (measure if options.measure else kill)(Path(folder), options)
 

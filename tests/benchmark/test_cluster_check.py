@@ -26,8 +26,8 @@ from zbpp.benchmark.cluster.report import collected, report
 from zbpp.benchmark.cluster.rows import FAILED, NOT_RUN, OK, SLOW, Journal, Row
 from zbpp.benchmark.cluster.settings import BEGUN, PARTS, Settings
 from zbpp.benchmark.interruption import Interrupted, Interruption, interruption
+from zbpp.job.world import World
 from zbpp.planning import SCHEDULES, plan
-from zbpp.runtime.world import World
 from zbpp.schedule import to_csv
 
 SCRIPT = Path(__file__).parents[2] / "scripts/cluster_check.sh"

@@ -14,10 +14,10 @@ from zbpp.benchmark.link_speed import link_speeds
 from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data
+from zbpp.job.world import World
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
 from zbpp.runtime.parallel.mesh import planned_by_rank_0
-from zbpp.runtime.world import World
 from zbpp.schedule import PlanError, choose_offload
 
 P, M = 2, 4

@@ -11,9 +11,9 @@ from zbpp.benchmark.interleaved_timing import TimedRunner, start, time_in_turns,
 from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data
+from zbpp.job.world import World
 from zbpp.models import emulated
 from zbpp.models.mlp import Mlp
-from zbpp.runtime.world import World
 
 P, M = 2, 4
 CPU = torch.device("cpu")

@@ -26,7 +26,14 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports once what each rank needs, at last what the first optimizer of a process imports: six
 # seconds of a core. The test's own module, which a rank imports itself, takes a few hundredths then.
 _CONTEXT.set_forkserver_preload(
-    ["pytest", "zbpp.app", "zbpp.models.gpt", "zbpp.models.llama", "torch.distributed.fsdp", "torch._dynamo"]
+    [
+        "pytest",
+        "zbpp.run.app",
+        "zbpp.models.gpt",
+        "zbpp.models.llama",
+        "torch.distributed.fsdp",
+        "torch._dynamo",
+    ]
 )
 
 

@@ -18,8 +18,7 @@ from helpers.tensors import drawn
 from zbpp import Pipeline, auxiliary_loss, auxiliary_losses, plan
 from zbpp.autograd import recompute
 from zbpp.runtime import StageWorker
-from zbpp.runtime.call import Feed
-from zbpp.runtime.results import summed
+from zbpp.runtime.call import Feed, summed
 
 M, ROWS = 3, 4
 SCALE = 8.0  # the pipeline's loss_scale

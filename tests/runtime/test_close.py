@@ -11,8 +11,8 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from zbpp import Pipeline, plan
+from zbpp.job.agreement import gather
 from zbpp.runtime import CommunicationError
-from zbpp.runtime.world import gather
 
 M, SIZE = 4, 6
 CLOSED = "^the pipeline was closed: make a new Pipeline$"

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore
 
-from zbpp.runtime.joining import StartError, job_store, join, versions
+from zbpp.job.joining import StartError, job_store, join, versions
 
 TIMEOUT = 0.5  # s
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from zbpp.runtime.node_placement import placement_warning
-from zbpp.runtime.world import fake_world
+from zbpp.job.world import fake_world
+from zbpp.runtime.parallel.node_placement import placement_warning
 
 
 def nodes(number, per_node):

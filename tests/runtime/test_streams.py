@@ -18,6 +18,7 @@ from zbpp.autograd.offload.host_copier import StreamCopier, _StreamCopy
 from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
+from zbpp.job.world import fake_world
 from zbpp.runtime.links import BufferPool, Inbox, Outbox
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.memory.activation_offload import offload_of
@@ -26,7 +27,6 @@ from zbpp.runtime.memory.weight_buffers import DeviceBuffers
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.groups import urgent_options
 from zbpp.runtime.parallel.reduce import AllReduce
-from zbpp.runtime.world import fake_world
 
 M, SIZE, WIDE = 4, 16, 64
 CPU = torch.device("cpu")

@@ -13,12 +13,13 @@ from torch import nn
 from helpers.moe import Moe
 from helpers.processes import run_ranks
 from helpers.split import grads_of
-from zbpp import Pipeline, app, backward_input
+from zbpp import Pipeline, backward_input
 from zbpp import config as configs
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.run import app
 from zbpp.runtime.measure.memory import live_bytes
 from zbpp.runtime.memory import weight_buffers
 from zbpp.runtime.memory.weight_offload import OffloadedWeights

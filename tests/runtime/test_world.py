@@ -5,8 +5,9 @@ import torch
 import torch.distributed as dist
 
 from helpers.processes import outcomes, run_ranks
+from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
+from zbpp.job.world import world
 from zbpp.runtime import AgreementError, CommunicationError, DeviceError
-from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather, world
 
 
 def complaint(rank, values):

@@ -12,7 +12,8 @@ from helpers.configs import composed
 from helpers.trainers import small_trainer
 from zbpp.builders.callbacks import build_own_callbacks
 from zbpp.config import ConfigError
-from zbpp.runtime.world import CommunicationError, fake_world
+from zbpp.job.errors import CommunicationError
+from zbpp.job.world import fake_world
 from zbpp.training.callbacks import Callback
 from zbpp.training.called_callbacks import CallbackError, call_each
 from zbpp.training.loggers import finite

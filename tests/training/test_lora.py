@@ -20,9 +20,9 @@ from zbpp import (
 )
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
-from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.tensor_parallel import parallelize
+from zbpp.stage_api import blocks_of
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
 from zbpp.training.lora import save_adapter
 

@@ -11,8 +11,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers.installed import ROOT
-from zbpp import app
 from zbpp import config as configs
+from zbpp.run import app
 from zbpp.training import run_files
 from zbpp.training.callbacks import Callback
 from zbpp.training.run_files import FolderError, Record, write_whole

@@ -10,13 +10,13 @@ from torch import nn
 from helpers.configs import composed
 from zbpp import Pipeline, plan
 from zbpp.data import regression_data
-from zbpp.memory_failure import MemoryFailure
+from zbpp.job.errors import is_out_of_memory
 from zbpp.prediction import what_fits
 from zbpp.prediction.predictor import predict
 from zbpp.prediction.switches import Switches
 from zbpp.prediction.what_fits import Failed, lines_in_time, with_processes
 from zbpp.render import in_bytes
-from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.run.memory_failure import MemoryFailure
 from zbpp.training.trainer import Trainer
 
 

@@ -16,10 +16,11 @@ from zbpp import Extra, GradientRelease, LossScale, Pipeline, PostValidation, cl
 from zbpp.builders.stages import move_stages
 from zbpp.builders.trainer import build_masters
 from zbpp.data import Data
+from zbpp.job.agreement import AgreementError
+from zbpp.job.errors import CommunicationError
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
-from zbpp.runtime.world import AgreementError, CommunicationError
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer

@@ -11,13 +11,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import LossScale, MasterWeights, Pipeline, app, plan
+from zbpp import LossScale, MasterWeights, Pipeline, plan
 from zbpp import config as configs
 from zbpp.autograd.compiled import compile_stage
 from zbpp.builders.stages import move_stages, recompute_stages
 from zbpp.builders.trainer import build_masters
 from zbpp.data import regression_data, text_data
 from zbpp.models.gpt import Gpt
+from zbpp.run import app
 from zbpp.training.loss_scale import LossScaleError
 from zbpp.training.optimizer import adamw
 from zbpp.training.precision import PRECISIONS, check_device

@@ -6,7 +6,7 @@ import torch
 from rich.console import Console
 
 from helpers.trainers import small_trainer
-from zbpp.runtime.world import World
+from zbpp.job.world import World
 from zbpp.training.live_figures import LiveFigures
 from zbpp.training.progress import _Line, brief, progress
 

@@ -49,7 +49,7 @@ def says(rank, free):
 
 
 def gathered(value):
-    from zbpp.runtime.world import gather
+    from zbpp.job.agreement import gather
 
     return gather(value)
 
@@ -73,7 +73,7 @@ def test_cpus_and_weights_on_the_host_are_not_checked():
 
 
 def test_a_run_is_refused_before_its_first_step_and_says_so_to_the_config(tmp_path, monkeypatch):
-    from zbpp import app
+    from zbpp.run import app
 
     config = composed("model=mlp", "data=regression", f"run_dir={tmp_path / 'run'}", "steps=1")
     monkeypatch.setattr(room_for_states, "free_bytes", lambda device: 0)

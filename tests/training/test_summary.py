@@ -9,8 +9,8 @@ from helpers.processes import run_ranks
 from helpers.trainers import small_trainer
 from zbpp import Pipeline, plan
 from zbpp.data import regression_data
+from zbpp.job.world import World
 from zbpp.models.emulated import Emulated
-from zbpp.runtime.world import World
 from zbpp.training.summary import Title, summarise
 from zbpp.training.trainer import Trainer
 

@@ -10,9 +10,9 @@ from torch import nn
 
 from zbpp import Pipeline, plan
 from zbpp.data import regression_data
+from zbpp.job.world import World
 from zbpp.models.mlp import Mlp
 from zbpp.planning import compare
-from zbpp.runtime.world import World
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.optimizer import OPTIMIZERS, adamw, warmup_cosine
 from zbpp.training.progress import brief

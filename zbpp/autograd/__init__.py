@@ -8,7 +8,6 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     rules.py           one rule per kind of node: what W needs of it, how W computes the gradient
     capture.py         what a rule keeps of a node until W: saved tensors, packed ones too
     weight_grads.py    W: the tasks that B leaves, and running them
-    leaf_by_leaf.py    W for gradient release: each gradient is handed over when it is complete
     arguments.py       the arguments of backward_input, checked
     node_roles.py      what each type of node means for the walk
     views.py           chains that only make views of a weight

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.autograd.offload.host_copier import Copier, Copy, Moves, copier_for
-from zbpp.runtime.world import gather
+from zbpp.job.agreement import gather
 from zbpp.schedule import Timetable
 
 _PIECE = 8 * 2**20  # bytes; what F saves is in many tensors, and a copy moves one after the other

@@ -12,9 +12,9 @@ from statistics import median
 from zbpp.benchmark.runner import Runner, ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.error_text import first_cause
+from zbpp.job.agreement import gather
 from zbpp.runtime.measure import clock_offset, measured_costs
 from zbpp.runtime.measure.memory import live_bytes
-from zbpp.runtime.world import gather
 from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 
 

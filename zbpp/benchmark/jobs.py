@@ -17,9 +17,9 @@ from zbpp.benchmark.workload import Workload
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, check_data_fit, layers_per_stage
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
+from zbpp.job.world import world
 from zbpp.planning import plan
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.world import world
 from zbpp.schedule import Timetable
 from zbpp.training.run_folder import RunFolder, claimed
 from zbpp.training.speed import machine

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from zbpp.runtime.world import gather
+from zbpp.job.agreement import gather
 
 _SMALL, _LARGE = 4, 8 * 2**20  # bytes: the small message shows the latency, the large one the bandwidth
 _ROUNDS = 20

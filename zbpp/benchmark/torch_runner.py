@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
+from zbpp.job.agreement import gather
 from zbpp.runtime.measure import StepRecord, measured_timeline
-from zbpp.runtime.world import gather
 from zbpp.schedule import Action, Op, Timeline, Timetable
 
 SCHEDULES = {

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.data import Data
-from zbpp.runtime.world import World
+from zbpp.job.world import World
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 from zbpp.training.batch import batch_for

@@ -12,7 +12,7 @@ from zbpp.data.corpus import load_tokenizer
 from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
 from zbpp.data.special_tokens import begin_and_ends
 from zbpp.error_text import kind_of
-from zbpp.runtime.world import World
+from zbpp.job.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.check_replicas import CheckReplicas
 from zbpp.training.leaving.early_stop import EarlyStop

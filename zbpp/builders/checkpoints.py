@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.config import TrainConfig
-from zbpp.runtime.world import broadcast
+from zbpp.job.agreement import broadcast
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.run_folder import CHECKPOINTS, RunFolder

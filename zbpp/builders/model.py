@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
 from zbpp.error_text import kind_of
-from zbpp.runtime.out_of_memory import is_out_of_memory
+from zbpp.job.errors import is_out_of_memory
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 from zbpp.training.precision import Precision

@@ -12,10 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.config import ParallelConfig, naming
-from zbpp.runtime.node_placement import placement_warning
+from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
+from zbpp.runtime.parallel.node_placement import placement_warning
 from zbpp.runtime.parallel.tensor_parallel import parallelize
-from zbpp.runtime.world import gather
 
 
 def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:

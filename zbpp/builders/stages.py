@@ -10,8 +10,8 @@ from torch import nn
 
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, MemoryConfig, naming
-from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.stage_api import blocks_of
 from zbpp.training.precision import Precision, check_device
 
 

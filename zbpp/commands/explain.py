@@ -22,6 +22,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _explain(config: Composed) -> None:
-    from zbpp.explain_stage import explain_stage  # torch: --help and --cfg do without
+    from zbpp.run.explain_stage import explain_stage  # torch: --help and --cfg do without
 
     print(explain_stage(config.tree))

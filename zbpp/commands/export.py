@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if given.trust_code:
             check_no_library_is_hidden(Path.cwd())
-        from zbpp.export import export  # torch: --help does without
+        from zbpp.run.export import export  # torch: --help does without
 
         options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
         options["trust_code"] = given.trust_code

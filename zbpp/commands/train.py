@@ -27,7 +27,7 @@ def _train(config: Composed) -> None:
         from zbpp.launch import on_ranks, prepare_ranks
 
         prepare_ranks()  # another process imports what they need, while this one checks
-        from zbpp.app import check_before_start
+        from zbpp.run.app import check_before_start
 
         check_before_start(config.tree, config.settings, num_ranks)
         on_ranks(num_ranks, train_on_rank, config, passes_signals=True)
@@ -39,6 +39,6 @@ def _train(config: Composed) -> None:
 
 def train_on_rank(config: Composed) -> None:
     """What each rank does; importable, since it is pickled."""
-    from zbpp import app
+    from zbpp.run import app
 
     app.train(config.tree, config.settings, config.yaml)

@@ -23,9 +23,9 @@ from zbpp.builders.optimizer import build_optimizer
 from zbpp.builders.parallel import build_mesh, split_stages
 from zbpp.builders.stages import recompute_stages
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.job.world import fake_world
 from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
-from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.call import Call
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
@@ -33,8 +33,8 @@ from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_
 from zbpp.runtime.memory.gradient_release import OptimizerAccumulation, parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.world import fake_world
 from zbpp.schedule import Timetable
+from zbpp.stage_api import blocks_of
 from zbpp.training.batch import batch_for
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.parameter_groups import Named

@@ -7,18 +7,15 @@ From `Pipeline(...)` to the end of a step, in reading order:
     agree         do the ranks of the pipeline fit together? What is wrong on one is raised on all
     parameters    names and state_dict of the parameters
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
-    call          what one call gives to each stage (inputs, keywords, targets, seeds), and its result
+    call          what one call gives to each stage (inputs, keywords, targets, seeds), and what it returns
     executor      one rank's program: sends, receives and actions, run in the plan's order
     resolve       a program's instructions as functions over slots
-    explain_instruction  what an error says of its instruction
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     boundary      what passes between two stages, with or without a message; BoundaryError
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
-    blocks        the blocks of a stage: what is recomputed, compiled or offloaded by itself
-    results       losses by name, outputs and metrics of an evaluation
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: the one interface, which the core alone knows
 
 Extras, and what they use:
@@ -31,21 +28,22 @@ Extras, and what they use:
     graphs/       actions that CUDA graphs capture and replay
     measure/      timelines, costs and bytes of measured steps
 
-Joining the job:
-
-    world         gather, broadcast, agreement between ranks; joining, node_placement
+How a process joins the job, and what all ranks agree on: zbpp/job.
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/families) or the search
 (zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
 """
 
+from zbpp.job.agreement import AgreementError
+from zbpp.job.errors import CommunicationError
+from zbpp.job.joining import StartError
+from zbpp.job.world import DeviceError
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.checks.non_finite import NonFinite, find_non_finite
 from zbpp.runtime.checks.replicas import check_replicas
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
-from zbpp.runtime.joining import StartError
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
 from zbpp.runtime.memory.gradient_release import GradientRelease, OptimizerAccumulation
@@ -54,7 +52,6 @@ from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.parallel.norm import clip_grad_norm_
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.world import AgreementError, CommunicationError, DeviceError
 
 __all__ = [
     "ActivationOffload",

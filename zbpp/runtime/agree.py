@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from zbpp.error_text import kind_of
+from zbpp.job.agreement import check_equal, gather
 from zbpp.runtime.arguments import built_stages, device_for_messages, model_of
 from zbpp.runtime.parallel.fully_shard import refusal_of
 from zbpp.runtime.parallel.groups import unique_name
@@ -22,7 +23,6 @@ from zbpp.runtime.parallel.mesh import TENSOR, Place
 from zbpp.runtime.parallel.tensor_parallel import has_split_parameters
 from zbpp.runtime.parallel.ties import Tie, agree_on_ties
 from zbpp.runtime.parameters import Names, names_of
-from zbpp.runtime.world import check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 

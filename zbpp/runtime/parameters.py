@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import local_of, part_for
 from zbpp.runtime.parallel.ties import Tie
-from zbpp.runtime.world import gather
 from zbpp.seeding import seed_of
 
 _LOSS = "loss."

@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
+from zbpp.job.agreement import gather
 from zbpp.runtime.agree import agree_on_stages, check_ranks_agree
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
-from zbpp.runtime.call import Call
+from zbpp.runtime.call import Call, Metrics, NamedLosses, Outputs, summed
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
 from zbpp.runtime.parallel.fully_shard import Reshard
@@ -33,10 +34,8 @@ from zbpp.runtime.parallel.tensor_parallel import LossesAlike
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
-from zbpp.runtime.results import Metrics, NamedLosses, Outputs, summed
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.update.validation import Validation
-from zbpp.runtime.world import gather
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.error_text import error_text
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.call import Call, NamedLosses, Result
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra, Extras
 from zbpp.runtime.microbatch import Cutter
@@ -35,7 +35,6 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers, GradientsBefore
-from zbpp.runtime.results import NamedLosses
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op, Programs, Timetable, lower
 

@@ -25,6 +25,7 @@ from zbpp.autograd import WeightGrads, auxiliary_losses
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
+from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.boundary import (
     BoundaryError,
     checked_outputs,
@@ -34,10 +35,8 @@ from zbpp.runtime.boundary import (
     graph_input,
     told,
 )
-from zbpp.runtime.call import NO_FEED, Feed
+from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.layout import Message, describe, layout_of
-from zbpp.runtime.out_of_memory import is_out_of_memory
-from zbpp.runtime.results import checked_losses
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]

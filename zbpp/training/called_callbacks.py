@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch.distributed as dist
 
 from zbpp.error_text import kind_of
-from zbpp.runtime.world import CommunicationError
+from zbpp.job.errors import CommunicationError
 from zbpp.training.callbacks import Callback
 from zbpp.training.update import Metrics
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zbpp.job.world import World
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.world import World
 from zbpp.training.callbacks import Callback
 from zbpp.training.measured_steps import measured_steps
 from zbpp.training.speed import model_flops_utilisation, peak_flops

@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.job.agreement import gather
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
-from zbpp.runtime.world import gather
 from zbpp.seeding import seed_of
 from zbpp.training.master_weights import MasterWeights
 

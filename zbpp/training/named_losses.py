@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from zbpp.runtime.results import NamedLosses, summed
+from zbpp.runtime.call import NamedLosses, summed
 
 _LATER = {"measured_makespan_ms", "expected_makespan_ms"}
 """Metrics that only some steps have; their names are taken, too."""

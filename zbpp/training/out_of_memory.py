@@ -8,8 +8,8 @@ from contextlib import contextmanager
 
 import torch
 
+from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.measure import peak_memory_bytes
-from zbpp.runtime.out_of_memory import is_out_of_memory
 
 _ACTION = re.compile(r"in (\d+(?:F|BW|B|W)\d+) ")  # a note of the Executor
 _UPDATE = "the update"

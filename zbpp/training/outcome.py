@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
+from zbpp.runtime.call import Means, summed
 from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
-from zbpp.runtime.results import Means, summed
 
 
 class Share(NamedTuple):

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.update.posts import Ticket
-from zbpp.runtime.world import check_equal
 from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.outcome import Outcome, Share, outcome_of, share_of

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from zbpp.job.world import DeviceError
 from zbpp.planning.memory_limit import memory_text
 from zbpp.runtime.parallel.mesh import local_of
-from zbpp.runtime.world import DeviceError
 from zbpp.schedule.costs import BYTES
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from zbpp.runtime.world import check_agreement, gather
+from zbpp.job.agreement import check_agreement, gather
 
 _INSTALLED = frozenset({"site-packages", "dist-packages"})
 

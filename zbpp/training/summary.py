@@ -7,11 +7,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zbpp.job.agreement import gather
+from zbpp.job.world import World
 from zbpp.planning.advise import advise
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, TENSOR, local_of
-from zbpp.runtime.world import World, gather
 from zbpp.training.cost_of_run import sentence_of_cost, sentences_of_advice, sentences_of_time
 from zbpp.training.measured_steps import MeasuredSteps, measured_steps
 from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops

@@ -25,7 +25,7 @@ from types import ModuleType
 from typing import Any
 
 # After zbpp: what torchrun, the first optimizer of a process and its first picture import.
-IMPORTS = ["zbpp.app", "torch.distributed.run", "torch._dynamo", "matplotlib.figure"]
+IMPORTS = ["zbpp.run.app", "torch.distributed.run", "torch._dynamo", "matplotlib.figure"]
 ABOVE = 1000  # numbers of open files that no client has
 
 

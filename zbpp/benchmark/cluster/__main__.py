@@ -54,7 +54,7 @@ def _run(parts: Sequence[str], settings: Settings) -> None:
     from zbpp.benchmark.cluster import hang
     from zbpp.benchmark.cluster.parts import run_part
     from zbpp.end_with_launcher import end_with_launcher
-    from zbpp.runtime.world import world
+    from zbpp.job.world import world
 
     end_with_launcher()
     if os.environ.get("LOCAL_RANK", "0") == "0":

@@ -18,9 +18,9 @@ from torch import nn
 from zbpp.benchmark.cluster.hang_verdict import BEGIN
 from zbpp.benchmark.cluster.rows import NOT_RUN, Journal, Row
 from zbpp.benchmark.cluster.settings import Settings
+from zbpp.job.world import World
 from zbpp.planning import plan
 from zbpp.runtime import FlightRecorder, Pipeline
-from zbpp.runtime.world import World
 
 _WIDTH = 8
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 from zbpp.benchmark.cluster.machines import hosts_of_ranks
 from zbpp.benchmark.cluster.rows import OK, SLOW
 from zbpp.benchmark.cluster.settings import Settings
+from zbpp.job.agreement import gather
+from zbpp.job.world import World
 from zbpp.runtime.parallel.groups import close_groups, link_groups
-from zbpp.runtime.world import World, gather
 
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step

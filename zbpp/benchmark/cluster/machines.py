@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zbpp.benchmark.cluster.rows import NOTE, OK
-from zbpp.runtime.world import World, gather
+from zbpp.job.agreement import gather
+from zbpp.job.world import World
 
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step

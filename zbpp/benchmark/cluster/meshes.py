@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from zbpp.benchmark.cluster.reference import Reference, against_reference, pipeline_losses, reference_for
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
+from zbpp.job.world import World
 from zbpp.planning import plan
 from zbpp.runtime.parallel.mesh import DIMENSIONS, Place, make_mesh
-from zbpp.runtime.world import World
 
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step

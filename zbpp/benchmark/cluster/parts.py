@@ -8,7 +8,8 @@ from typing import Any
 
 from zbpp.benchmark.cluster.rows import FAILED, OK, Journal, Row
 from zbpp.benchmark.cluster.settings import Settings
-from zbpp.runtime.world import World, gather
+from zbpp.job.agreement import gather
+from zbpp.job.world import World
 
 Found = tuple[str, str, dict[str, Any]]  # outcome, in words, numbers
 Step = tuple[str, Callable[[], "Found"]]

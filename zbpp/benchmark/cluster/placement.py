@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from zbpp.benchmark.cluster.machines import hosts_of_ranks
 from zbpp.benchmark.cluster.rows import NOTE, OK
-from zbpp.runtime.node_placement import placement_warning
+from zbpp.runtime.parallel.node_placement import placement_warning
 
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step

@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from zbpp.job.agreement import broadcast
+from zbpp.job.world import World
 from zbpp.models.gpt import Gpt
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.tensor_parallel import parallelize
-from zbpp.runtime.world import World, broadcast
 from zbpp.schedule import Timetable
 
 STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 from zbpp.benchmark.cluster.reference import Reference, against_reference, pipeline_losses, reference_for
 from zbpp.benchmark.cluster.rows import NOT_RUN, OK
 from zbpp.benchmark.cluster.settings import Settings
+from zbpp.job.world import World
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime.parallel.mesh import planned_by_rank_0
-from zbpp.runtime.world import World
 from zbpp.schedule import PlanError
 
 if TYPE_CHECKING:

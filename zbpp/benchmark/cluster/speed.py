@@ -14,8 +14,8 @@ from zbpp.benchmark.cluster.settings import Settings
 from zbpp.benchmark.report import rows_of
 from zbpp.benchmark.workload import Workload
 from zbpp.data import Data
+from zbpp.job.world import World
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.world import World
 
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step

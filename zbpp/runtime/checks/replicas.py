@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.job.agreement import AgreementError
 from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.parameters import digest
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.world import AgreementError
 
 _SHOWN = 5  # tensors in an error
 

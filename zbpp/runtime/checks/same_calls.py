@@ -27,11 +27,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from zbpp.job.agreement import AgreementError
+from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.parallel.groups import Store, job_store
 from zbpp.runtime.parallel.mesh import TENSOR
-from zbpp.runtime.world import AgreementError, CommunicationError, communicating
 from zbpp.schedule import Timetable
 
 if TYPE_CHECKING:

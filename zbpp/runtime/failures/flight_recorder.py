@@ -30,13 +30,13 @@ from time import monotonic
 import torch.distributed as dist
 
 from zbpp.error_text import error_text, shown_path
+from zbpp.job.errors import CommunicationError
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Extra, Run
 from zbpp.runtime.failures.watchdog import Watchdog
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.world import CommunicationError
 from zbpp.schedule import to_csv
 from zbpp.schedule.lower import Instruction
 

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from torch.autograd import DeviceType  # type: ignore[attr-defined]  # not in its __all__
 
 from zbpp.autograd.storages import bytes_of
+from zbpp.job.agreement import gather
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import AllocatedBytes
 from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.world import gather
 
 _Found = TypeVar("_Found")
 

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import torch.distributed as dist
 
+from zbpp.job.agreement import gather
 from zbpp.runtime.measure.record import Messages, Spans, StepRecord
-from zbpp.runtime.world import gather
 from zbpp.schedule import Timeline, Timetable
 from zbpp.schedule.copy_times import CopySpan
 from zbpp.schedule.reductions import Reduction

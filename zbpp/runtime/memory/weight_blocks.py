@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.autograd.storages import storages_of
-from zbpp.runtime.blocks import blocks_of
 from zbpp.runtime.extra import brought_by
 from zbpp.runtime.memory.weight_buffers import Piece, View, is_dense
+from zbpp.stage_api import blocks_of
 
 """The name of the attribute by which a stage refers to its OffloadedWeights."""
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.blocks import blocks_of
+from zbpp.job.errors import communicating
 from zbpp.runtime.parallel.mesh import (
     DIMENSIONS,
     REPLICATE,
@@ -40,7 +40,7 @@ from zbpp.runtime.parallel.mesh import (
     local_of,
 )
 from zbpp.runtime.parallel.reduce import Ended, Flags
-from zbpp.runtime.world import communicating
+from zbpp.stage_api import blocks_of
 
 Reshard = Literal["step", "microbatch"]
 RESHARD: tuple[str, ...] = get_args(Reshard)

@@ -17,7 +17,7 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store  # re-exported: call_order.py names the type
 from torch.distributed import distributed_c10d as c10d
 
-from zbpp.runtime.world import broadcast
+from zbpp.job.agreement import broadcast
 
 
 def link_groups(

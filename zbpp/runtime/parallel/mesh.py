@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.error_text import kind_of
-from zbpp.runtime.world import broadcast, gather
+from zbpp.job.agreement import broadcast, gather
 from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")

@@ -16,10 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.squares import square_of
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.world import gather
 
 
 def is_bound(value: Any) -> bool:

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
+from zbpp.job.errors import communicating
 from zbpp.runtime.parallel.mesh import like, local_of
-from zbpp.runtime.world import communicating
 from zbpp.streams import streams_of
 
 Ended = Callable[[], None]

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.parallel.fully_shard import Reshard, shard_stages
@@ -26,7 +27,6 @@ from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, copy_to_replicas, is_sh
 from zbpp.runtime.parallel.reduce import AllReduce, Reducer
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
-from zbpp.runtime.world import communicating
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 

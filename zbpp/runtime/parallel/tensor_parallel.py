@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.job.agreement import gather
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
-from zbpp.runtime.world import gather
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank

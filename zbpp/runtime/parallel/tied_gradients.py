@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
+from zbpp.job.agreement import broadcast, check_agreement
 from zbpp.runtime.parallel.groups import close_groups, group_of, unique_name
 from zbpp.runtime.parallel.mesh import copy_from
 from zbpp.runtime.parallel.reduce import AllReduce
 from zbpp.runtime.parallel.ties import Tie, text_of
-from zbpp.runtime.world import broadcast, check_agreement
 
 
 class TiedGradients:

@@ -26,8 +26,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import SHARD, Place, local_of
-from zbpp.runtime.world import gather
 
 ParameterPlace = tuple[int, str]
 """(stage, name of a parameter in that stage): one of the places where the model has the parameter."""

@@ -24,14 +24,16 @@ from zbpp.builders.parallel import build_mesh, pipeline_ranks
 from zbpp.builders.plan import check_layers, check_plan, title_of
 from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, build_validation
 from zbpp.config import TrainConfig, naming
-from zbpp.elastic import adapted
-from zbpp.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
-from zbpp.memory_failure import MemoryFailure
-from zbpp.results import write_results
+from zbpp.job.agreement import broadcast
+from zbpp.job.errors import CommunicationError
+from zbpp.job.joining import of_first_start, rank_and_size
+from zbpp.job.world import World, world
+from zbpp.run.elastic import adapted
+from zbpp.run.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
+from zbpp.run.memory_failure import MemoryFailure
+from zbpp.run.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
-from zbpp.runtime.joining import of_first_start, rank_and_size
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.world import CommunicationError, World, broadcast, world
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving.signals import LeaveOnSignal
 from zbpp.training.loggers import Loggers

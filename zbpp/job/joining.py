@@ -23,6 +23,8 @@ from uuid import uuid4
 import torch
 from torch.distributed.rendezvous import rendezvous
 
+from zbpp.job.agreement import AgreementError, check_equal
+
 _POLL = 0.01  # s
 _LINGER = 0.5  # s in which the others can read why the job does not begin: rank 0 may hold the store
 _FINE = "fine"
@@ -118,8 +120,6 @@ def _verdict(store: Any, size: int, attempt: str, told: str, end: float, timeout
 
 
 def _difference(facts: list[dict[str, str]]) -> str:
-    from zbpp.runtime.world import AgreementError, check_equal
-
     try:
         check_equal("programs", facts)
     except AgreementError as error:

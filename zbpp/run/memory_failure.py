@@ -8,10 +8,13 @@ from contextlib import contextmanager
 import torch
 
 from zbpp.config import TrainConfig
+from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime import Extra
-from zbpp.runtime.out_of_memory import is_out_of_memory, seconds_to_explain
 from zbpp.schedule import Timetable
 from zbpp.training.out_of_memory import failed_at, measured
+
+_LONGEST = 15.0  # s
+_SHARE = 0.6  # of the timeout: the rest is left for the end of the job
 
 
 class MemoryFailure(Extra):
@@ -66,7 +69,7 @@ class MemoryFailure(Extra):
         config, parallel = with_processes(self._config, self._num_processes), self._config.parallel
         # The pipeline is the first dimension of the mesh.
         rank = self._rank // (parallel.replicate * parallel.shard * parallel.tensor)
-        seconds = seconds_to_explain(parallel.timeout)
+        seconds = _seconds_to_explain(parallel.timeout)
         return lines_in_time(config, self.timetable, Failed(rank, at, self._limit()), seconds)
 
     def _limit(self) -> float | None:
@@ -76,3 +79,11 @@ class MemoryFailure(Extra):
         if self.device.type == "cuda":
             return float(torch.cuda.get_device_properties(self.device).total_memory)
         return None
+
+
+def _seconds_to_explain(timeout: float) -> float:
+    """How long a rank that is out of memory may take to say what would fit; the other ranks wait for it.
+
+    timeout: how long ranks wait for each other, in seconds.
+    """
+    return min(_LONGEST, _SHARE * timeout)

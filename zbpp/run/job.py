@@ -22,12 +22,12 @@ from zbpp.builders.together import check_together
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.source import Unread
+from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
+from zbpp.job.joining import rank_and_size
 from zbpp.runtime import ActivationOffload
-from zbpp.runtime.joining import rank_and_size
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import agree_on_ties
-from zbpp.runtime.world import broadcast, check_agreement, check_equal, gather
 from zbpp.schedule import Timetable
 from zbpp.training.batch import batch_for
 from zbpp.training.precision import Precision

@@ -1,0 +1,1 @@
+"""How a process joins its job, and what all ranks of the job agree on."""

@@ -1,0 +1,52 @@
+"""Errors that any rank of a job may meet: a broken connection, memory that is not there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Self
+
+import torch
+
+_OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
+
+
+class CommunicationError(RuntimeError):
+    """A message did not come in time, or the rank at the other end is gone.
+
+    On NCCL the device waits for messages, the program doesn't: at the timeout torch's watchdog ends the
+    process.
+    """
+
+    @classmethod
+    def at(cls, where: str, error: RuntimeError) -> Self:
+        """torch's first line, without gloo's line of code and advice, behind where it was raised."""
+        first_line = str(error).partition("\n")[0].partition(". This is typically")[0]
+        return cls(f"{where}: " + re.sub(r"\[/\S+\.cc:\d+\] ", "", first_line))
+
+    @property
+    def is_late(self) -> bool:
+        """Whether the wait lasted too long; the other end of a link that breaks is gone."""
+        return "imed out" in str(self)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device or the host had no memory left."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and _OF_CPU in str(error)
+
+
+@contextmanager
+def communicating(where: str) -> Iterator[None]:
+    """Turn torch's RuntimeError for a broken connection or a timeout into a CommunicationError at `where`.
+
+    torch's is not shown besides: its text is gloo's advice, its stack zbpp's own.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        raise CommunicationError.at(where, error) from None
