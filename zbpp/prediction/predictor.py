@@ -49,11 +49,10 @@ class Prediction(NamedTuple):
 class Predictor:
     """Predicts runs of one model whose configs differ in schedule, recompute, reshard and the like.
 
-    It measures stages once for all configs under which the stages are alike. fake_only: stages that can't run
-    on fake tensors raise ConfigError; otherwise they run on the CPU, where they take memory.
+    It measures stages once for all configs under which the stages are alike. Stages that can't run on fake
+    tensors run on the CPU, where they take memory.
     """
 
-    fake_only: bool = False
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
@@ -94,7 +93,7 @@ class Predictor:
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
         key = *sizes, *mesh, accumulates, memory.recompute, config.precision, optimizer
         if key not in self._known:
-            self._known[key] = measure_stages(config, timetable, fake_only=self.fake_only)
+            self._known[key] = measure_stages(config, timetable)
         return self._known[key]
 
 

@@ -51,12 +51,12 @@ class _NotOnFake(Exception):
     """A stage has a module that fake tensors would measure wrong."""
 
 
-def measure_stages(config: TrainConfig, timetable: Timetable, *, fake_only: bool = False) -> MeasuredStages:
+def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut.
 
     Two of the config's memory switches are on while the stages run, since they change what an action holds:
     memory.recompute (all stages recompute, or none) and memory.gradient_release=accumulate. Raises
-    ConfigError for stages that can't run; with fake_only for those that can't run on fake tensors.
+    ConfigError for stages that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
@@ -71,8 +71,6 @@ def measure_stages(config: TrainConfig, timetable: Timetable, *, fake_only: bool
                     "run alone: write parallel.tensor=1"
                 ) from error
             why = str(error) if isinstance(error, _NotOnFake) else _first_line(error)
-            if fake_only:
-                raise ConfigError(f"the stages can't run on fake tensors: {why}") from error
             reason = f"{REAL}, since it can't run on fake tensors: {why}"
             with naming("model"), explained_as_data("the forward failed"):
                 return MeasuredStages(*run.measured(None), run.batch_bytes, reason)

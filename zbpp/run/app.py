@@ -30,7 +30,6 @@ from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
 from zbpp.run.elastic import adapted
 from zbpp.run.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
-from zbpp.run.memory_failure import MemoryFailure
 from zbpp.run.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.parallel.mesh import Place
@@ -41,6 +40,7 @@ from zbpp.training.loss_scale import LossScale
 from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy
+from zbpp.training.out_of_memory import MemoryFailure
 from zbpp.training.precision import PRECISIONS, Precision
 from zbpp.training.progress import progress
 from zbpp.training.room_for_states import check_room
@@ -63,7 +63,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
-    memory = MemoryFailure(config, rank, num_processes)
+    memory = MemoryFailure(rank, num_processes)
     with memory.explained():
         job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
@@ -75,7 +75,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
-        memory.prepares(job.timetable, here.device)
+        memory.device = here.device
+        memory.doing = f"while the stages go to {here.device}, with their optimizer"
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure", ends_process=True)
         trainer = _trainer_of(config, job, mesh, here, [recorder, memory])
@@ -215,7 +216,6 @@ def _build_trainer(
             per_parameter=config.optimizer.per_parameter,
             post_validation=build_validation(config.optimizer),
             non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
-            loss_spike=config.loss_spike,
             memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
         )
 

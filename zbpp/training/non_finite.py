@@ -20,7 +20,6 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zbpp.training.loss_spikes import LossSpikes
 from zbpp.training.outcome import Outcome
 from zbpp.training.update import Metrics
 
@@ -58,18 +57,17 @@ def fault_of(outcome: Outcome, *, is_scaled: bool) -> str:
 
 
 class Values:
-    """Judges the outcome of each step, by a NonFinitePolicy and, if there is one, a LossSpikes.
+    """Judges the outcome of each step, by a NonFinitePolicy.
 
     is_scaled: whether a loss scale skips overflows. has_updated: whether the step itself updates the weights
     (gradient release), so that no update can be skipped. is_shown: whether this rank prints.
     error: why the run has to stop; None while it may go on. num_skipped: steps without an update, those of a
-    loss scale included. num_non_finite: steps with a fault. num_spikes: steps whose loss was a spike.
+    loss scale included. num_non_finite: steps with a fault.
     """
 
     def __init__(
         self,
         policy: NonFinitePolicy,
-        spikes: LossSpikes | None,
         *,
         is_scaled: bool,
         has_updated: bool,
@@ -77,10 +75,10 @@ class Values:
     ) -> None:
         if policy.action not in POLICIES or policy.max_skipped < 1:
             raise ValueError(f"{policy}: write one of {', '.join(POLICIES)}, and a max_skipped of 1 or more")
-        self._policy, self._spikes, self._is_scaled = policy, spikes, is_scaled
+        self._policy, self._is_scaled = policy, is_scaled
         self._has_updated, self._is_shown = has_updated, is_shown
         self.error: NonFiniteError | None = None
-        self.num_skipped = self.num_non_finite = self.num_spikes = 0
+        self.num_skipped = self.num_non_finite = 0
         self._in_a_row = 0  # steps with a fault
         self._searched: int | None = None  # the last step that was run again
 
@@ -91,12 +89,11 @@ class Values:
         return self._policy.action != "continue" and bool(fault_of(outcome, is_scaled=self._is_scaled))
 
     def judge(self, outcome: Outcome, metrics: Metrics, find: Callable[[], Any]) -> None:
-        """Count a step, note in its metrics if its loss is a spike, and set `error` if the run has to stop.
+        """Count a step, and set `error` if the run has to stop.
 
         find: runs the step again, and says where a value was not finite first; None if all were finite.
         """
         self.num_skipped += bool(metrics["skipped"])
-        self._note_spike(outcome.loss, metrics)
         fault = fault_of(outcome, is_scaled=self._is_scaled)
         if not fault:
             if math.isfinite(outcome.norm):  # an overflow that the loss scale skips resets no count
@@ -148,31 +145,11 @@ class Values:
             "such as compilation"
         )
 
-    def _note_spike(self, loss: float, metrics: Metrics) -> None:
-        if self._spikes is None:
-            return
-        before = self._spikes.in_a_row
-        deviations = self._spikes.deviations(loss)
-        if deviations is None:
-            return
-        metrics["loss_spike"] = deviations
-        self.num_spikes += 1
-        if self._is_shown and not before:
-            print(
-                f"LOSS SPIKE: step {metrics['step']}: loss {loss:.4g}, {deviations:.1f} deviations above the "
-                f"median {self._spikes.median:.4g} of the last steps",
-                flush=True,
-            )
-
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run goes on with."""
-        return {
-            "counts": [self.num_skipped, self.num_non_finite, self.num_spikes, self._in_a_row],
-            "losses": [] if self._spikes is None else self._spikes.state(),
-        }
+        return {"counts": [self.num_skipped, self.num_non_finite, self._in_a_row]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a `state_dict`."""
-        self.num_skipped, self.num_non_finite, self.num_spikes, self._in_a_row = map(int, state["counts"])
-        if self._spikes is not None:
-            self._spikes.load(state["losses"])
+        """Go on from a `state_dict` (older ones also count loss spikes)."""
+        skipped, non_finite, *_, in_a_row = map(int, state["counts"])
+        self.num_skipped, self.num_non_finite, self._in_a_row = skipped, non_finite, in_a_row

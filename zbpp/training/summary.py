@@ -102,7 +102,6 @@ def _figures(
         "left": trainer.leaving,
         "skipped_steps": trainer.values.num_skipped,
         "non_finite_steps": trainer.values.num_non_finite,
-        "loss_spikes": trainer.values.num_spikes,
         "seconds": seconds,
         data.unit: trainer.items_per_step * len(history),
         **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},

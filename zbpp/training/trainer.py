@@ -29,7 +29,6 @@ from zbpp.training.evaluation import MetricsOf
 from zbpp.training.held_out import evaluate_held_out
 from zbpp.training.known_parameters import KnownParameters
 from zbpp.training.loss_scale import LossScale
-from zbpp.training.loss_spikes import LossSpikes
 from zbpp.training.make_update import check_gradients, make_update
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
@@ -63,7 +62,6 @@ class Trainer:
     waits for the norm.
 
     non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
-    loss_spike: the number of deviations that makes a loss a spike, see loss_spikes.py; None: none is flagged.
     callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
     reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
     Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`, and for one
@@ -90,7 +88,6 @@ class Trainer:
     callbacks: Sequence[Callback] = ()
     read_ahead: int = 0
     non_finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
-    loss_spike: float | None = 8.0
 
     def __post_init__(self) -> None:
         check_gradients(self.pipeline, self.optimizer, self.masters)
@@ -99,7 +96,6 @@ class Trainer:
         place = self.pipeline.place
         self.values = Values(
             self.non_finite,
-            None if self.loss_spike is None else LossSpikes(self.loss_spike),
             is_scaled=self.loss_scale is not None,
             has_updated=self.gradient_release != "off",
             is_shown=place.is_first and place.rank == 0,

@@ -51,7 +51,6 @@ class TrainConfig(RunConfig):
     # A step whose loss or gradients are NaN or infinite: no update; the run stops; an update all the same.
     non_finite: str = one_of("skip", "stop", "continue")
     max_skipped: int = ranged(10, least=1)  # steps in a row that non_finite=skip skips before the run stops
-    loss_spike: float | None = ranged(8.0, above=0, unit="a number of deviations")  # a higher loss is flagged
     print_every: int = ranged(10, least=1)  # steps, where no progress bar can be drawn
     read_ahead: int = ranged(0)  # batches that a thread reads and moves to the device early; 0: none
     save_weights: bool = True  # at the end, a file per stage
