@@ -24,7 +24,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 from zbpp.families import FAMILIES
 from zbpp.planning import SCHEDULES, plan
 from zbpp.planning.bounds import certificate
-from zbpp.planning.exact import solve
 from zbpp.planning.objective import objective_value
 from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
@@ -159,20 +158,7 @@ def judge(instance: Instance, time_limit: float, seed: int = 0) -> Outcome:
     family = min(rivals, key=rivals.__getitem__)
     found = instance.planned("zb_auto", time_limit=time_limit, seed=seed)
     proof = certificate(found, instance.costs, "makespan", instance.memory_limit)
-    outcome = Outcome(instance, family, rivals[family], proof.value, proof.bound, proof.proved_optimal)
-    return _asked(outcome, found) if outcome.verdict == "EQUAL" else outcome
-
-
-def _asked(outcome: Outcome, found: Timetable) -> Outcome:
-    """Add what OR-tools proves within a minute, if it is installed and the case is small enough."""
-    costs, memory_limit = outcome.instance.costs, outcome.instance.memory_limit
-    options = {"costs": costs, "memory_limit": memory_limit, "time_limit": 60.0, "start": found}
-    try:
-        exact = solve(found.rank_of, found.num_microbatches, known_bound=outcome.bound, **options)
-    except PlanError:
-        return outcome
-    is_optimal = exact.proved and exact.value >= outcome.value * (1 - TOLERANCE)
-    return replace(outcome, bound=exact.bound, proved=is_optimal)
+    return Outcome(instance, family, rivals[family], proof.value, proof.bound, proof.proved_optimal)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

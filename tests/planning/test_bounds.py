@@ -228,7 +228,7 @@ def small_case(seed):
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_no_bound_is_above_the_optimum(objective, seed):
     pytest.importorskip("ortools")
-    from zbpp.planning.exact import solve
+    from helpers.exact import solve
 
     rank_of, m, costs, limit = small_case(seed)
     best = solve(rank_of, m, costs=costs, memory_limit=limit, objective=objective, time_limit=5)
@@ -263,7 +263,7 @@ FIRST, SECOND, THIRD = (Costs(f=f, b=b, w=w, comm=c) for f, b, w, c in COLUMNS)
 )
 def test_these_bounds_are_attained(objective, rank_of, m, costs, limit):
     pytest.importorskip("ortools")
-    from zbpp.planning.exact import solve
+    from helpers.exact import solve
 
     bound = lower_bound(objective, rank_of=rank_of, num_microbatches=m, costs=costs, memory_limit=limit)
     best = solve(
@@ -281,7 +281,7 @@ def test_these_bounds_are_attained(objective, rank_of, m, costs, limit):
 def test_with_w_above_b_the_bound_may_be_below_the_optimum():
     """W > B at 1.0p: the least bubble is 34.308, the bound says 32.968 (SCHEDULES, section 3)."""
     pytest.importorskip("ortools")
-    from zbpp.planning.exact import solve
+    from helpers.exact import solve
 
     costs = Costs(f=10, b=10.23, w=10.9, comm=1.956)
     best = solve(ONE, 6, costs=costs, memory_limit=3, objective="span")

@@ -36,7 +36,7 @@ def bound(splits=True):
 
 def optimum(rank_of=(0, 1, 2), num_microbatches=3, costs=COSTS):
     pytest.importorskip("ortools")
-    from zbpp.planning.exact import solve
+    from helpers.exact import solve
 
     best = solve(rank_of, num_microbatches, costs=costs)
     assert best.proved

@@ -3,24 +3,15 @@
 import itertools
 import math
 import random
-import sys
 
 import pytest
 
+from helpers.exact import solve
 from zbpp.planning import lower_bound, plan
-from zbpp.planning.exact import optimal, solve
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
-
-
-@pytest.fixture
-def _solver():
-    pytest.importorskip("ortools")
-
-
-needs_solver = pytest.mark.usefixtures("_solver")
 
 
 # ---------------------------------------------------------------- brute force
@@ -76,7 +67,6 @@ def best_of_all(rank_of, num_microbatches, costs, limit):
     return {"makespan": makespan, "span": span}
 
 
-@needs_solver
 @pytest.mark.parametrize(
     "rank_of, m", [((0,), 3), ((0, 1), 2), ((1, 0), 2), ((0, 1, 1), 1), ((0, 1, 1, 0), 1)]
 )
@@ -108,7 +98,6 @@ def test_the_optimum_is_that_of_brute_force(rank_of, m, seed):
 # ---------------------------------------------------------------- proof, memory, start
 
 
-@needs_solver
 @pytest.mark.parametrize("rank_of", [(0, 0, 1), (0, 1, 1), (0, 0, 1, 1), (0, 0, 1, 0)])
 @pytest.mark.parametrize("objective", ["makespan", "span"])
 def test_the_bound_holds_where_a_rank_owns_neighbouring_stages(rank_of, objective):
@@ -123,7 +112,6 @@ def test_the_bound_holds_where_a_rank_owns_neighbouring_stages(rank_of, objectiv
             assert bound.value <= best.value * (1 + EQUAL)
 
 
-@needs_solver
 def test_decimals_are_exact():
     """18.522 ms has no exact float: an optimum and a bound that agree to the last digit are proved."""
     costs = Costs(f=18.522, b=18.086, w=9.337, comm=0.601)
@@ -135,7 +123,6 @@ def test_decimals_are_exact():
     assert best.bound == pytest.approx(best.value, rel=1e-12)
 
 
-@needs_solver
 def test_numbers_of_16_digits_are_rounded_and_the_bound_holds(first_seed):
     for seed in range(first_seed, first_seed + 5):
         rng = random.Random(seed)
@@ -145,7 +132,6 @@ def test_numbers_of_16_digits_are_rounded_and_the_bound_holds(first_seed):
         assert best.bound <= best.value <= best.bound * (1 + 1e-9)
 
 
-@needs_solver
 @pytest.mark.parametrize("limit", [2, 2.5, 3, 4, [4, 2.5, 2]])
 def test_memory_stays_within_the_limit(limit):
     best = solve((0, 1, 2, 2, 1, 0), 3, costs=Costs(f=5, b=6, w=3, comm=1), memory_limit=limit, time_limit=3)
@@ -154,7 +140,6 @@ def test_memory_stays_within_the_limit(limit):
     assert all(peak <= allowed for peak, allowed in zip(peaks, limits, strict=True))
 
 
-@needs_solver
 def test_a_limit_that_is_a_sum_of_floats_counts_as_what_is_meant():
     costs = Costs(saved=0.1, deferred=0.05)
     exact, rounded = (solve((0, 1), 3, costs=costs, memory_limit=limit) for limit in (0.2, 0.3 - 0.1))
@@ -164,7 +149,6 @@ def test_a_limit_that_is_a_sum_of_floats_counts_as_what_is_meant():
     assert rounded.value == exact.value
 
 
-@needs_solver
 def test_a_whole_backward_is_chosen_where_it_is_cheaper():
     """One rank has nothing to gain by a split: F and BW, 1 + 3 each."""
     best = solve((0,), 3, costs=Costs(f=1, b=2, w=2, bw=3))
@@ -172,7 +156,6 @@ def test_a_whole_backward_is_chosen_where_it_is_cheaper():
     assert {action.op for action in best.timetable.rows[0]} == {F, BW}
 
 
-@needs_solver
 def test_a_whole_backward_is_chosen_where_memory_holds_nothing_between():
     """deferred above saved: after a B the level would pass the limit."""
     best = solve((0, 1), 3, costs=Costs(saved=1, deferred=2), memory_limit=1.5)
@@ -180,7 +163,6 @@ def test_a_whole_backward_is_chosen_where_memory_holds_nothing_between():
     assert best.proved
 
 
-@needs_solver
 def test_without_time_the_start_comes_back_unproved():
     start = plan("zb_v", 4, 8)
     costs = Costs(f=5, b=6, w=3.5, comm=1)
@@ -191,7 +173,6 @@ def test_without_time_the_start_comes_back_unproved():
     assert best.bound <= best.value
 
 
-@needs_solver
 def test_a_start_that_attains_a_known_bound_is_proved_at_once():
     start = plan("zb_h1", 4, 24)
     costs = Costs(f=10, b=12, w=7, comm=1)
@@ -199,43 +180,15 @@ def test_a_start_that_attains_a_known_bound_is_proved_at_once():
     assert (best.timetable, best.value, best.proved) == (start, 753, True)
 
 
-@needs_solver
 def test_the_search_stops_at_a_known_bound():
     costs = Costs(f=10, b=12, w=7, comm=1)
     best = solve((0, 1, 2), 5, costs=costs, memory_limit=3, known_bound=183, time_limit=60)
     assert (best.value, best.proved) == (183, True)
 
 
-@needs_solver
-def test_progress_tells_share_best_and_bound():
-    seen = []
-    costs = Costs(f=5, b=6, w=3.5, comm=1)
-    best = solve((0, 1, 1, 0), 3, costs=costs, progress=lambda *told: seen.append(told))
-    shares, values, bounds = zip(*seen, strict=True)
-    assert list(shares) == sorted(shares)
-    assert list(values) == sorted(values, reverse=True)
-    assert values[-1] == best.value
-    assert max(bounds) <= best.value
-
-
-@needs_solver
-def test_optimal_is_a_timetable_and_attains_what_is_known():
-    """One stage per rank at 1F1B's memory: what ZB-H1 takes; a V at equal times: no bubble."""
-    costs = Costs(f=10, b=12, w=7, comm=1)
-    assert simulate(optimal(4, 6, costs=costs, memory_limit=4, time_limit=2), costs).makespan == 231
-    looped = optimal(2, 3, placement="looped", time_limit=2)
-    assert looped.rank_of == (0, 1, 0, 1)
-    seen = []
-    v = optimal(2, 4, placement="v", objective="span", time_limit=2, progress=lambda *told: seen.append(told))
-    assert v.rank_of == (0, 1, 1, 0)
-    assert simulate(v).max_span == 24
-    assert all(0 <= share <= 1 for share, *_ in seen)
-
-
 # ---------------------------------------------------------------- errors
 
 
-@needs_solver
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -261,17 +214,3 @@ def test_errors_say_what_to_write(arguments, message):
     with pytest.raises(PlanError) as caught:
         solve(rank_of, m, **(rest[0] if rest else {}))
     assert message in str(caught.value)
-
-
-def test_without_the_solver_the_error_says_how_to_install_it(monkeypatch):
-    for module in ("ortools", "ortools.sat", "ortools.sat.python"):
-        monkeypatch.setitem(sys.modules, module, None)
-    for call in (lambda: solve((0, 1), 2), lambda: optimal(2, 2)):
-        with pytest.raises(PlanError, match=r"pip install 'zbpp\[solver\]'"):
-            call()
-
-
-@needs_solver
-def test_optimal_refuses_large_cases_before_it_searches():
-    with pytest.raises(PlanError, match="use `zb_auto`"):
-        optimal(64, 1024)

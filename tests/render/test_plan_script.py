@@ -159,7 +159,7 @@ def test_every_row_of_choose_can_be_typed(main, capsys):
     sections = capsys.readouterr().out.split("\n\n")
     tables = [each for each in sections if re.match("(schedule|needs more memory)  +placement", each)]
     rows = [re.split("  +", line) for table in tables for line in table.splitlines()[1:]]
-    assert len(rows) == len(SCHEDULES) - 2 + 3  # optimal is no row; zb_auto has three
+    assert len(rows) == len(SCHEDULES) - 1 + 3  # zb_auto has three
     for name, _, makespan, *_ in rows:
         assert main([*name.split(), "--ranks", "4", "--microbatches", "8", "--time-limit", "0.2"]) == 0
         said = re.search(r"^makespan (\S+) ms$", capsys.readouterr().out, re.MULTILINE)[1]

@@ -11,9 +11,8 @@ Entries:
 
 Plans and their limits:
 
-    problem          what is to be planned: the search, the bounds and the exact planner all take it
+    problem          what is to be planned: the search and the bounds take it
     search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
-    exact/           the best timetable there is, for small cases
     bounds/          how good a plan can be at best
 
 What they use:

@@ -44,9 +44,9 @@ def plan(
 
     memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
     None: no limit.
-    placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto, optimal: one).
+    placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto: one).
 
-    For zb_auto and optimal, which search:
+    For zb_auto, zb_1p and zb_2p, which search:
     objective: "makespan", or "span", the longest of the ranks' spans. search: see zb_auto.
     time_limit: in s; the search begins with the families' plans, and makes these even if the time is over.
     seed: the same seed gives the same timetable, unless the time ran out.

@@ -1,6 +1,6 @@
 """What is to be planned: placement, counts, costs, memory limit and objective.
 
-The search, the bounds and the exact planner all take a `Problem`: nothing else states what is to be planned.
+The search and the bounds take a `Problem`: nothing else states what is to be planned.
 
 Inside planning an action is one integer, its id: kind * num_microbatches + microbatch, where the kind is a
 stage and an op as one number (see `dataflow_arrays`). A `Plan` is a timetable in this form: per rank, the

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable
 
 from zbpp.families import FAMILIES
-from zbpp.planning.exact import optimal
 from zbpp.planning.search import zb_1p, zb_2p, zb_auto
 from zbpp.schedule.timetable import PlanError, Timetable, shown
 
@@ -16,7 +15,6 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "zb_1p": zb_1p,
     "zb_2p": zb_2p,
     "zb_auto": zb_auto,
-    "optimal": optimal,
 }
 
 # Names in torch.distributed.pipelining that `_letters` does not map to ours.

@@ -16,8 +16,6 @@ from zbpp.schedule import PlanError
 if TYPE_CHECKING:
     from zbpp.benchmark.cluster.parts import Found, Step
 
-_MOST_EXACT = 4  # ranks up to which `optimal`, an exact planner, is asked
-
 
 def steps(settings: Settings, here: World) -> Iterator[Step]:
     """A row for each schedule. Collective."""
@@ -27,8 +25,6 @@ def steps(settings: Settings, here: World) -> Iterator[Step]:
 
 
 def _row(name: str, reference: Reference, settings: Settings, here: World) -> Found:
-    if name == "optimal" and here.size > _MOST_EXACT:
-        return NOT_RUN, f"an exact planner, for {_MOST_EXACT} ranks at most", {}
     try:
         timetable = planned_by_rank_0(
             lambda: plan(name, here.size, reference.num_microbatches, time_limit=settings.search)

@@ -111,7 +111,7 @@ def make_parser(prog: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_subject(parser.add_argument_group("what to plan"))
-    _add_search(parser.add_argument_group("searching (zb_auto, optimal, --choose)"))
+    _add_search(parser.add_argument_group("searching (zb_auto, --choose)"))
     what = "costs (one number: for a rank's share of the model; N,N,...: one per stage)"
     _add_costs(parser.add_argument_group(what))
     _add_layers(parser.add_argument_group("cutting layers into stages"))

@@ -1,18 +1,14 @@
-"""`optimal` and `solve`: the best timetable of a small problem, with its proof."""
+"""`solve`: the best timetable of a small problem, with its proof."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from zbpp.planning.bounds import bound_of
-from zbpp.planning.exact.model import Model, Progress, import_solver
+from helpers.exact.model import Model
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
 from zbpp.planning.objective import MAKESPAN
 from zbpp.planning.problem import Problem, one_by_one
-from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.local_search import LocalSearch
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import Timeline, simulate
@@ -20,7 +16,6 @@ from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 MOST_RANKS = 4
 MOST_ACTIONS = 400
-_SHARE_OF_SEARCH = 0.3  # of the time, for a plan to begin with
 
 
 @dataclass(frozen=True)
@@ -31,46 +26,6 @@ class Exact:
     value: float
     bound: float
     proved: bool
-
-
-def optimal(
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: Costs = Costs(),
-    memory_limit: MemoryLimit = None,
-    placement: str | None = None,
-    stages_per_rank: int | None = None,
-    objective: str = MAKESPAN,
-    time_limit: float = 10.0,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> Timetable:
-    """The timetable with the smallest makespan or max span, as far as the time (s) allows.
-
-    placement: "one" (None), "looped" or "v"; stages_per_rank: None for one, else two.
-    memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one number per rank.
-    It begins with the plan that the search finds in part of the time, and returns this plan if it attains
-    the lower bound. `certificate` or `solve` say whether the result is proved; errors as in `solve`.
-    """
-    began = time.monotonic()
-    import_solver()
-    problem = Problem.placed(
-        num_ranks,
-        num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-        placement=placement,
-        stages_per_rank=stages_per_rank,
-        objective=objective,
-    )
-    _check_solvable(problem)
-    searching = progress and _part(progress, 0.0, _SHARE_OF_SEARCH)
-    search = LocalSearch(problem, Deadline(_SHARE_OF_SEARCH * time_limit), seed, searching)
-    start = problem.timetable_of(search.run())
-    left = max(0.0, time_limit - (time.monotonic() - began))
-    rest = progress and _part(progress, _SHARE_OF_SEARCH, 1.0)
-    return _solved(problem, left, seed, start, bound_of(problem).value, rest).timetable
 
 
 def solve(
@@ -84,19 +39,17 @@ def solve(
     seed: int = 0,
     start: Timetable | None = None,
     known_bound: float = 0.0,
-    progress: Progress | None = None,
 ) -> Exact:
     """The best timetable for a placement, rank_of[stage], with its proof status.
 
     start: a timetable to begin with (of this placement, within the limit); the result is never worse.
     known_bound: a lower bound (ms) that the caller vouches for; a plan that attains it ends the search.
-    progress(share of the time that is spent, best value, bound; ms) is called at each better timetable only.
-    Raises PlanError without OR-tools, above 4 ranks or 400 actions, for a limit that can't
-    hold one microbatch, for actions that take no time, and for a start that doesn't fit.
+    Raises PlanError above 4 ranks or 400 actions, for a limit that can't hold one microbatch, for actions
+    that take no time, and for a start that doesn't fit.
     """
     problem = Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective)
     _check_solvable(problem)
-    return _solved(problem, time_limit, seed, start, known_bound, progress)
+    return _solved(problem, time_limit, seed, start, known_bound)
 
 
 def _check_solvable(problem: Problem) -> None:
@@ -119,17 +72,15 @@ def _solved(
     seed: int,
     start: Timetable | None,
     known_bound: float,
-    progress: Progress | None,
 ) -> Exact:
-    solver = import_solver()
     first = problem.timetable_of(one_by_one(problem)) if start is None else start
     timeline = _timeline_of_start(problem, first)
     value = problem.value_of(timeline)
     if start is not None and value <= known_bound * (1 + EQUAL):
         return Exact(first, value, min(known_bound, value), proved=True)
-    model = Model(problem, solver)
+    model = Model(problem)
     model.hint(timeline)
-    found, bound = model.solve(time_limit, seed, known_bound, progress)
+    found, bound = model.solve(time_limit, seed, known_bound)
     candidates = [timeline, *(simulate(each, problem.costs) for each in found)]
     best = min(candidates, key=problem.value_of)
     value, bound = problem.value_of(best), max(bound, known_bound)
@@ -143,8 +94,3 @@ def _timeline_of_start(problem: Problem, start: Timetable) -> Timeline:
     timeline = simulate(start, problem.costs)
     check_fits("the timetable to start with", timeline.peak_memory, problem.limits, problem.costs.memory_unit)
     return timeline
-
-
-def _part(progress: Progress, begin: float, end: float) -> Progress:
-    """Progress of a part of the work, from the share `begin` to `end` of the whole."""
-    return lambda share, best, bound: progress(begin + share * (end - begin), best, bound)

@@ -16,29 +16,20 @@ since no plan gets slower by shorter actions. `value` always comes from `simulat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
+
+from ortools.sat.python import cp_model
 
 from zbpp.planning.objective import MAKESPAN, SPAN
 from zbpp.planning.problem import Problem
 from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 from zbpp.schedule.simulate import Timeline
-from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
-
-Progress = Callable[[float, float, float], None]
+from zbpp.schedule.timetable import Action, Op, Timetable
 
 _FINEST = 2**45
-
-
-def import_solver() -> Any:
-    """OR-tools' cp_model. Raises PlanError where it isn't installed."""
-    try:
-        from ortools.sat.python import cp_model
-    except ImportError:
-        raise PlanError("`optimal` needs OR-tools: pip install 'zbpp[solver]'") from None
-    return cp_model
 
 
 class Grid:
@@ -56,8 +47,8 @@ class Grid:
 class Model:
     """The problem in CP-SAT's terms. Keys are (stage, microbatch)."""
 
-    def __init__(self, problem: Problem, cp: Any) -> None:
-        self.problem, self.cp, self.model = problem, cp, cp.CpModel()
+    def __init__(self, problem: Problem) -> None:
+        self.problem, self.model = problem, cp_model.CpModel()
         time, comm = problem.stage_costs.duration, problem.stage_costs.comm
         reduce = problem.stage_costs.reduce
         serial = problem.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm)) + sum(reduce)
@@ -215,23 +206,16 @@ class Model:
                 if op in (Op.B, Op.BW) and self.problem.whole_pays[stage]:
                     self.model.add_hint(self.whole[stage, k], op == Op.BW)
 
-    def solve(
-        self, time_limit: float, seed: int, enough: float, progress: Progress | None
-    ) -> tuple[list[Timetable], float]:
+    def solve(self, time_limit: float, seed: int, enough: float) -> tuple[list[Timetable], float]:
         """The best timetable found, if any, and a lower bound (ms). A value of `enough` ends the search."""
-        solver = self.cp.CpSolver()
+        solver = cp_model.CpSolver()
         solver.parameters.max_time_in_seconds = time_limit
         solver.parameters.random_seed = seed
         solver.parameters.num_workers = 1
         per_ms = float(self.grid.per_unit)
 
-        def improved(spent: float, value: float, bound: float) -> bool:
-            if progress is not None:
-                progress(min(1.0, spent / time_limit), value / per_ms, max(bound / per_ms, enough))
-            return value / per_ms <= enough * (1 + EQUAL)
-
-        status = solver.solve(self.model, _watcher(self.cp, improved))
-        found = status in (self.cp.OPTIMAL, self.cp.FEASIBLE)
+        status = solver.solve(self.model, _StopAt(enough * (1 + EQUAL) * per_ms))
+        found = status in (cp_model.OPTIMAL, cp_model.FEASIBLE)
         return ([self._timetable(solver)] if found else []), solver.best_objective_bound / per_ms
 
     def _timetable(self, solver: Any) -> Timetable:
@@ -244,12 +228,13 @@ class Model:
         return Timetable([action for *_, action in sorted(row)] for row in rows)
 
 
-def _watcher(cp: Any, improved: Callable[[float, float, float], bool]) -> Any:
-    """Tells `improved` of each better plan (seconds, value, bound), and stops if it says so."""
+class _StopAt(cp_model.CpSolverSolutionCallback):  # type: ignore[misc]  # OR-tools has no types
+    """Ends the search at a plan with this value."""
 
-    class Watcher(cp.CpSolverSolutionCallback):  # type: ignore[misc]  # its base comes with the import
-        def on_solution_callback(self) -> None:
-            if improved(self.wall_time, self.objective_value, self.best_objective_bound):
-                self.stop_search()
+    def __init__(self, enough: float) -> None:
+        super().__init__()
+        self._enough = enough
 
-    return Watcher()
+    def on_solution_callback(self) -> None:
+        if self.objective_value <= self._enough:
+            self.stop_search()
