@@ -528,7 +528,7 @@ def test_stages_that_do_not_chain_are_named_with_their_shapes():
         "RuntimeError: "
     )
     assert "shapes cannot be multiplied (2x7 and 8x1)" in lines[1]  # torch 2.15 says addmm before
-    assert lines[0].startswith("zbpp.job.world.CommunicationError: rank 0, instruction ")
+    assert lines[0].startswith("zbpp.job.errors.CommunicationError: rank 0, instruction ")
 
 
 def step_with_another_batch_size(rank):
@@ -563,7 +563,7 @@ def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
     line = failures(step_with_a_sleeper, 2)[0]
     # rank 0's program: 0F0 Send 0F1 Send Recv ...
     assert line.startswith(
-        "zbpp.job.world.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
+        "zbpp.job.errors.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
     )
     assert "imed out" in line or "imeout" in line
 
@@ -581,7 +581,7 @@ def test_a_peer_that_leaves_ends_the_wait_at_once():
     start = time.monotonic()
     lines = failures(step_with_a_peer_that_leaves, 2)
     assert lines[1] == "KeyError: 'rank 1 leaves'"
-    assert lines[0].startswith("zbpp.job.world.CommunicationError: rank 0, ")
+    assert lines[0].startswith("zbpp.job.errors.CommunicationError: rank 0, ")
     assert time.monotonic() - start < 90  # the group's timeout is 100 s
 
 

@@ -44,7 +44,8 @@ def rank_and_size() -> tuple[int, int]:
 def job_store(timeout: float) -> tuple[Any, int, int]:
     """(the job's store, rank, number of ranks). Raises StartError if the job can't be found."""
     try:
-        return next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout))))
+        return store, rank, size
     except (ValueError, RuntimeError) as error:
         first_line = str(error).partition("\n")[0]
         raise StartError(
