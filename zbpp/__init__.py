@@ -58,9 +58,9 @@ if TYPE_CHECKING:
         replicate,
     )
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
-    from zbpp.training.loss_scale import LossScale
     from zbpp.training.master_weights import MasterWeights
     from zbpp.training.post_validation import PostValidation
+    from zbpp.training.precision import LossScale
 
 __version__ = "0.1.0"
 
@@ -73,7 +73,7 @@ _HOME = {
     "FlightRecorder": "zbpp.runtime",
     "GradientRelease": "zbpp.runtime",
     "OptimizerAccumulation": "zbpp.runtime",
-    "LossScale": "zbpp.training.loss_scale",
+    "LossScale": "zbpp.training.precision",
     "MasterWeights": "zbpp.training.master_weights",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",

@@ -45,10 +45,10 @@ def refusals() -> tuple[type[Exception], ...]:
         StartError,
     )
     from zbpp.runtime.memory.weight_buffers import OffloadError
-    from zbpp.training.called_callbacks import CallbackError
-    from zbpp.training.leaving.early_stop import MetricError
-    from zbpp.training.loss_scale import LossScaleError
+    from zbpp.training.callbacks import CallbackError
+    from zbpp.training.leaving import MetricError
     from zbpp.training.non_finite import NonFiniteError
+    from zbpp.training.precision import LossScaleError
     from zbpp.training.run_files import FolderError
 
     training = CallbackError, FolderError, LossScaleError, MetricError, NonFiniteError

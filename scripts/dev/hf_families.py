@@ -282,7 +282,7 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
 
 def _exported(model: Any, folder: Path) -> None:
     from zbpp.models.hf_export import write_folder
-    from zbpp.training.weights_of_run import weights_of_run
+    from zbpp.training.weights import weights_of_run
 
     saved = weights_of_run(folder / "run")
     write_folder(

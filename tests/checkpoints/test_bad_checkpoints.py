@@ -26,8 +26,8 @@ from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.checkpoints.reading import read_metadata
 from zbpp.training.checkpoints import Checkpoints
-from zbpp.training.stop_after import StopAfter
-from zbpp.training.weights_of_run import weights_of_run
+from zbpp.training.leaving import StopAfter
+from zbpp.training.weights import weights_of_run
 
 
 def pipeline_of(*sizes, names=None):

@@ -14,10 +14,9 @@ from zbpp.checkpoints.writing import Part
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
-from zbpp.training.leaving.early_stop import EarlyStop
+from zbpp.training.leaving import EarlyStop, StopAfter
 from zbpp.training.optimizer import adamw
 from zbpp.training.post_validated_update import Validation
-from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 
 STEPS, LEFT = 9, 5

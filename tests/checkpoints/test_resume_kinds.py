@@ -13,9 +13,9 @@ from zbpp.data import regression_data
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.leaving import StopAfter
 from zbpp.training.post_validation import Validation
 from zbpp.training.replan import Replan
-from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 
 STEPS, WIDTH, M = 10, 6, 4

@@ -15,7 +15,7 @@ from zbpp.builders.data import build_data
 from zbpp.config import ConfigError
 from zbpp.data.batch import parts_of
 from zbpp.data.loader import Loaded, loaded_data
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 from zbpp.training.trainer import Trainer
 
 ROWS, BATCH = 20, 4

@@ -10,7 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import token_loss
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 
 TARGET = TOKENS.roll(-1, 1)
 PADDING = torch.ones_like(TOKENS)

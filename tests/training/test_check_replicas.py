@@ -3,8 +3,8 @@
 import pytest
 
 from helpers.trainers import small_trainer
-from zbpp.training import check_replicas
-from zbpp.training.check_replicas import CheckReplicas
+from zbpp.training import callbacks
+from zbpp.training.callbacks import CheckReplicas
 from zbpp.training.post_validated_update import Validation
 
 
@@ -12,13 +12,13 @@ from zbpp.training.post_validated_update import Validation
 @pytest.mark.parametrize(("num_steps", "expected"), [(9, [4, 8, 9]), (8, [4, 8])])
 def test_a_run_has_the_same_losses_and_compares_when_it_should(monkeypatch, validation, num_steps, expected):
     compared = []
-    check = check_replicas.check_replicas
+    check = callbacks.check_replicas
 
     def noted_check(pipeline, *args, **options):
         compared.append(pipeline.num_steps)
         return check(pipeline, *args, **options)
 
-    monkeypatch.setattr(check_replicas, "check_replicas", noted_check)
+    monkeypatch.setattr(callbacks, "check_replicas", noted_check)
     options = {"clip_norm": 0.1, "post_validation": validation}
     plain = [metrics["loss"] for metrics in small_trainer(**options).run(num_steps)]
     assert compared == []

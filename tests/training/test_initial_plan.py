@@ -4,9 +4,9 @@ import json
 
 import pytest
 
+from zbpp.builders.plan import plan_by_name, plan_from_file
 from zbpp.planning import plan
 from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv
-from zbpp.training.initial_plan import plan_by_name, plan_from_file
 
 P, M = 2, 6
 ODD = Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1 1W0 1W1")  # of no family

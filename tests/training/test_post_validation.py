@@ -21,10 +21,9 @@ from zbpp.job.errors import CommunicationError
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.post_validated_update import Validation, ValidationSwitch
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
-from zbpp.training.validation_switch import ValidationSwitch
 
 M, ROWS, WIDTH, STEPS = 8, 32, 6, 10
 # Some steps are clipped by force. In others the norm of all stages is just above the threshold, and that of

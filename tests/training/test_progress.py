@@ -7,7 +7,7 @@ from rich.console import Console
 
 from helpers.trainers import small_trainer
 from zbpp.job.world import World
-from zbpp.training.live_figures import LiveFigures
+from zbpp.training.measured_steps import LiveFigures
 from zbpp.training.progress import _Line, brief, progress
 
 MEASURED = {

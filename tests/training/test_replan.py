@@ -14,10 +14,10 @@ from zbpp import Pipeline, PlanError, Recorder, Timetable, make_mesh, plan, simu
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.leaving import StopAfter
 from zbpp.training.optimizer import adamw
 from zbpp.training.post_validated_update import Validation
 from zbpp.training.replan import Replan
-from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 
 P, M, STEPS = 2, 4, 8

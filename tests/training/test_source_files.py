@@ -10,8 +10,8 @@ import pytest
 
 import zbpp
 from helpers.processes import run_ranks
+from zbpp.run.job import check_source_files, source_files
 from zbpp.runtime import AgreementError
-from zbpp.training.source_files import check_source_files, source_files
 
 
 def compared(rank, folder, differing):

@@ -25,7 +25,7 @@ from zbpp.data.tokens import token_data
 from zbpp.models.gpt import Gpt
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 
 T = TypeVar("T")
 

@@ -14,7 +14,7 @@ from zbpp.data import Data
 from zbpp.job.world import World
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 
 
 @dataclass(kw_only=True)

@@ -13,12 +13,10 @@ from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
 from zbpp.data.special_tokens import begin_and_ends
 from zbpp.error_text import kind_of
 from zbpp.job.world import World
-from zbpp.training.callbacks import Callback
-from zbpp.training.check_replicas import CheckReplicas
-from zbpp.training.leaving.early_stop import EarlyStop
-from zbpp.training.leaving.time_limit import TimeLimit
-from zbpp.training.live_figures import LiveFigures
+from zbpp.training.callbacks import Callback, CheckReplicas
+from zbpp.training.leaving import EarlyStop, TimeLimit
 from zbpp.training.loggers import Loggers
+from zbpp.training.measured_steps import LiveFigures
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.profile import Profile
 from zbpp.training.sampling import Bytes, Coder, Sampler, TokenizerFile

@@ -10,8 +10,8 @@ from zbpp.config import TrainConfig
 from zbpp.job.agreement import broadcast
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.leaving import StopAfter
 from zbpp.training.run_folder import CHECKPOINTS, RunFolder
-from zbpp.training.stop_after import StopAfter
 from zbpp.training.trainer import Trainer
 
 

@@ -5,15 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from zbpp.builders.model import layers_per_stage
 from zbpp.config import NUM_MICROBATCHES, ConfigError, MemoryConfig, ScheduleConfig, naming
-from zbpp.planning import canonical_name, takes_costs
+from zbpp.planning import RankCosts, canonical_name, compare, read_costs, read_memory_limit, takes_costs
 from zbpp.planning.compare import stages_per_rank
-from zbpp.planning.costs_file import read_costs
-from zbpp.planning.rank_costs import RankCosts
 from zbpp.runtime import ActivationOffload
-from zbpp.schedule import Costs, Timetable
-from zbpp.training.initial_plan import plan_by_name, plan_from_file
+from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
 from zbpp.training.summary import Title
 
 
@@ -79,3 +78,63 @@ def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
     """The run's title: the name of its schedule, or of its plan's file."""
     first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
     return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)
+
+
+# ----------------------------------------------------------------
+# The plan that a run begins with: made for a schedule's name, or read from a file.
+
+
+def plan_by_name(
+    name: str,
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: str | None = None,
+    memory_limit: float | str | None = None,
+    placement: str | None = None,
+    stages_per_rank: int | None = None,
+) -> Timetable:
+    """The plan that `zbpp plan` prints for the same arguments.
+
+    costs: a file that `zbpp measure` wrote. memory_limit: what each rank may hold, in activations of its
+    share of the model, or with a unit ("12GiB") where the costs are in bytes. Raises PlanError or OSError.
+    """
+    measured = RankCosts() if costs is None else read_costs(costs)[0]
+    (outcome,) = compare(
+        [name],
+        num_ranks,
+        num_microbatches,
+        costs=measured,
+        memory_limit=read_memory_limit(memory_limit, measured),
+        placement=placement,
+        stages_per_rank=stages_per_rank,
+    ).values()
+    if isinstance(outcome, PlanError):
+        raise outcome
+    return outcome.timetable
+
+
+def plan_from_file(file: str, num_ranks: int, num_microbatches: int | None, **options: object) -> Timetable:
+    """The plan in a file, in any form that `zbpp plan` writes; num_microbatches None: as many as it has.
+
+    options: the arguments of `plan_by_name`; a file leaves nothing to plan, so each must be None. Raises
+    PlanError or OSError.
+    """
+    for option, value in options.items():
+        if value is not None:
+            raise PlanError(f"{file} is a plan already: leave schedule.{option}={value} out")
+    timetable = read_timetable(file)
+    if not all(np.isin(row.ops, (Op.W, Op.BW)).any() for row in timetable.rows):
+        raise PlanError(f"{file} is no plan to train by: a rank has no W and no BW")
+    if timetable.num_ranks != num_ranks:
+        raise PlanError(
+            f"{file} is a plan for {timetable.num_ranks} ranks, not for {num_ranks}: write "
+            f"-n {timetable.num_ranks}, or torchrun --nproc-per-node {timetable.num_ranks} (times replicate, "
+            "shard and tensor)"
+        )
+    if num_microbatches not in (None, timetable.num_microbatches):
+        raise PlanError(
+            f"{file} is a plan for {timetable.num_microbatches} microbatches, not for "
+            f"num_microbatches={num_microbatches}: leave num_microbatches out"
+        )
+    return timetable

@@ -35,7 +35,7 @@ from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.parameter_groups import Named
 from zbpp.training.precision import PRECISIONS

@@ -34,14 +34,12 @@ from zbpp.run.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.training.fine_tuned import check_fine_tuned
-from zbpp.training.leaving.signals import LeaveOnSignal
+from zbpp.training.leaving import LeaveLostFolder, LeaveOnSignal
 from zbpp.training.loggers import Loggers
-from zbpp.training.loss_scale import LossScale
-from zbpp.training.lost_folder import LeaveLostFolder
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.out_of_memory import MemoryFailure
-from zbpp.training.precision import PRECISIONS, Precision
+from zbpp.training.precision import PRECISIONS, LossScale, Precision
 from zbpp.training.progress import progress
 from zbpp.training.room_for_states import check_room
 from zbpp.training.run_folder import RunFolder, check_free, claimed

@@ -15,7 +15,7 @@ from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
 from zbpp.builders.stages import compile_stages
 from zbpp.config import ExplainConfig, naming
-from zbpp.training.batch import batch_for
+from zbpp.training.batches import batch_for
 
 
 def explain_stage(config: ExplainConfig) -> Explanation:

@@ -13,7 +13,7 @@ from torch import Tensor
 from zbpp.builders.model import build_model
 from zbpp.config import ConfigError, naming, read_run_config
 from zbpp.run.export_adapter import export_adapter, export_merged, lora_options
-from zbpp.training.weights_of_run import weights_of_run
+from zbpp.training.weights import weights_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

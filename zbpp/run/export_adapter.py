@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zbpp.config import ConfigError, LoraConfig
 from zbpp.training.lora import is_adapter, peft_name, write_adapter
-from zbpp.training.weights_of_run import weights_of_run
+from zbpp.training.weights import weights_of_run
 
 
 def lora_options(config: Mapping[str, Any]) -> dict[str, Any] | None:

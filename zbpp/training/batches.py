@@ -6,15 +6,19 @@ stage 0 reads its inputs, the owner of the last stage its target, and the ranks 
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
 from zbpp.data import Data
-from zbpp.data.batch import Source
+from zbpp.data.batch import Source, parts_of
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.runtime import Pipeline
-from zbpp.training.batch import batch_for
 
 Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last stage; () and None elsewhere
 
@@ -77,3 +81,58 @@ class Batches:
             device,
             target_dtype=self._target_dtype,
         )
+
+
+# ----------------------------------------------------------------
+# A rank's part of a batch: the inputs if it owns stage 0, the target if it owns the last stage.
+
+
+def batch_for(
+    stages: Mapping[int, nn.Module],
+    num_stages: int,
+    source: Source,
+    number: int,
+    device: torch.device,
+    *,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[tuple[Any, ...], Any]:
+    """(args, target) of a step for the owner of `stages`: () without stage 0, None without the last stage.
+
+    number: the batch's number in the source. Floating-point inputs and targets get the dtype of the stages'
+    parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
+    zbpp/data/batch.py can't take apart, and for inputs that stage 0 does not take.
+    """
+    if not stages.keys() & {0, num_stages - 1}:
+        return (), None
+    dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
+    dtype = next(dtypes, torch.float32)
+
+    def moved(dtype: torch.dtype, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    inputs, target = parts_of(source.batch(number))
+    args = tree_map(partial(moved, dtype), positional(inputs, stages[0])) if 0 in stages else ()
+    is_last = num_stages - 1 in stages
+    return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None
+
+
+def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> tuple[Any, ...]:
+    """The inputs in the order of forward's arguments. Raises ValueError if forward can't take them so."""
+    if isinstance(inputs, tuple):
+        return inputs
+    if len(inputs) == 1:
+        return tuple(inputs.values())
+    try:
+        # The class has the real signature: recompute and compile replace `module.forward`.
+        bound = inspect.signature(type(module).forward).bind(module, **inputs)
+    except TypeError as error:
+        raise ValueError(f"a batch has the inputs {', '.join(inputs)}, but stage 0: {error}") from None
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise ValueError(
+            f"stage 0 takes {', '.join(bound.kwargs)} by name only, but a pipeline passes them by position: "
+            "let its forward take them as ordinary arguments"
+        )
+    return bound.args[1:]

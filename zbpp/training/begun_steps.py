@@ -8,10 +8,8 @@ from typing import NamedTuple
 
 from zbpp.runtime import NonFinite, Pipeline, find_non_finite
 from zbpp.training.batches import Batch
-from zbpp.training.named_losses import with_named_losses
 from zbpp.training.non_finite import Values
-from zbpp.training.outcome import Outcome
-from zbpp.training.update import Metrics
+from zbpp.training.update import Metrics, Outcome, with_named_losses
 
 
 class _Begun(NamedTuple):

@@ -11,10 +11,13 @@ communicate.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from zbpp.checkpoints import Stateful
+from zbpp.error_text import kind_of
+from zbpp.runtime import check_replicas
 from zbpp.training.update import Metrics
 
 if TYPE_CHECKING:
@@ -61,3 +64,68 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:
             number = sum(each.partition("#")[0] == name for each in found)
             found[f"{name}#{number + 1}" if number else name] = callback
     return found
+
+
+class CallbackError(ValueError):
+    """A mistake in a user's callback."""
+
+
+def call_each(trainer: Trainer, method: str, *args: Any) -> None:
+    """Call this method of each callback of the trainer."""
+    for callback in trainer.callbacks:
+        getattr(callback, method)(trainer, *args)
+
+
+def after_step(trainer: Trainer, step: int, known: list[Metrics]) -> None:
+    """Call `after_step` of each callback. Raises CallbackError for a metric that JSON can't hold.
+
+    A tensor with one element becomes a number.
+    """
+    for callback in trainer.callbacks:
+        before = [set(metrics) for metrics in known]
+        callback.after_step(trainer, step, known)
+        for metrics, old in zip(known, before, strict=True):
+            for key in metrics.keys() - old:
+                metrics[key] = _checked(type(callback).__name__, key, metrics[key])
+
+
+def _checked(name: str, key: Any, value: Any) -> Any:
+    shape = getattr(value, "shape", None)
+    if isinstance(shape, tuple) and all(size == 1 for size in shape) and hasattr(value, "item"):
+        value = value.item()
+    if isinstance(value, float):
+        return value  # NaN and infinity are written as texts
+    try:
+        json.dumps({key: value}, allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = kind_of(value) + (f" of shape {list(shape)}" if shape is not None else "")
+        raise CallbackError(
+            f"callback {name} sets {key!r} in the metrics to {kind}, which metrics.jsonl can't hold "
+            f"({error}): write a number, a text, or a tensor with one element"
+        ) from None
+    return value
+
+
+# ----------------------------------------------------------------
+# Copies of weights, buffers and optimizer states compared every so many steps of a run.
+
+
+class CheckReplicas(Callback):
+    """Compares all copies after every `every`-th step, and after the last step."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def needs_weights(self, step: int) -> bool:
+        """See Callback."""
+        return (step + 1) % self._every == 0
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """See Callback."""
+        if self.needs_weights(step):
+            check_replicas(trainer.pipeline, trainer.optimizer, masters=trainer.masters)
+
+    def finish(self, trainer: Trainer) -> None:
+        """See Callback."""
+        if trainer.next_step % self._every:
+            check_replicas(trainer.pipeline, trainer.optimizer, masters=trainer.masters)

@@ -6,14 +6,27 @@ agree. They name the steps: the early steps of a run are slower than the later o
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
+
+from zbpp.job.agreement import gather
+from zbpp.job.world import World
 from zbpp.planning import RankCosts
-from zbpp.runtime import measured_costs
+from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.memory.activation_offload import offload_plan_of
+from zbpp.runtime.parallel.mesh import REPLICATE, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
+from zbpp.training.callbacks import Callback
+from zbpp.training.update import Metrics
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
 
 
 class MeasuredSteps(NamedTuple):
@@ -59,3 +72,90 @@ def _text(numbers: Sequence[int]) -> str:
             runs.append([number])
     words = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
     return f"step{'s' * (len(numbers) > 1)} {', '.join(words)}"
+
+
+# ----------------------------------------------------------------
+# Numbers about speed: model-FLOPs utilisation (a share of the device's peak), and which device it was.
+
+# Dense TFLOP/s in bf16 and fp16 of one device, from the makers' data sheets.
+_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
+    """The device's peak in FLOP/s; None if it is not known (every CPU, every dtype wider than 16 bits)."""
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((tera * 1e12 for key, tera in _PEAK_TFLOPS.items() if key in name), None)
+
+
+def model_flops_utilisation(
+    num_parameters: int, tokens_per_second: float | None, num_ranks: int, peak: float | None
+) -> float | None:
+    """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
+
+    peak: FLOP/s of one device. None if the peak is not known, or if the data are no tokens.
+    """
+    if peak is None or tokens_per_second is None:
+        return None
+    return 6 * num_parameters * tokens_per_second / (num_ranks * peak)
+
+
+def machine(device: torch.device) -> dict[str, Any]:
+    """What figures were measured on: device, versions of torch and Python."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+
+
+def median(numbers: Sequence[float]) -> float:
+    """The middle number; of an even count the larger of the two in the middle."""
+    return sorted(numbers)[len(numbers) // 2]
+
+
+# ----------------------------------------------------------------
+# Figures beside the loss: MFU after each step, bubble and memory after a step that was measured.
+
+
+class LiveFigures(Callback):
+    """Adds figures to the metrics of each step on the rank that shows them; the other ranks need none.
+
+    model_flops_utilisation is added if the data are tokens and the device's peak FLOP/s in this dtype are
+    known. Steps that are measured action by action (Trainer.record_every) also get the figures of the latest
+    measured steps (measured_steps.py), and peak_memory_bytes (of the fullest rank).
+    """
+
+    def __init__(self, here: World, dtype: torch.dtype) -> None:
+        self._is_shown, self._num_processes = here.rank == 0, here.size
+        self._peak = peak_flops(here.device, dtype)
+        self._num_parameters: int | None = None
+        self._last: int | None = None  # the measured step whose figures were added last
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Count the parameters, once. Collective."""
+        if self._num_parameters is None:
+            self._num_parameters = parameters_in_all(trainer.pipeline)
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Add the figures."""
+        if not self._is_shown:
+            return
+        for metrics in known:
+            utilisation = model_flops_utilisation(
+                self._num_parameters or 0,
+                metrics.get("tokens_per_second"),
+                self._num_processes,
+                self._peak,
+            )
+            if utilisation is not None:
+                metrics["model_flops_utilisation"] = utilisation
+        newest = max(trainer.timelines, default=None)
+        if known and newest is not None and newest != self._last:
+            self._last = newest
+            found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
+            known[-1] |= found.figures | {"peak_memory_bytes": max(found.measured.peak_memory)}
+
+
+def parameters_in_all(pipeline: Pipeline) -> int:
+    """The number of the model's parameters. Collective over the job."""
+    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
+    return sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own

@@ -17,6 +17,7 @@ last bit.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,12 +28,10 @@ from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.update.posts import Ticket
-from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.outcome import Outcome, Share, outcome_of, share_of
+from zbpp.training.precision import LossScale
 from zbpp.training.rollback import Rollback
-from zbpp.training.update import Result, Update, not_finite
-from zbpp.training.validation_switch import ValidationSwitch
+from zbpp.training.update import Outcome, Result, Share, Update, not_finite, outcome_of, share_of
 
 
 class Validation(NamedTuple):
@@ -239,3 +238,45 @@ def _check_agreed(pipeline: Pipeline, options: dict[str, Any]) -> None:
         if each:
             raise ValueError(each)
     check_equal("options of post-validation", given)
+
+
+# ----------------------------------------------------------------
+# Switches post-validation on where clipping is rare, and off where it is frequent.
+
+_WINDOW, _MOST_REDONE = 10, 1  # off if more than _MOST_REDONE of the last _WINDOW updates were redone
+
+
+class ValidationSwitch:
+    """Whether post-validation is on, which pays where clipping is rare.
+
+    after: the number of steps in a row without clipping after which post-validation goes on. It goes off when
+    two of the last ten updates had to be redone. 0: always on.
+    """
+
+    def __init__(self, after: int) -> None:
+        if after < 0:
+            raise ValueError(f"after={after}: write a number of steps, 0 or more")
+        self.is_on, self._after, self._num_good = after == 0, after, 0
+        self._redone: deque[bool] = deque(maxlen=_WINDOW)
+
+    def note(self, *, is_good: bool) -> None:
+        """Count a step. is_good: whether its gradients were finite and not clipped."""
+        self._num_good = self._num_good + 1 if is_good else 0
+        if not self._after:
+            return
+        if not self.is_on:
+            self.is_on = self._num_good >= self._after
+            return
+        self._redone.append(not is_good)
+        if sum(self._redone) > _MOST_REDONE:
+            self.is_on = False
+            self._redone.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to save in a checkpoint."""
+        return {"is_on": self.is_on, "num_good": self._num_good, "redone": list(self._redone)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue from a saved state."""
+        self.is_on, self._num_good = state["is_on"] or not self._after, state["num_good"]
+        self._redone = deque(state["redone"], maxlen=_WINDOW)

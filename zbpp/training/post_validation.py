@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.training.loss_scale import LossScale
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
+from zbpp.training.precision import LossScale
 from zbpp.training.update import Result
 
 

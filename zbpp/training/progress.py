@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from zbpp.training.cost_of_run import duration
+from zbpp.training.summary import duration
 
 Show = Any  # a function (metrics of the step, title=...)
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 
-from zbpp.job.agreement import gather
 from zbpp.job.world import World
-from zbpp.planning.advise import advise
-from zbpp.runtime import Pipeline
+from zbpp.planning.advise import LEAST_GAIN, Advice, advise
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, TENSOR, local_of
-from zbpp.training.cost_of_run import sentence_of_cost, sentences_of_advice, sentences_of_time
-from zbpp.training.measured_steps import MeasuredSteps, measured_steps
-from zbpp.training.speed import machine, median, model_flops_utilisation, peak_flops
+from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, TENSOR
+from zbpp.training.measured_steps import (
+    MeasuredSteps,
+    machine,
+    measured_steps,
+    median,
+    model_flops_utilisation,
+    parameters_in_all,
+    peak_flops,
+)
 from zbpp.training.trainer import Trainer
 
 
@@ -117,7 +122,47 @@ def _figures(
     }
 
 
-def parameters_in_all(pipeline: Pipeline) -> int:
-    """The number of the model's parameters. Collective over the job."""
-    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
-    return sum(gather(own)) // pipeline.place.size(REPLICATE)  # each replica counts its own
+# ----------------------------------------------------------------
+# What a run cost and what would have made it faster, in sentences.
+
+_LARGE_SHARE = 0.1  # of a step's time outside the pipeline: worth a sentence
+_SHOWN = 2  # pieces of advice
+
+
+def sentence_of_cost(steps: int, seconds: float, items: int, unit: str) -> str:
+    """How long the run took, and for how much work."""
+    rate = f" ({items / seconds:,.0f} {unit} per second in all)" if seconds > 0 else ""
+    return f"The run took {duration(seconds)} for {steps} steps and {items:,} {unit}{rate}."
+
+
+def sentences_of_time(steps: MeasuredSteps, step_ms: float) -> list[str]:
+    """Where a step's time went."""
+    measured, predicted = steps.measured, steps.predicted
+    found = [
+        f"The pipeline's part of a step took {measured.makespan:.3g} ms (the median of "
+        f"{steps.steps}), of which the rank with the largest bubble was idle for "
+        f"{100 * measured.bubble_rate:.1f} %; simulated with the measured costs {predicted.makespan:.3g} ms "
+        f"and {100 * predicted.bubble_rate:.1f} %."
+    ]
+    outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0
+    if outside > _LARGE_SHARE:
+        found.append(
+            f"{100 * outside:.0f} % of a step ({step_ms:.3g} ms) passed outside the pipeline: reading the "
+            "batch, the norm, the optimizer."
+        )
+    return found
+
+
+def sentences_of_advice(advice: Sequence[Advice], num_ranks: int) -> list[str]:
+    """What would have made the steps faster."""
+    if num_ranks == 1:
+        return []
+    if not advice:
+        least = f"{100 * LEAST_GAIN:.0f} %"
+        return [f"No other schedule, cut or number of microbatches that was tried gains {least} or more."]
+    return [str(each) for each in advice[:_SHOWN]]
+
+
+def duration(seconds: float) -> str:
+    """`0:01:23`; below ten seconds `4.2 s`."""
+    return f"{seconds:.1f} s" if seconds < 10 else str(timedelta(seconds=round(seconds)))

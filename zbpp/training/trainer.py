@@ -23,18 +23,15 @@ from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.begun_steps import BegunSteps
-from zbpp.training.callbacks import Callback, states_of
-from zbpp.training.called_callbacks import after_step, call_each
-from zbpp.training.evaluation import MetricsOf
-from zbpp.training.held_out import evaluate_held_out
-from zbpp.training.known_parameters import KnownParameters
-from zbpp.training.loss_scale import LossScale
-from zbpp.training.make_update import check_gradients, make_update
+from zbpp.training.callbacks import Callback, after_step, call_each, states_of
+from zbpp.training.choose_update import KnownParameters, check_gradients, make_update
+from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy, Values
 from zbpp.training.out_of_memory import updating
 from zbpp.training.post_validated_update import Validation
+from zbpp.training.precision import LossScale
 from zbpp.training.replan import Replan
 from zbpp.training.update import Metrics, Result
 

@@ -1,4 +1,4 @@
-"""The update of the weights after a step: norm over all stages, clipping, optimizer, master weights.
+"""The outcome of a step, and the update of the weights: norm over all stages, clipping, master weights.
 
 begin     before the pipeline's step: zeroes the gradients, sets the loss scale and the learning rate
 end       after the pipeline's step: computes the outcome over all processes, and updates the weights
@@ -6,17 +6,111 @@ end       after the pipeline's step: computes the outcome over all processes, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
-from zbpp.training.loss_scale import LossScale
+from zbpp.runtime.call import Means, NamedLosses, summed
+from zbpp.runtime.parallel.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.training.master_weights import MasterWeights
-from zbpp.training.outcome import Outcome, outcome_of, share_of
+from zbpp.training.precision import LossScale
+
+# ----------------------------------------------------------------
+# The outcome of a step over all processes: its loss, the norm of its gradients and its named losses.
+#
+# Each process makes its Share after its last W. Every process computes the Outcome from the shares of all
+# processes in the order of the mesh, so all processes get the same Outcome to the last bit.
+
+
+class Share(NamedTuple):
+    """One process's part of an Outcome.
+
+    loss: the mean over microbatches on a process with the last stage; None on others. squares: the sum of
+    squares of each parameter's gradient, which contains the loss scale. named: see NamedLosses.means. wish:
+    why this process wants to end the run; None if it does not.
+    """
+
+    loss: float | None
+    squares: list[float]
+    named: Means
+    wish: str | None = None
+
+
+class Outcome(NamedTuple):
+    """The outcome of a step. norm: of the gradients of all stages, with the loss scale divided out.
+
+    wish: why a process wants to end the run (the first one that does); None if none does.
+    """
+
+    loss: float
+    norm: float
+    named: dict[str, float]
+    wish: str | None = None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the norm is finite, so that the gradients can be used."""
+        return math.isfinite(self.norm)
+
+
+def share_of(pipeline: Pipeline, losses: Sequence[Tensor], wish: str | None = None) -> Share:
+    """This process's share of the step that the pipeline has just run.
+
+    Collective over the processes that hold shards or tensor-parallel parts of the same stage.
+    """
+    mean = torch.stack([*losses]).double().mean().item() if losses else None
+    return Share(mean, squares_in_mesh(pipeline), pipeline.step_losses.means(), wish)
+
+
+def outcome_of(shares: Sequence[Share], pipeline: Pipeline, loss_scale: float) -> Outcome:
+    """The outcome from the shares of all processes, in the order of `place.gather`.
+
+    loss_scale: the pipeline's loss scale in that step.
+    """
+    found = [each.loss for each in shares if each.loss is not None]  # from processes with the last stage
+    # All pipelines of the mesh have the same summed gradients: the norm of the first one is that of all.
+    norm = norm_of(each.squares for each in shares[: pipeline.timetable.num_ranks]) / loss_scale
+    named = summed([each.named for each in shares], pipeline.place.num_pipelines)
+    wish = next((each.wish for each in shares if each.wish), None)
+    # math.fsum raises an error for inf - inf.
+    total = math.fsum(found) if math.isfinite(sum(found)) else sum(found)
+    return Outcome(total / len(found), norm, named, wish)
+
+
+# ----------------------------------------------------------------
+# Named losses (auxiliary losses, and losses that are dicts) beside the trainer's other metrics.
+
+_LATER = {"measured_makespan_ms", "expected_makespan_ms"}
+"""Metrics that only some steps have; their names are taken, too."""
+
+
+def with_named_losses(metrics: Mapping[str, Any], losses: Mapping[str, float]) -> dict[str, Any]:
+    """The metrics of a step, and its named losses. Raises ValueError for a loss with a metric's name."""
+    taken = [name for name in losses if name in metrics or name in _LATER or name.startswith("evaluation_")]
+    _refuse(taken, "the trainer")
+    return {**metrics, **losses}
+
+
+def with_evaluation_losses(metrics: Mapping[str, float], losses: NamedLosses) -> dict[str, float]:
+    """A model's metrics of an evaluation, and its named losses. Raises ValueError if two have one name."""
+    found = summed([losses.means()])
+    _refuse(found.keys() & metrics.keys(), "the model's metrics(output, target)")
+    return {**metrics, **found}
+
+
+def _refuse(taken: Iterable[str], owner: str) -> None:
+    if names := sorted(taken):
+        raise ValueError(
+            f"a loss is called {names[0]!r}, as a metric of {owner} is: give the loss another name, in "
+            "zbpp.auxiliary_loss or in the dict of losses"
+        )
+
+
+# ---------------------------------------------------------------- the update
 
 Metrics = dict[str, Any]
 Result = tuple[Outcome, Metrics]

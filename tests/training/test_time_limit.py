@@ -4,7 +4,7 @@ import pytest
 
 from helpers.trainers import small_trainer
 from zbpp.training.callbacks import Callback
-from zbpp.training.leaving.time_limit import TimeLimit
+from zbpp.training.leaving import TimeLimit
 
 
 class Clock(Callback):

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from helpers.trainers import small_trainer
-from zbpp.training.leaving.early_stop import EarlyStop, MetricError
+from zbpp.training.leaving import EarlyStop, MetricError
 
 
 class Spy:

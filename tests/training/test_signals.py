@@ -12,9 +12,9 @@ import pytest
 
 from helpers.trainers import small_trainer
 from zbpp.training.callbacks import Callback
-from zbpp.training.leaving.signals import SIGNALS, LeaveOnSignal
+from zbpp.training.leaving import SIGNALS, LeaveOnSignal
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 class Sender(Callback):
@@ -84,15 +84,15 @@ def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
 
 BLOCKED = """
 import ctypes, sys, threading
-from zbpp.training.leaving import signals
-from zbpp.training.leaving.signals import LeaveOnSignal
+from zbpp.training import leaving
+from zbpp.training.leaving import LeaveOnSignal
 
 def tell_apart():
     sys.stdin.readline()
-    signals.SAME = 0
+    leaving.SAME = 0
     print("apart", flush=True)
 
-signals.SAME = 1e9  # s: two signals are one, however slow this machine is to send the second
+leaving.SAME = 1e9  # s: two signals are one, however slow this machine is to send the second
 threading.Thread(target=tell_apart, daemon=True).start()
 with LeaveOnSignal(is_shown=True):
     print("ready", flush=True)

@@ -1,0 +1,295 @@
+"""What ends a run early: a signal, a metric that improves no more, a limit of time or steps, a lost folder.
+
+Signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. The run ends in order after its present step: it
+saves, writes its summary, and the process exits with 0.
+A second SIGTERM or Ctrl-C ends the process at once.
+
+Python runs no signal handler while the main thread waits for a message of another rank. But Python's C code
+writes the number of a signal into a pipe at once, and a thread reads the pipe.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Thread, Timer, current_thread, main_thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from zbpp.error_text import shown_path
+from zbpp.training.callbacks import Callback
+from zbpp.training.run_files import FolderError
+from zbpp.training.run_folder import RunFolder
+from zbpp.training.trainer import Trainer
+from zbpp.training.update import Metrics
+
+if TYPE_CHECKING:
+    from zbpp.training.trainer import Trainer
+
+
+ENDING = (signal.SIGTERM, signal.SIGINT)  # the second such signal ends the process at once
+SIGNALS = (*ENDING, signal.SIGUSR1)
+# s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
+SAME = 0.5
+_POLL = 0.02  # s
+_SOON = 1.0  # s after which a process that has not ended says that it got a signal
+
+
+class LeaveOnSignal(Callback):
+    """A callback of the trainer, and a context in which signals end the run instead of the process.
+
+    reason: the name of the first signal; None before it. is_shown: whether this rank prints that it came.
+    Only the main thread may handle signals: the context changes nothing in another thread.
+    """
+
+    def __init__(self, *, is_shown: bool = False) -> None:
+        self.reason: str | None = None
+        self._is_shown = is_shown
+        self._trainer: Trainer | None = None
+        self._ended_at: float | None = None  # when the first signal of ENDING came
+        self._before: dict[int, Any] = {}
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Pass on a signal that came before the first step."""
+        self._trainer = trainer
+        if self.reason is not None:
+            trainer.leave(self.reason)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the first signal, but not longer than so many seconds."""
+        end = time.monotonic() + seconds
+        while self.reason is None and time.monotonic() < end:
+            time.sleep(_POLL)
+
+    def __enter__(self) -> Self:
+        if current_thread() is main_thread():
+            read, self._write = os.pipe()
+            os.set_blocking(self._write, False)
+            self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+            self._before = {each: signal.signal(each, _do_nothing) for each in SIGNALS}
+            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
+            Thread(target=self._listen, args=(read,), name="zbpp signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._before:
+            for each, handler in self._before.items():
+                signal.signal(each, handler)
+            signal.set_wakeup_fd(self._fd_before)
+            os.close(self._write)  # the thread's end
+        self._trainer, self._before = None, {}
+
+    def _hold(self) -> None:
+        """Hold signals back during a fork: the child shares the pipe until its `_forget`."""
+        if self._before:
+            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+
+    def _let_go(self) -> None:
+        if self._before:
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+
+    def _forget(self) -> None:
+        """Give signals their usual effect in a forked child: they are not signals to this rank."""
+        if self._before:
+            signal.set_wakeup_fd(-1)
+            for each in SIGNALS:
+                signal.signal(each, signal.SIG_DFL)
+            self._let_go()
+            self._before = {}
+
+    def _listen(self, read: int) -> None:
+        with suppress(OSError):
+            while numbers := os.read(read, 64):
+                for number in numbers:  # of every signal that has a handler, also a user's
+                    if number in SIGNALS:
+                        self._take(signal.Signals(number))
+        os.close(read)
+
+    def _take(self, received: signal.Signals) -> None:
+        """Leave the run at the first signal; end the process at the second. Runs in the thread."""
+        now = time.monotonic()
+        if received in ENDING:
+            if self._ended_at is not None and now - self._ended_at > SAME:
+                os._exit(128 + received)  # the main thread may be blocked
+            self._ended_at = self._ended_at or now
+        if self.reason is not None:
+            return
+        self.reason = received.name
+        if self._trainer is not None:
+            self._trainer.leave(received.name)
+        if self._is_shown:
+            announcement = Timer(_SOON, self._announce, [received.name])
+            announcement.daemon = True
+            announcement.start()
+
+    def _announce(self, name: str) -> None:
+        """Say it, unless the process ends already: a launcher sends SIGTERM when another rank has failed."""
+        if self._before:
+            print(f"{name}: leaving after this step (a second time: at once)", file=sys.stderr, flush=True)
+
+
+def _do_nothing(*_: object) -> None:
+    """Handle a signal: without any handler it would end the process."""
+
+
+# ----------------------------------------------------------------
+# A run that ends when a metric of its evaluations improves no more.
+
+
+class MetricError(ValueError):
+    """The metric to watch is not among those of an evaluation."""
+
+
+class EarlyStop(Callback):
+    """Ends the run after `patience` evaluations in a row without a better value of `metric`.
+
+    A value is better if it is smaller than the best one by more than min_delta; with mode="max", larger.
+    NaN is never better. Evaluations are equal on all ranks, so all ranks decide alike.
+    Raises MetricError at the first evaluation that has no such metric.
+    """
+
+    def __init__(self, metric: str, *, patience: int = 3, min_delta: float = 0.0, mode: str = "min") -> None:
+        self.metric, self.patience, self.min_delta, self.mode = metric, patience, min_delta, mode
+        self.best: float | None = None
+        self.best_step = self.num_without_better = 0
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Compare an evaluation with the best one."""
+        found = [name for name in (known[-1] if known else {}) if name.startswith("evaluation_")]
+        if not found:
+            return
+        if self.metric not in found:
+            raise MetricError(
+                f"early_stop.metric={self.metric}: an evaluation has {', '.join(found)}: write one of them"
+            )
+        value = float(known[-1][self.metric])
+        if self._is_better(value):
+            self.best, self.best_step, self.num_without_better = value, known[-1]["step"], 0
+            return
+        self.num_without_better += 1
+        if self.num_without_better >= self.patience:
+            best = "it was never a number" if self.best is None else f"{self.best:g} at step {self.best_step}"
+            times = f"{self.patience} evaluations" if self.patience > 1 else "one evaluation"
+            trainer.leave(f"{self.metric} improved no more in {times}; best: {best}", agreed=True)
+
+    def _is_better(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best is None:
+            return True
+        gain = self.best - value if self.mode == "min" else value - self.best
+        return gain > self.min_delta
+
+    def state_dict(self) -> dict[str, float | int | None]:
+        """What a resumed run needs to go on counting."""
+        return {
+            "best": self.best,
+            "best_step": self.best_step,
+            "num_without_better": self.num_without_better,
+        }
+
+    def load_state_dict(self, state: dict[str, float | int | None]) -> None:
+        """Go on from a `state_dict`."""
+        self.best = state["best"]
+        self.best_step = int(state["best_step"] or 0)
+        self.num_without_better = int(state["num_without_better"] or 0)
+
+
+# ----------------------------------------------------------------
+# A run that ends before its time is over.
+
+_WATCHED = 20  # the last steps; the slowest of them says how long a step may take
+
+
+class TimeLimit(Callback):
+    """Ends the run if the next step and all callbacks' `finish` might not be over within the time.
+
+    seconds: counted from `begin`, a time of `clock`; by default from now on. The time of the slowest recent
+    step, with evaluation, saving and sampling, counts three times: for the next step, for one more until all
+    ranks have agreed, and for what follows the last step. The callbacks' own estimates of their `finish` are
+    added.
+    """
+
+    def __init__(
+        self, seconds: float, *, begin: float | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._clock = clock
+        self._seconds, self._end = seconds, (clock() if begin is None else begin) + seconds
+        self._last: float | None = None
+        self._steps: deque[float] = deque(maxlen=_WATCHED)
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Note how long the step before took, from its begin to the begin of this step."""
+        now = self._clock()
+        if self._last is not None:
+            self._steps.append(now - self._last)
+        self._last = now
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Leave if the time may be over before another step is done and saved."""
+        now = self._clock()
+        slowest = max([*self._steps, now - (self._last if self._last is not None else now)])
+        to_finish = sum(each.seconds_to_finish(trainer) for each in trainer.callbacks)
+        # Ranks agree with the next step's loss: one more step may run before all leave.
+        if now + 3 * slowest + to_finish > self._end:
+            trainer.leave(f"the time limit of {self._seconds / 3600:g} hours")
+
+
+# ----------------------------------------------------------------
+# A run that is left after a given number of steps, as a signal would make it leave.
+
+
+class StopAfter(Callback):
+    """Leaves the run after `num_steps` steps, counted from this start; a later start may go on."""
+
+    def __init__(self, num_steps: int) -> None:
+        self._num_steps, self._num_done = num_steps, 0
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Count the step."""
+        self._num_done += 1
+        if self._num_done == self._num_steps:
+            trainer.leave(f"stop_after={self._num_steps}", agreed=True)
+
+
+# ----------------------------------------------------------------
+# What a run does when its folder is deleted while it trains: it saves itself there and ends with an error.
+#
+# The weights in memory are then the only ones, since the checkpoints are gone, too. If another job has begun
+# a run in the folder meanwhile, nothing is written, and the run ends at once.
+
+
+class LeaveLostFolder(Callback):
+    """Checks after each step that the folder is still there, on the rank that has claimed it."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        self._folder = folder
+        self._is_lost = False
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """If the folder is gone, make it anew, and let the run leave; the run saves a checkpoint first."""
+        if self._folder.is_there() or not self._folder.make_again():
+            return
+        self._is_lost = True
+        print(
+            f"run_dir={shown_path(self._folder.path)} was deleted: the run saves itself there and ends",
+            flush=True,
+        )
+        trainer.leave("run_dir was deleted")
+
+    def check(self, trainer: Trainer) -> None:
+        """Raise FolderError if the run has left because of its folder."""
+        if self._is_lost and trainer.leaving is not None:
+            raise FolderError(
+                f"run_dir={shown_path(self._folder.path)} was deleted while the run was training. "
+                f"metrics.jsonl and a checkpoint of step {trainer.next_step} are there again; earlier "
+                "checkpoints are gone. Start the same command again: with resume=auto it goes on"
+            )
