@@ -89,7 +89,7 @@ def cut(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
 
 
 def _answer(kind: str, settings: Mapping[str, Any], is_tied: bool, num_stages: int) -> str:
-    from zbpp.models.hf_check import find_cut
+    from zbpp.models.hf.check import find_cut
     from zbpp.models.layers import split_layers
 
     try:
@@ -129,8 +129,8 @@ def go_round(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
     import torch
     import transformers
 
-    from zbpp.models.hf_cut import CutError
-    from zbpp.models.hf_shrink import with_small_copy
+    from zbpp.models.hf.cut import CutError
+    from zbpp.models.hf.shrink import with_small_copy
 
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -162,7 +162,7 @@ def _round_trips_in(folder: Path, config: Any) -> list[str]:
     from transformers import AutoModelForCausalLM
 
     from zbpp.models.hf import HuggingFace
-    from zbpp.models.hf_cut import CutError
+    from zbpp.models.hf.cut import CutError
 
     torch.manual_seed(0)
     source = AutoModelForCausalLM.from_config(config)
@@ -222,7 +222,7 @@ def _difference(whole: Any, stages: Sequence[Any], tokens: Any) -> str:
     """What of logits and gradients differs; nothing if all are equal."""
     import torch
 
-    from zbpp.models.hf_ties import aliases_of, summed_gradients
+    from zbpp.models.hf.ties import aliases_of, summed_gradients
 
     failed = ""
     for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-5)):
@@ -281,7 +281,7 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
 
 
 def _exported(model: Any, folder: Path) -> None:
-    from zbpp.models.hf_export import write_folder
+    from zbpp.models.hf.export import write_folder
     from zbpp.training.weights import weights_of_run
 
     saved = weights_of_run(folder / "run")

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
-from zbpp.models.hf_parallel import try_out
+from zbpp.models.hf.parallel import try_out
 
 Row = tuple[str, str]
 

@@ -5,8 +5,8 @@ import torch
 
 from zbpp import Pipeline, plan
 from zbpp.builders.stages import recompute_stages
-from zbpp.models.documents import document_mask
 from zbpp.models.gpt import Gpt
+from zbpp.models.layers import document_mask
 from zbpp.models.llama import Llama
 
 SIZES = {"vocab_size": 11, "num_layers": 4, "hidden_size": 16, "num_heads": 2, "sequence_length": 12}

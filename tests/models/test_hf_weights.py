@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.hf_folders import TOKENS, reference, saved
 from zbpp.models.hf import HuggingFace
-from zbpp.models.hf_files import WeightFiles
+from zbpp.models.hf.files import WeightFiles
 
 
 def run(stages, *batch):

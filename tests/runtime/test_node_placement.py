@@ -32,12 +32,12 @@ def test_the_line_names_the_group_and_what_to_change(hosts, degrees, words):
 
 @pytest.mark.parametrize(("per_node", "lines"), [(2, 0), (1, 1)])
 def test_rank_0_says_so_in_a_line_when_the_mesh_is_made(per_node, lines, monkeypatch, capsys):
-    from zbpp.builders import parallel
+    from zbpp.builders import stages
     from zbpp.config import ParallelConfig
 
-    monkeypatch.setattr(parallel, "gather", lambda host: nodes(2 // per_node, per_node))
+    monkeypatch.setattr(stages, "gather", lambda host: nodes(2 // per_node, per_node))
     with fake_world(2):
-        parallel.build_mesh(ParallelConfig(tensor=2), "cpu")
+        stages.build_mesh(ParallelConfig(tensor=2), "cpu")
     said = capsys.readouterr().err.splitlines()
     assert len(said) == lines
     assert all(line.startswith("warning: 1 of 1 tensor groups span nodes") for line in said)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from helpers.fuzzing import PARSERS, complaint, mutated
 from zbpp.checkpoints.folders import manifest_of
-from zbpp.models.hf_config import read_config
+from zbpp.models.hf.config import read_config
 from zbpp.schedule import PlanError, Timetable, simulate
 from zbpp.schedule.interchange import read_bytes
 from zbpp.training.run_folder import FolderError, check_free

@@ -1,4 +1,4 @@
-"""The callbacks of a run, from its config: early ends, figures shown, profile, samples."""
+"""The callbacks and loggers of a run, from its config: early ends, figures, profile, samples, saving."""
 
 from __future__ import annotations
 
@@ -6,20 +6,24 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from zbpp.config import ConfigError, TrainConfig, instantiate_node, naming
+from zbpp.config import ConfigError, LoggerConfig, TrainConfig, instantiate_node, naming
 from zbpp.data import Data
 from zbpp.data.corpus import load_tokenizer
 from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
 from zbpp.data.special_tokens import begin_and_ends
 from zbpp.error_text import kind_of
+from zbpp.job.agreement import broadcast
 from zbpp.job.world import World
 from zbpp.training.callbacks import Callback, CheckReplicas
-from zbpp.training.leaving import EarlyStop, TimeLimit
-from zbpp.training.loggers import Loggers
+from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.leaving import EarlyStop, StopAfter, TimeLimit
+from zbpp.training.loggers import JsonLines, Logger, Loggers, TensorBoard, Wandb
 from zbpp.training.measured_steps import LiveFigures
 from zbpp.training.precision import PRECISIONS
 from zbpp.training.profile import Profile
+from zbpp.training.run_folder import CHECKPOINTS, RunFolder
 from zbpp.training.sampling import Bytes, Coder, Sampler, TokenizerFile
+from zbpp.training.trainer import Trainer
 
 
 def build_callbacks(
@@ -135,3 +139,61 @@ def _coder(config: TrainConfig) -> tuple[Coder, frozenset[int]]:
             "sample.tokenizer=FILE"
         )
     return Bytes(), ends
+
+
+# ----------------------------------------------------------------
+# The callbacks that save a run and leave it, from the config; and going on from a checkpoint.
+
+
+def build_saving(
+    config: TrainConfig,
+    settings: Mapping[str, Any],
+    path: Path,
+    trainer: Trainer,
+    folder: RunFolder | None,
+) -> list[Callback]:
+    """Callbacks that save and leave the run. If `folder` names a checkpoint, the trainer goes on from it.
+
+    settings: the config by dotted key. folder: on rank 0, None elsewhere. path: that folder's path, on every
+    rank. Collective.
+    """
+    options = config.checkpoint
+    checkpoints = Checkpoints(
+        path / CHECKPOINTS,
+        every=options.every,
+        keep=options.keep,
+        background=options.background,
+        config={key: value for key, value in settings.items() if key != "run_dir"},
+    )
+    source, has_ended = broadcast(None if folder is None else (_below(folder), folder.has_ended))
+    if source is not None:
+        checkpoints.resume(trainer, path / source, config.steps, has_ended=has_ended)
+    return [checkpoints, *([] if config.stop_after is None else [StopAfter(config.stop_after)])]
+
+
+def _below(folder: RunFolder) -> Path | None:
+    """The source, relative to the run's folder if it lies there: on other nodes its path may differ."""
+    if folder.source is not None and folder.source.is_relative_to(folder.path):
+        return folder.source.relative_to(folder.path)
+    return folder.source
+
+
+# ----------------------------------------------------------------
+# The loggers of a run from the config: where its metrics go.
+
+
+def build_loggers(
+    options: LoggerConfig, folder: Path, settings: Mapping[str, Any], first_step: int = 0
+) -> list[Logger]:
+    """metrics.jsonl in the run's folder; wandb and TensorBoard if the config asks for them.
+
+    settings: the run's config as values by dotted key, which both show. first_step: how many steps
+    were done before.
+    """
+    loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
+    if options.wandb:
+        account: Any = {"project": options.project, "mode": options.mode}
+        loggers.append(Wandb(folder, **account, config=settings, goes_on=first_step > 0))
+    if options.tensorboard:
+        loggers.append(TensorBoard(folder, config=settings, first_step=first_step))
+    return loggers

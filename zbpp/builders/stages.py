@@ -1,16 +1,25 @@
-"""Prepare this rank's stages before the first step: device and dtype, recompute, compile."""
+"""Prepare this rank's stages before the first step: device and dtype, recompute, compile; and the mesh."""
 
 from __future__ import annotations
 
+import socket
+import sys
 from collections.abc import Collection, Mapping
 from functools import partial
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError, MemoryConfig, naming
+from zbpp.config import ConfigError, MemoryConfig, ParallelConfig, naming
+from zbpp.job.agreement import gather
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
+from zbpp.runtime.parallel.node_placement import placement_warning
+from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
 from zbpp.training.precision import Precision, check_device
 
@@ -88,3 +97,38 @@ def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) ->
             )
         except RuntimeError as error:
             raise ConfigError(f"compile={what}: {error}") from error
+
+
+# ----------------------------------------------------------------
+# The mesh of a run from its config, and stages split over its tensor dimension.
+
+
+def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
+    """How many ranks each pipeline has. Raises ConfigError if the degrees don't divide `num_processes`."""
+    with naming("parallel"):
+        return num_pipeline_ranks(num_processes, **_degrees(parallel))
+
+
+def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
+    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective.
+
+    Rank 0 says in a line if groups that talk much span nodes.
+    """
+    degrees = _degrees(parallel)
+    if set(degrees.values()) == {1}:
+        return None
+    mesh = make_mesh(**degrees, device_type=device_type)
+    warning = placement_warning(gather(socket.gethostname()), degrees)
+    if warning and dist.get_rank() == 0:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
+    return mesh
+
+
+def split_stages(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
+    """Split the stages over the mesh's tensor dimension. Raises ConfigError if the model can't be split."""
+    with naming("model"):
+        parallelize(model, stages, mesh)
+
+
+def _degrees(parallel: ParallelConfig) -> dict[str, int]:
+    return {"replicate": parallel.replicate, "shard": parallel.shard, "tensor": parallel.tensor}

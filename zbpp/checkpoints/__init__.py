@@ -1,19 +1,16 @@
 """Checkpoints that outlive the cut: saved under one number of ranks, loaded under any other.
 
 saving            zbpp.save: all processes agree, then each one writes its part, in a thread if wanted
-arguments         checks of what `save` is given
 loading           zbpp.load: the newest whole checkpoint, under this job's cut and mesh
 model_states      weights and buffers by their names in the whole model
-optimizer_states  states and options of optimizers by the same names
+optimizer_states  states and options of optimizers by the same names; checks of what `save` is given
 random_states     Python's, numpy's and torch's random numbers
 nest              everything that is no tensor, as JSON
 writing, reading  tensors through torch.distributed.checkpoint, without pickled objects
-held              a checkpoint that its run may remove meanwhile
-folders           names on disk, checksums, the rename that makes a checkpoint whole
-exchange          brings a value of each process to the first one while training goes on
+folders           names on disk, checksums, the rename that makes a checkpoint whole; one that is held while it is read
 """
 
-from zbpp.checkpoints.errors import CheckpointError
+from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.loading import load, opened, restore
 from zbpp.checkpoints.reading import Checkpoint
 from zbpp.checkpoints.saving import Saver, Saving, Stateful, prepared, save

@@ -1,7 +1,7 @@
 """Checkpoints on disk: a folder per step, which is whole or is not there.
 
     checkpoints/
-        step-200/            __0_0.distcp, __1_0.distcp, ...   tensors, as torch.distributed.checkpoint writes them
+        step-200/            __0_0.distcp, __1_0.distcp, ...   tensors, as torch's DCP writes them
                              .metadata                         where each tensor lies in them
                              state.json                        all that is no tensor
                              manifest.json                     size and checksum of each other file
@@ -9,7 +9,7 @@
         latest               the newest step's name, for people and other tools
 
 A folder is renamed to its final name when all of its files are on the disk, and never changed after that.
-"""  # noqa: E501  # a table
+"""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any, NamedTuple
-
-from zbpp.checkpoints.errors import CheckpointError
+from weakref import finalize
 
 FORMAT = 1  # raised by every change that an older zbpp could not read
 
@@ -214,3 +214,58 @@ def check_contents(path: Path, files: Mapping[str, Written], names: Iterable[str
     for name in names:
         if written_in(path / name) != files[name]:
             raise ValueError(f"{name} has changed since it was written (its checksum differs)")
+
+
+# ----------------------------------------------------------------
+# What can go wrong with a checkpoint.
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that can't be written or loaded; the message says why, and what to do instead."""
+
+
+# ----------------------------------------------------------------
+# Holds a checkpoint of a run that still trains: the run may remove it while somebody reads it.
+
+_PREFIX = ".read-"  # the folder's name; a run looks only for step-... in its checkpoints
+
+
+class HeldCheckpoint:
+    """The files of a checkpoint under second names (hard links), which stay if the run removes the first.
+
+    path: where to read. It is the checkpoint itself where no links can be made (in a read-only folder, on a
+    file system without links): a run may then remove it. The links go with this object. Raises
+    FileNotFoundError if the checkpoint is gone already.
+    """
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.path = checkpoint
+        try:
+            folder = mkdtemp(prefix=_PREFIX, dir=checkpoint.parent)
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return
+        remove = finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        held = Path(folder) / checkpoint.name
+        try:
+            held.mkdir()
+            for file in _files(checkpoint):
+                copy = held / file.relative_to(checkpoint)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                os.link(file, copy)
+        except FileNotFoundError:
+            remove()
+            raise
+        except OSError:
+            remove()
+        else:
+            self.path = held
+
+
+def _files(folder: Path) -> list[Path]:
+    """All files in a folder. Raises FileNotFoundError where it is gone, which a glob would take for empty."""
+    found = []
+    for entry in os.scandir(folder):
+        found += _files(Path(entry.path)) if entry.is_dir() else [Path(entry.path)]
+    return found

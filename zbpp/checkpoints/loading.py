@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import model_states
-from zbpp.checkpoints.errors import CheckpointError
-from zbpp.checkpoints.folders import checkpoints_in, set_aside, step_of
+from zbpp.checkpoints.folders import CheckpointError, checkpoints_in, set_aside, step_of
 from zbpp.checkpoints.nest import decoded, tensor_keys
 from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters, Restored, kind_of, optimizers_of
 from zbpp.checkpoints.random_states import set_random_states

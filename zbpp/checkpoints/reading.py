@@ -25,11 +25,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from zbpp.checkpoints.errors import CheckpointError
 from zbpp.checkpoints.folders import (
     MANIFEST,
     METADATA,
     STATE,
+    CheckpointError,
     check_contents,
     check_sizes,
     checkpoints_in,

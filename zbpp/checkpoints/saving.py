@@ -19,13 +19,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import folders, model_states, optimizer_states
-from zbpp.checkpoints.arguments import UnderWay, check_arguments, last_of
-from zbpp.checkpoints.errors import CheckpointError
-from zbpp.checkpoints.exchange import Exchange
+from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.nest import encoded
-from zbpp.checkpoints.optimizer_states import Masters, kind_of
+from zbpp.checkpoints.optimizer_states import Masters, UnderWay, check_arguments, kind_of, last_of
 from zbpp.checkpoints.random_states import random_states
-from zbpp.checkpoints.writing import Part
+from zbpp.checkpoints.writing import Exchange, Part
 from zbpp.error_text import shown_path
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import Place

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.models.documents import DocumentStage
 from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
     Blueprint,
+    DocumentStage,
     check_divides,
     check_length,
     check_positive,

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from zbpp.models.documents import DocumentStage
-from zbpp.models.layers import Blueprint, token_accuracy, token_loss, transformer_std
+from zbpp.models.layers import Blueprint, DocumentStage, token_accuracy, token_loss, transformer_std
 from zbpp.models.llama_layer import LlamaSizes, default_intermediate
 from zbpp.models.tensor_parallel import BlockPlan, parallelize
 

@@ -11,7 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpp.models.flops import head_in_layers
-from zbpp.models.layers import Block, check_divides, check_length, check_positive, merge_heads, split_heads
+from zbpp.models.layers import (
+    Block,
+    check_divides,
+    check_length,
+    check_positive,
+    merge_heads,
+    split_heads,
+)
 
 
 @dataclass(frozen=True, kw_only=True)

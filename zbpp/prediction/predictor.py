@@ -12,8 +12,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from zbpp.builders.model import build_model
-from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import build_offload, build_timetable, check_layers, costs_of
+from zbpp.builders.stages import pipeline_ranks
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute

@@ -20,8 +20,7 @@ from zbpp.autograd.storages import bytes_of
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, explained_as_data
 from zbpp.builders.optimizer import build_optimizer
-from zbpp.builders.parallel import build_mesh, split_stages
-from zbpp.builders.stages import recompute_stages
+from zbpp.builders.stages import build_mesh, recompute_stages, split_stages
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.job.world import fake_world
 from zbpp.planning.stage_bytes import StageBytes, sharded

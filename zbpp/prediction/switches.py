@@ -13,8 +13,8 @@ from itertools import product
 from typing import Any
 
 from zbpp.builders.model import build_model
-from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import build_timetable, check_layers
+from zbpp.builders.stages import pipeline_ranks
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning import canonical_name
 from zbpp.planning.memory_budget import excess

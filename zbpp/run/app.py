@@ -14,14 +14,18 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.builders.callbacks import build_callbacks, build_early_stop, build_own_callbacks
-from zbpp.builders.checkpoints import build_saving
+from zbpp.builders.callbacks import (
+    build_callbacks,
+    build_early_stop,
+    build_loggers,
+    build_own_callbacks,
+    build_saving,
+)
 from zbpp.builders.data import limit_evaluation
-from zbpp.builders.loggers import build_loggers
 from zbpp.builders.model import build_model, layers_per_stage, metrics_of
 from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.builders.parallel import build_mesh, pipeline_ranks
 from zbpp.builders.plan import check_layers, check_plan, title_of
+from zbpp.builders.stages import build_mesh, pipeline_ranks
 from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, build_validation
 from zbpp.config import TrainConfig, naming
 from zbpp.job.agreement import broadcast

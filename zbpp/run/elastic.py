@@ -14,8 +14,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from zbpp.builders.model import build_model
-from zbpp.builders.parallel import pipeline_ranks
 from zbpp.builders.plan import check_layers, check_plan
+from zbpp.builders.stages import pipeline_ranks
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ParallelConfig, TrainConfig
 from zbpp.schedule import PlanError
 

@@ -15,24 +15,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages, check_data_fit
-from zbpp.builders.parallel import split_stages
 from zbpp.builders.plan import build_offload, build_timetable, check_layers
 from zbpp.builders.stages import (
     compile_stages,
     move_stages,
     offload_weights,
     recompute_stages,
+    split_stages,
 )
-from zbpp.builders.together import check_together
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.joining import rank_and_size
-from zbpp.runtime import ActivationOffload
+from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import agree_on_ties
+from zbpp.runtime.update.validation import Validation
 from zbpp.schedule import Timetable
 from zbpp.training.batches import batch_for
 from zbpp.training.precision import Precision
@@ -194,3 +195,25 @@ def _is_installed(file: str) -> bool:
 
 def _hash(path: Path) -> str:
     return blake2b(path.read_bytes(), digest_size=4).hexdigest()
+
+
+# ----------------------------------------------------------------
+# Which switches of a config don't go together: what the extras behind them say (docs/extras.md).
+
+
+def check_together(config: TrainConfig) -> None:
+    """Raise ConfigError for two switches that are on, and whose extras exclude each other."""
+    memory, validation = config.memory, config.optimizer.validation
+    release, offload = memory.gradient_release, memory.offload
+    switches = (
+        (ActivationOffload, "memory.offload", offload, offload != "none"),
+        (CudaGraphs, "cuda_graphs", "true", config.cuda_graphs),
+        (GradientRelease, "memory.gradient_release", release, release != "off"),
+        (OffloadedWeights, "memory.offload_weights", "true", memory.offload_weights),
+        (Validation, "optimizer.validation", validation, validation == "after"),
+    )
+    on = {extra.name: f"{key}={value}" for extra, key, value, is_on in switches if is_on}
+    for extra, *_ in switches:
+        for other, instead in extra.excludes.items():
+            if extra.name in on and other in on:
+                raise ConfigError(f"{on[extra.name]} doesn't go with {on[other]}: {instead}")

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoints import Checkpoint, CheckpointError
-from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
-from zbpp.checkpoints.held import HeldCheckpoint
+from zbpp.checkpoints.folders import HeldCheckpoint, check_contents, check_sizes, checkpoints_in, step_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.master_weights import MasterWeights

@@ -1,7 +1,7 @@
 """Writes weights as a folder that transformers loads: config, safetensors, generation config, tokenizer.
 
 The tensors of one layer are read, renamed and converted to the layout of the family's files (the reverse of
-hf_load.py), and collected until a file is full. So no more than one layer and one file are in memory.
+load.py), and collected until a file is full. So no more than one layer and one file are in memory.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from zbpp.models.hf_files import INDEX, SINGLE, WeightFiles
-from zbpp.models.hf_load import FolderWeights
-from zbpp.models.hf_shrink import build_on_meta
+from zbpp.models.hf.files import INDEX, SINGLE, WeightFiles
+from zbpp.models.hf.load import FolderWeights
+from zbpp.models.hf.shrink import build_on_meta
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf_calls import (
+from zbpp.models.hf.calls import (
     BATCH,
     TIME,
     batch_and_time,
@@ -24,12 +24,12 @@ from zbpp.models.hf_calls import (
     record,
     refuse_what_is_made_later,
 )
-from zbpp.models.hf_cut import Cut, CutError, FirstStage, LibraryError, Stage, layers_at
-from zbpp.models.hf_init import constants_of, initialise
-from zbpp.models.hf_load import FolderWeights
-from zbpp.models.hf_masks import Kind, refused_kinds
-from zbpp.models.hf_shrink import build_on_meta, with_small_copy
-from zbpp.models.hf_ties import aliases_of, names_of, summed_gradients
+from zbpp.models.hf.cut import Cut, CutError, FirstStage, LibraryError, Stage, layers_at
+from zbpp.models.hf.init import constants_of, initialise
+from zbpp.models.hf.load import FolderWeights
+from zbpp.models.hf.masks import Kind, refused_kinds
+from zbpp.models.hf.shrink import build_on_meta, with_small_copy
+from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Any causal language model of Hugging Face, cut into stages: from its config, or from a folder with weights.
 
-Each stage runs the library's own code under the whole config, but allocates its own tensors only (`hf_cut`).
-The cut is found and checked on a small copy of the model (`hf_check`). Needs the extra `hf`.
+Each stage runs the library's own code under the whole config, but allocates its own tensors only (cut.py).
+The cut is found and checked on a small copy of the model (check.py). Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf_check import build_stage, find_cut
-from zbpp.models.hf_config import check_tokenizer, read_config, read_folder, without_cache
-from zbpp.models.hf_cut import Cut
-from zbpp.models.hf_files import WeightFiles
-from zbpp.models.hf_load import FolderWeights
-from zbpp.models.hf_parallel import parallelize_stage
-from zbpp.models.hf_shrink import build_on_meta
-from zbpp.models.hf_ties import aliases_of
+from zbpp.models.hf.check import build_stage, find_cut
+from zbpp.models.hf.config import check_tokenizer, read_config, read_folder, without_cache
+from zbpp.models.hf.cut import Cut
+from zbpp.models.hf.files import WeightFiles
+from zbpp.models.hf.load import FolderWeights
+from zbpp.models.hf.parallel import parallelize_stage
+from zbpp.models.hf.shrink import build_on_meta
+from zbpp.models.hf.ties import aliases_of
 from zbpp.models.layers import check_positive, token_loss
 from zbpp.partition import split_layers
 
@@ -108,7 +108,7 @@ class HuggingFace:
 
         The first call tries the plan on a small copy, on all ranks of the mesh: some seconds. Raises
         ValueError, before the stage is changed, if there is no plan, or if plan or mesh does not fit: see
-        hf_parallel.py.
+        parallel.py.
         """
         is_tried = mesh.size() in self._degrees_tried
         parallelize_stage(stage, mesh, self._config, self._seed, is_tried=is_tried)

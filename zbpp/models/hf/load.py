@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf_files import WeightFiles
-from zbpp.models.hf_ties import aliases_of
+from zbpp.models.hf.files import WeightFiles
+from zbpp.models.hf.ties import aliases_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import nn
 
-from zbpp.models.hf_cut import CutError
+from zbpp.models.hf.cut import CutError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

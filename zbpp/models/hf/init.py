@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf_cut import CutError
-from zbpp.models.hf_ties import aliases_of, assign, untie
+from zbpp.models.hf.cut import CutError
+from zbpp.models.hf.ties import aliases_of, assign, untie
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:

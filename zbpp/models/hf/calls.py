@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
-from zbpp.models.hf_cut import (
+from zbpp.models.hf.cut import (
     Call,
     CutError,
     LayerProxy,
@@ -30,7 +30,7 @@ from zbpp.models.hf_cut import (
     layers_at,
     names_above_layers,
 )
-from zbpp.models.hf_ties import untied, with_their_source
+from zbpp.models.hf.ties import untied, with_their_source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

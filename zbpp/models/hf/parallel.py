@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf_calls import BATCH, TIME
-from zbpp.models.hf_cut import CutError
-from zbpp.models.hf_init import constants_of, initialise
-from zbpp.models.hf_shrink import build_on_meta, with_small_copy
-from zbpp.models.hf_ties import aliases_of
+from zbpp.models.hf.calls import BATCH, TIME
+from zbpp.models.hf.cut import CutError
+from zbpp.models.hf.init import constants_of, initialise
+from zbpp.models.hf.shrink import build_on_meta, with_small_copy
+from zbpp.models.hf.ties import aliases_of
 from zbpp.models.layers import check_divides
 from zbpp.models.tensor_parallel import Styles, check_mesh, shard
 

@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.models.hf_masks import Given, Kind, keywords, kind_of, merged, refuse
-from zbpp.models.hf_ties import names_of
+from zbpp.models.hf.masks import Given, Kind, keywords, kind_of, merged, refuse
+from zbpp.models.hf.ties import names_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,7 +129,7 @@ class Stage(nn.Module):
     model: the whole model; tensors of other stages may be on the meta device.
     The stage's parameters have the names that they have in the library's whole model. The modules above the
     layers, which each forward copies, appear in the stage as plain containers of their parameters, buffers
-    and children. An attention_mask and position_ids (see hf_masks.py) follow the values of the boundary.
+    and children. An attention_mask and position_ids (see masks.py) follow the values of the boundary.
     """
 
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:

@@ -6,7 +6,7 @@
                      and the library's masks keep documents apart
 
 Not every family takes all of these, and some take positions without keeping documents apart. So each kind of
-batch is tried on the small copy of the model (hf_check.py), and a stage refuses a kind that failed there.
+batch is tried on the small copy of the model (check.py), and a stage refuses a kind that failed there.
 """
 
 from __future__ import annotations

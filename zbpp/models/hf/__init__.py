@@ -1,0 +1,19 @@
+"""Any causal language model of Hugging Face, cut into stages.
+
+model        HuggingFace: what a config names
+config       the config, checked
+files, load  the weights in a folder
+shrink       a small copy of the config, to try a cut on
+calls        how the small model calls its layers, and which stage uses which parameter
+check        the proof, on the small model, that its stages compute what the whole model does
+init         initial values for the tensors of one stage
+cut          a stage: the library's model with the layers of other stages skipped
+masks        attention masks and positions
+ties         tied parameters
+parallel     tensor parallelism by the library's plan
+export       writes weights as a folder that transformers loads
+"""
+
+from zbpp.models.hf.model import HuggingFace
+
+__all__ = ["HuggingFace"]
