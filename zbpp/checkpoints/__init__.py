@@ -7,7 +7,7 @@ optimizer_states  states and options of optimizers by the same names; checks of 
 random_states     Python's, numpy's and torch's random numbers
 nest              everything that is no tensor, as JSON
 writing, reading  tensors through torch.distributed.checkpoint, without pickled objects
-folders           names on disk, checksums, the rename that makes a checkpoint whole; one that is held while it is read
+folders           names on disk, checksums, the rename that makes it whole; one that is held to be read
 """
 
 from zbpp.checkpoints.folders import CheckpointError
