@@ -14,7 +14,7 @@ from zbpp.config import ConfigError
 from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
 from zbpp.runtime import measured_costs
-from zbpp.training.optimizer import adamw
+from zbpp.training.optim.optimizer import adamw
 from zbpp.training.trainer import Trainer
 
 

@@ -19,7 +19,7 @@ from zbpp import config as configs
 from zbpp.ranges import ConfigError
 from zbpp.run import app
 from zbpp.run.elastic import adapted
-from zbpp.training.run_folder import FolderError, claimed
+from zbpp.training.folder.run_folder import FolderError, claimed
 
 ROOT = Path(__file__).parent.parent
 RANKS, STEPS = 4, 24

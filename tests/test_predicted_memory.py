@@ -14,7 +14,7 @@ from zbpp.builders.trainer import build_masters, build_pipeline, build_validatio
 from zbpp.prediction.predictor import Predictor
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.training.memory_report import MemoryReport
-from zbpp.training.precision import PRECISIONS
+from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]

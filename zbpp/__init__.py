@@ -58,9 +58,9 @@ if TYPE_CHECKING:
         replicate,
     )
     from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
-    from zbpp.training.master_weights import MasterWeights
-    from zbpp.training.post_validation import PostValidation
-    from zbpp.training.precision import LossScale
+    from zbpp.training.optim.master_weights import MasterWeights
+    from zbpp.training.optim.post_validation import PostValidation
+    from zbpp.training.optim.precision import LossScale
 
 __version__ = "0.1.0"
 
@@ -73,11 +73,11 @@ _HOME = {
     "FlightRecorder": "zbpp.runtime",
     "GradientRelease": "zbpp.runtime",
     "OptimizerAccumulation": "zbpp.runtime",
-    "LossScale": "zbpp.training.precision",
-    "MasterWeights": "zbpp.training.master_weights",
+    "LossScale": "zbpp.training.optim.precision",
+    "MasterWeights": "zbpp.training.optim.master_weights",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
-    "PostValidation": "zbpp.training.post_validation",
+    "PostValidation": "zbpp.training.optim.post_validation",
     "Timeline": "zbpp.schedule",
     "Timetable": "zbpp.schedule",
     "Recorder": "zbpp.runtime",

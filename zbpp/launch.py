@@ -46,10 +46,10 @@ def refusals() -> tuple[type[Exception], ...]:
     )
     from zbpp.runtime.memory.weight_buffers import OffloadError
     from zbpp.training.callbacks import CallbackError
+    from zbpp.training.folder.run_files import FolderError
     from zbpp.training.leaving import MetricError
     from zbpp.training.non_finite import NonFiniteError
-    from zbpp.training.precision import LossScaleError
-    from zbpp.training.run_files import FolderError
+    from zbpp.training.optim.precision import LossScaleError
 
     training = CallbackError, FolderError, LossScaleError, MetricError, NonFiniteError
     return (

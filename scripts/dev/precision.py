@@ -23,9 +23,9 @@ from torch import Tensor
 from zbpp.models.gpt import Gpt
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.norm import gradients_of
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import adamw
-from zbpp.training.precision import PRECISIONS
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.optimizer import adamw
+from zbpp.training.optim.precision import PRECISIONS
 
 ROOT = Path(__file__).resolve().parents[2]
 RUNS = {

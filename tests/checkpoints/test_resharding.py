@@ -9,7 +9,7 @@ from zbpp.models.llama import Llama
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.runtime.parallel.ties import agree_on_ties
-from zbpp.training.optimizer import adamw
+from zbpp.training.optim.optimizer import adamw
 
 ROWS, TIME, VOCAB, STEPS, SAVED = 8, 6, 13, 6, 3
 SHAPES = {  # schedule, number of microbatches of each data part, mesh

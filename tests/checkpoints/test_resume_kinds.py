@@ -11,10 +11,10 @@ from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optim
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.folder.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
-from zbpp.training.post_validation import Validation
+from zbpp.training.optim.post_validation import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 

@@ -13,7 +13,7 @@ import zbpp
 from zbpp import GradientRelease
 from zbpp.checkpoints import Checkpoint
 from zbpp.checkpoints.nest import decoded, encoded
-from zbpp.training.optimizer import MuonAndAdamW
+from zbpp.training.optim.optimizer import MuonAndAdamW
 
 
 class Stage(nn.Sequential):

@@ -5,7 +5,7 @@ from functools import partial
 from zbpp import Pipeline, plan
 from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optim.optimizer import adamw, warmup_cosine
 from zbpp.training.trainer import Trainer
 
 NUM_MICROBATCHES, BATCH_SIZE = 4, 8

@@ -15,9 +15,9 @@ from zbpp.autograd import recompute
 from zbpp.data import Data
 from zbpp.models.gpt import Gpt
 from zbpp.runtime.parallel.ties import check_ties, report_of, shared_parameters, ties_of
-from zbpp.training.optimizer import adamw
+from zbpp.training.folder.weights import save_weights
+from zbpp.training.optim.optimizer import adamw
 from zbpp.training.trainer import Trainer
-from zbpp.training.weights import save_weights
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

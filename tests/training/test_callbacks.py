@@ -13,7 +13,7 @@ from zbpp.builders.callbacks import build_own_callbacks
 from zbpp.config import ConfigError
 from zbpp.training.callbacks import Callback, CallbackError
 from zbpp.training.loggers import finite
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.post_validated_update import Validation
 
 
 class Witness(Callback):

@@ -5,7 +5,7 @@ import pytest
 from helpers.trainers import small_trainer
 from zbpp.training import callbacks
 from zbpp.training.callbacks import CheckReplicas
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.post_validated_update import Validation
 
 
 @pytest.mark.parametrize("validation", [None, Validation(after=0)])

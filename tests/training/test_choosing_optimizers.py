@@ -21,8 +21,8 @@ from zbpp.builders.optimizer import (
 from zbpp.config import ConfigError, OptimizerConfig
 from zbpp.data import Data
 from zbpp.runtime.parallel.mesh import whole_of
-from zbpp.training.parameter_groups import Named
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.parameter_groups import Named
+from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.trainer import Trainer
 
 WIDTH, VOCAB, ROWS, M, STEPS = 6, 8, 8, 4, 6

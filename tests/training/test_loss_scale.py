@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zbpp import LossScale
-from zbpp.training.precision import LossScaleError
+from zbpp.training.optim.precision import LossScaleError
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,10 +13,10 @@ from hydra import compose, initialize_config_dir
 from helpers.installed import ROOT
 from zbpp import config as configs
 from zbpp.run import app
-from zbpp.training import run_files
 from zbpp.training.callbacks import Callback
-from zbpp.training.run_files import FolderError, Record, write_whole
-from zbpp.training.run_folder import claimed
+from zbpp.training.folder import run_files
+from zbpp.training.folder.run_files import FolderError, Record, write_whole
+from zbpp.training.folder.run_folder import claimed
 
 configs.register()
 

@@ -8,8 +8,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, auxiliary_loss, plan
 from zbpp.data import regression_data
+from zbpp.training.optim.update import with_named_losses
 from zbpp.training.trainer import Trainer
-from zbpp.training.update import with_named_losses
 
 M, STEPS = 2, 4
 

@@ -14,10 +14,10 @@ from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
 from zbpp.data import Data, loaded_data
 from zbpp.training import begun_steps
-from zbpp.training.checkpoints import Checkpoints, check_savable
+from zbpp.training.folder.checkpoints import Checkpoints, check_savable
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.trainer import Trainer
 
 M, ROWS, WIDTH, STEPS, BAD = 4, 8, 5, 6, 2  # BAD: the step (from 0) whose batch is spoiled

@@ -11,7 +11,7 @@ from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
 from zbpp.models.gpt import Gpt
 from zbpp.runtime.parallel.norm import squared_norms
-from zbpp.training.optimizer import adamw, warmup_cosine
+from zbpp.training.optim.optimizer import adamw, warmup_cosine
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, BATCH = 17, 6, 8

@@ -21,8 +21,8 @@ from zbpp.job.errors import CommunicationError
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
-from zbpp.training.post_validated_update import Validation, ValidationSwitch
-from zbpp.training.precision import PRECISIONS
+from zbpp.training.optim.post_validated_update import Validation, ValidationSwitch
+from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 
 M, ROWS, WIDTH, STEPS = 8, 32, 6, 10

@@ -19,8 +19,8 @@ from zbpp.builders.trainer import build_masters
 from zbpp.data import regression_data, text_data
 from zbpp.models.gpt import Gpt
 from zbpp.run import app
-from zbpp.training.optimizer import adamw
-from zbpp.training.precision import PRECISIONS, LossScaleError, check_device
+from zbpp.training.optim.optimizer import adamw
+from zbpp.training.optim.precision import PRECISIONS, LossScaleError, check_device
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 

@@ -13,10 +13,10 @@ from helpers.trainers import small_trainer
 from zbpp import Pipeline, PlanError, Recorder, Timetable, make_mesh, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
-from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.folder.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
-from zbpp.training.optimizer import adamw
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.optimizer import adamw
+from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from zbpp.training.rollback import Rollback
+from zbpp.training.optim.rollback import Rollback
 
 SHAPES = (7, 5), (5,), ()
 

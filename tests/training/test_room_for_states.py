@@ -9,8 +9,8 @@ from helpers.configs import composed
 from helpers.processes import run_ranks
 from helpers.trainers import small_trainer
 from zbpp.runtime import DeviceError
-from zbpp.training import room_for_states
-from zbpp.training.room_for_states import check_room
+from zbpp.training.optim import room_for_states
+from zbpp.training.optim.room_for_states import check_room
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from zbpp.training.run_folder import FolderError, check_free, claimed
+from zbpp.training.folder.run_folder import FolderError, check_free, claimed
 
 
 @pytest.fixture(autouse=True)

@@ -13,8 +13,8 @@ from zbpp.data import text_data
 from zbpp.data.special_tokens import begin_and_ends
 from zbpp.models.gpt import Gpt
 from zbpp.training.callbacks import Callback
-from zbpp.training.optimizer import adamw, warmup_cosine
-from zbpp.training.post_validated_update import Validation
+from zbpp.training.optim.optimizer import adamw, warmup_cosine
+from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.sampling import Bytes, Sampler, TokenizerFile, generate
 from zbpp.training.trainer import Trainer
 

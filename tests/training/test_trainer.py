@@ -13,8 +13,8 @@ from zbpp.data import regression_data
 from zbpp.job.world import World
 from zbpp.models.mlp import Mlp
 from zbpp.planning import compare
-from zbpp.training.optimizer import OPTIMIZERS, adamw, warmup_cosine
-from zbpp.training.precision import LossScale
+from zbpp.training.optim.optimizer import OPTIMIZERS, adamw, warmup_cosine
+from zbpp.training.optim.precision import LossScale
 from zbpp.training.progress import brief
 from zbpp.training.summary import Title, summarise
 from zbpp.training.trainer import Trainer

@@ -14,7 +14,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
-from zbpp.training.precision import Precision
+from zbpp.training.optim.precision import Precision
 
 
 def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | None = None) -> Any:

@@ -16,15 +16,15 @@ from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.gradient_release import updates_each_alone
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.optimizer import (
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.optimizer import (
     OPTIMIZERS,
     warmup_constant,
     warmup_cosine,
     warmup_linear,
     warmup_stable_decay,
 )
-from zbpp.training.parameter_groups import (
+from zbpp.training.optim.parameter_groups import (
     Entry,
     Named,
     as_named,

@@ -21,7 +21,7 @@ from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
 from zbpp.runtime.parallel.node_placement import placement_warning
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
-from zbpp.training.precision import Precision, check_device
+from zbpp.training.optim.precision import Precision, check_device
 
 
 def move_stages(

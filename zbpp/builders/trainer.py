@@ -15,9 +15,9 @@ from zbpp.runtime import ActivationOffload, Extra, Pipeline
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.mesh import SHARD
 from zbpp.schedule import Costs, Timetable
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.post_validated_update import Validation
-from zbpp.training.precision import Precision
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.post_validated_update import Validation
+from zbpp.training.optim.precision import Precision
 from zbpp.training.replan import Replan
 
 Stages = dict[int, nn.Module]

@@ -11,7 +11,7 @@ from zbpp.planning.memory_budget import RankMemory, predict_memory
 from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.schedule import Timetable
 from zbpp.schedule.offload import RankOffload
-from zbpp.training.precision import PRECISIONS
+from zbpp.training.optim.precision import PRECISIONS
 
 
 class WeightBytes(NamedTuple):

@@ -35,10 +35,10 @@ from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.parameter_groups import Named
-from zbpp.training.precision import PRECISIONS
-from zbpp.training.rollback import changes_gradients
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.parameter_groups import Named
+from zbpp.training.optim.precision import PRECISIONS
+from zbpp.training.optim.rollback import changes_gradients
 
 FAKE = "on fake tensors: no memory was needed"
 REAL = "by one microbatch on the CPU"

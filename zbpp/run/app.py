@@ -38,18 +38,18 @@ from zbpp.run.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.training.folder.run_folder import RunFolder, check_free, claimed
 from zbpp.training.leaving import LeaveLostFolder, LeaveOnSignal
 from zbpp.training.loggers import Loggers
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy
+from zbpp.training.optim.precision import PRECISIONS, LossScale, Precision
+from zbpp.training.optim.room_for_states import check_room
+from zbpp.training.optim.update import Metrics
 from zbpp.training.out_of_memory import MemoryFailure
-from zbpp.training.precision import PRECISIONS, LossScale, Precision
 from zbpp.training.progress import progress
-from zbpp.training.room_for_states import check_room
-from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.summary import Summary, Title, summarise
 from zbpp.training.trainer import Trainer
-from zbpp.training.update import Metrics
 
 _GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
 

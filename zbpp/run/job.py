@@ -36,7 +36,7 @@ from zbpp.runtime.parallel.ties import agree_on_ties
 from zbpp.runtime.update.validation import Validation
 from zbpp.schedule import Timetable
 from zbpp.training.batches import batch_for
-from zbpp.training.precision import Precision
+from zbpp.training.optim.precision import Precision
 
 if TYPE_CHECKING:
     from zbpp.prediction.measured_stages import MeasuredStages

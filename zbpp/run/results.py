@@ -12,13 +12,13 @@ from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.memory.activation_offload import offload_plan_of
+from zbpp.training.folder.run_files import FolderError, write_whole
+from zbpp.training.folder.weights import save_weights
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
 from zbpp.training.memory_report import RankReport, figures
-from zbpp.training.run_files import FolderError, write_whole
 from zbpp.training.summary import Summary, Title
 from zbpp.training.trainer import Trainer
-from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
     from zbpp.prediction.measured_stages import MeasuredStages

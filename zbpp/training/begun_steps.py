@@ -9,7 +9,7 @@ from typing import NamedTuple
 from zbpp.runtime import NonFinite, Pipeline, find_non_finite
 from zbpp.training.batches import Batch
 from zbpp.training.non_finite import Values
-from zbpp.training.update import Metrics, Outcome, with_named_losses
+from zbpp.training.optim.update import Metrics, Outcome, with_named_losses
 
 
 class _Begun(NamedTuple):

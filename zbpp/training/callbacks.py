@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from zbpp.checkpoints import Stateful
 from zbpp.error_text import kind_of
 from zbpp.runtime import check_replicas
-from zbpp.training.update import Metrics
+from zbpp.training.optim.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

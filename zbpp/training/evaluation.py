@@ -18,7 +18,7 @@ from zbpp.data.chat import IGNORED
 from zbpp.runtime import Pipeline
 from zbpp.training.batches import Batches
 from zbpp.training.non_finite import text_of
-from zbpp.training.update import Metrics, with_evaluation_losses
+from zbpp.training.optim.update import Metrics, with_evaluation_losses
 
 MetricsOf = Callable[[Any, Any], Mapping[str, float | Tensor]]
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from zbpp.runtime import Pipeline
 from zbpp.training.lora import check_no_tied_target, check_targets, inject, lora_config
-from zbpp.training.parameter_groups import check_all_match
+from zbpp.training.optim.parameter_groups import check_all_match
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, Self
 
 from zbpp.error_text import shown_path
 from zbpp.training.callbacks import Callback
-from zbpp.training.run_files import FolderError
-from zbpp.training.run_folder import RunFolder
+from zbpp.training.folder.run_files import FolderError
+from zbpp.training.folder.run_folder import RunFolder
+from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Trainer
-from zbpp.training.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

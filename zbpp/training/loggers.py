@@ -15,8 +15,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
 
+from zbpp.training.folder.run_files import FolderError, Record
 from zbpp.training.non_finite import text_of
-from zbpp.training.run_files import FolderError, Record
 
 Metrics = Mapping[str, Any]
 

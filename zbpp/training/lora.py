@@ -20,7 +20,7 @@ from zbpp.job.agreement import gather
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.seeding import seed_of
-from zbpp.training.master_weights import MasterWeights
+from zbpp.training.optim.master_weights import MasterWeights
 
 ADAPTER = "default"  # peft's name of a first adapter
 _INITIAL = (True, False, "gaussian")

@@ -23,7 +23,7 @@ from zbpp.runtime.parallel.mesh import REPLICATE, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
 from zbpp.training.callbacks import Callback
-from zbpp.training.update import Metrics
+from zbpp.training.optim.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

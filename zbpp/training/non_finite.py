@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from zbpp.training.update import Metrics, Outcome
+from zbpp.training.optim.update import Metrics, Outcome
 
 POLICIES = ("skip", "stop", "continue")
 _GOES_ON = "resume=auto begins again after the newest checkpoint, if there is one, with the same data"

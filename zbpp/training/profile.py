@@ -12,7 +12,7 @@ import torch
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import ProfilerNames
 from zbpp.training.callbacks import Callback
-from zbpp.training.update import Metrics
+from zbpp.training.optim.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

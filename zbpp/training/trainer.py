@@ -24,16 +24,16 @@ from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.begun_steps import BegunSteps
 from zbpp.training.callbacks import Callback, after_step, call_each, states_of
-from zbpp.training.choose_update import KnownParameters, check_gradients, make_update
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
-from zbpp.training.master_weights import MasterWeights
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import NonFinitePolicy, Values
+from zbpp.training.optim.choose_update import KnownParameters, check_gradients, make_update
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.post_validated_update import Validation
+from zbpp.training.optim.precision import LossScale
+from zbpp.training.optim.update import Metrics, Result
 from zbpp.training.out_of_memory import updating
-from zbpp.training.post_validated_update import Validation
-from zbpp.training.precision import LossScale
 from zbpp.training.replan import Replan
-from zbpp.training.update import Metrics, Result
 
 _KEPT = 5  # measured steps, or as many as num_recorded
 

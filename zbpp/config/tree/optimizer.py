@@ -27,7 +27,7 @@ class OptimizerConfig(Checked):
     build: `_target_`, an optimizer's class, and its own arguments, in place of those of this config.
     per_parameter: of the optimizer that build names: whether it updates each parameter from this parameter's
         gradient alone, as torch.optim's and torch-optimi's do, of which that is known.
-    groups: other options for parameters by name, see zbpp/training/parameter_groups.py.
+    groups: other options for parameters by name, see zbpp/training/optim/parameter_groups.py.
     lr_schedule: after the warm-up, down to min_ratio of the rate; wsd falls in the last decay_steps (null: a
         fifth of all steps).
     lr_scheduler: `_target_`, a class of torch.optim.lr_scheduler, and its arguments, in place of lr_schedule.

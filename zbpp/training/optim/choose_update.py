@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import GradientRelease, OptimizerAccumulation, Pipeline
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
-from zbpp.training.precision import LossScale
-from zbpp.training.update import Outcome, Result, Update, outcome_of, share_of
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.post_validated_update import PostValidatedUpdate, Validation
+from zbpp.training.optim.precision import LossScale
+from zbpp.training.optim.update import Outcome, Result, Update, outcome_of, share_of
 
 
 def make_update(

@@ -28,10 +28,10 @@ from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.update.posts import Ticket
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.precision import LossScale
-from zbpp.training.rollback import Rollback
-from zbpp.training.update import Outcome, Result, Share, Update, not_finite, outcome_of, share_of
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.precision import LossScale
+from zbpp.training.optim.rollback import Rollback
+from zbpp.training.optim.update import Outcome, Result, Share, Update, not_finite, outcome_of, share_of
 
 
 class Validation(NamedTuple):

@@ -16,8 +16,8 @@ from torch import Tensor
 from zbpp.runtime import Pipeline
 from zbpp.runtime.call import Means, NamedLosses, summed
 from zbpp.runtime.parallel.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.precision import LossScale
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.precision import LossScale
 
 # ----------------------------------------------------------------
 # The outcome of a step over all processes: its loss, the norm of its gradients and its named losses.

@@ -20,8 +20,8 @@ from zbpp.error_text import shown_path
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
+from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Trainer
-from zbpp.training.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from zbpp.runtime import Pipeline
-from zbpp.training.master_weights import MasterWeights
+from zbpp.training.optim.master_weights import MasterWeights
 
 Group = dict[str, Any]
 

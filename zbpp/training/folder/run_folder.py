@@ -24,8 +24,8 @@ from pathlib import Path
 
 from zbpp.checkpoints.folders import checkpoints_in, step_of
 from zbpp.error_text import shown_path
-from zbpp.training.folder_lock import FolderLock, this_process
-from zbpp.training.run_files import FolderError, named_in_errors, write_whole
+from zbpp.training.folder.folder_lock import FolderLock, this_process
+from zbpp.training.folder.run_files import FolderError, named_in_errors, write_whole
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",

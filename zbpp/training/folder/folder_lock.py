@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from zbpp.error_text import shown_path
-from zbpp.training.run_files import FolderError
+from zbpp.training.folder.run_files import FolderError
 
 
 class FolderLock:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
-from zbpp.training.master_weights import MasterWeights
-from zbpp.training.post_validated_update import PostValidatedUpdate, Validation
-from zbpp.training.precision import LossScale
-from zbpp.training.update import Result
+from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.post_validated_update import PostValidatedUpdate, Validation
+from zbpp.training.optim.precision import LossScale
+from zbpp.training.optim.update import Result
 
 
 class PostValidation:

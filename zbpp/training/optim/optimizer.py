@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbpp.training.parameter_groups import Entry, Group, Named, as_named, by_dimension, grouped
+from zbpp.training.optim.parameter_groups import Entry, Group, Named, as_named, by_dimension, grouped
 
 Parameters = Iterable[nn.Parameter | Named]
 
