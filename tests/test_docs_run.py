@@ -8,8 +8,9 @@ import pytest
 
 from helpers.pages import ROOT, blocks, run_command
 
-TRAINING = "docs/training.md"
-FILES = ("my_file.py", "load.py", "chain.py", "traced.py", "loop.py")
+TUTORIAL, TRAINING = "docs/tutorial.md", "docs/training.md"
+FILES = ("my_file.py", "load.py", "chain.py")  # of the tutorial
+FILES_OF_REFERENCE = ("traced.py", "loop.py")
 OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 
@@ -143,17 +144,27 @@ def test_the_commands_of_the_memory_page_run(tmp_path: Path) -> None:
     assert (tmp_path / "runs/memory/memory.png").stat().st_size > 1000
 
 
+def write_files_of_pages(folder: Path) -> None:
+    pages = (TUTORIAL, FILES), (TRAINING, FILES_OF_REFERENCE)
+    for page, names in pages:
+        for name, text in zip(names, blocks(page, "python"), strict=True):
+            (folder / name).write_text(text)
+
+
+def commands_of_pages() -> list[str]:
+    return [*blocks(TUTORIAL, "bash"), *blocks(TRAINING, "bash")]
+
+
 def test_no_command_takes_more_than_two_lines() -> None:
-    assert max(len(block.strip().splitlines()) for block in blocks(TRAINING, "bash")) <= 2
+    assert max(len(block.strip().splitlines()) for block in blocks(TUTORIAL, "bash")) <= 2
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     """Four ranks, one process and a searched plan have the same losses; accuracy is far above chance."""
-    for name, text in zip(FILES, blocks(TRAINING, "python"), strict=True):
-        (tmp_path / name).write_text(text)
-    _, *commands = blocks(TRAINING, "bash")  # the first one installs
+    write_files_of_pages(tmp_path)
+    _, *commands = commands_of_pages()  # the first one installs
     commands = [each for each in commands if not any(word in each for word in OF_CHECKPOINTS)]
     outputs = [run_command(command, tmp_path) for command in [*commands, "python load.py"]]
     assert "equal to the last bit" in outputs[2]
@@ -172,9 +183,8 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_run_that_was_left_and_a_loop_of_ones_own_go_on_with_half_the_ranks(tmp_path: Path) -> None:
-    for name, text in zip(FILES, blocks(TRAINING, "python"), strict=True):
-        (tmp_path / name).write_text(text)
-    commands = [each for each in blocks(TRAINING, "bash") if any(word in each for word in OF_CHECKPOINTS)]
+    write_files_of_pages(tmp_path)
+    commands = [each for each in commands_of_pages() if any(word in each for word in OF_CHECKPOINTS)]
     _, again, first, second = [run_command(each, tmp_path) for each in commands]
     assert "going on after step 25 of runs/left/checkpoints/step-25" in again
     text = (tmp_path / "runs/left/metrics.jsonl").read_text()
