@@ -49,7 +49,7 @@ class PipelineModel(Protocol):
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """Stage `index` of `num_stages`, in forward order, on the CPU.
 
-        Stage 0 gets the batch's inputs (see zbpp/data/batch.py). Each later stage gets what the stage
+        Stage 0 gets the batch's inputs (see zbpp/data/source.py). Each later stage gets what the stage
         before it returned: a tensor, or a tuple of tensors, which become its positional arguments, each in
         memory of its own even where two of them shared theirs. Parameter names and initial weights must not
         depend on `num_stages`: the names of all stages together are those of the whole model, under which its

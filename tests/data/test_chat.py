@@ -1,7 +1,5 @@
 """Conversations against transformers' own template and mask; the loss against one mean over all targets."""
 
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,14 +8,14 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.builders.data import limit_evaluation
 from zbpp.config import ConfigError
-from zbpp.data.batch import parts_of
+from zbpp.data.source import parts_of
 from zbpp.models.llama import Llama
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from helpers.chat import PLAIN, conversation, write_conversations, write_tokenizer  # noqa: E402
-from zbpp.data.chat import IGNORED, chat_data, encode, load_tokenizer  # noqa: E402  # needs transformers
+from zbpp.data.chat import IGNORED, chat_data, encode, load_chat_tokenizer  # noqa: E402  # needs transformers
 
 MARKED = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
@@ -38,12 +36,9 @@ def files(tmp_path_factory):
 
 
 def data_of(files, **options):
-    arguments = {"batch_size": ROWS, "seed": 0, "sequence_length": LENGTH, "vocab_size": 300} | options
-    return chat_data(
-        path=str(files / "chats.jsonl"),
-        tokenizer=str(files / "tokenizer.json"),
-        **{"chat_template": PLAIN, "held_out": 0.25} | arguments,
-    )
+    sizes = {"batch_size": ROWS, "seed": 0, "sequence_length": LENGTH, "vocab_size": 300}
+    paths = {"path": str(files / "chats.jsonl"), "tokenizer": str(files / "tokenizer.json")}
+    return chat_data(**{"chat_template": PLAIN, "held_out": 0.25} | sizes | paths | options)
 
 
 # ---------------------------------------------------------------- tokens and mask
@@ -53,7 +48,7 @@ def data_of(files, **options):
 @pytest.mark.parametrize("number", range(4))
 def test_the_assistants_tokens_are_those_of_transformers_mask(files, template, number):
     """A template without {% generation %} gives what transformers finds in one that has it."""
-    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), template)
     messages = [{"role": "system", "content": "be kind"}, *conversation(number)]
     tokens, is_target = encode(tokenizer, messages)
     expected = tokenizer.apply_chat_template(
@@ -69,18 +64,9 @@ def test_the_assistants_tokens_are_those_of_transformers_mask(files, template, n
 def test_a_template_that_changes_earlier_text_is_refused(files):
     """As templates do that drop the reasoning of earlier answers."""
     template = "{{ messages | length }}" + PLAIN
-    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), template)
     with pytest.raises(ValueError, match="generation"):
         encode(tokenizer, conversation(1))
-
-
-def test_tokens_that_merge_across_messages_are_named_as_a_reason(files):
-    """`t` of the user and `h` of the assistant may be one token."""
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    tokenizer = load_tokenizer(str(files / "tokenizer.json"), template)
-    messages = [{"role": "user", "content": "wha"}, {"role": "assistant", "content": "t is this"}]
-    with pytest.raises(ValueError, match="tokenizer merges characters across the boundary"):
-        encode(tokenizer, messages)
 
 
 ENDED = (
@@ -89,39 +75,27 @@ ENDED = (
 )
 
 
-@pytest.mark.parametrize("beside", ["tokenizer_config.json", "special_tokens_map.json"])
-def test_special_tokens_of_a_bare_file_are_those_of_its_folder(files, tmp_path, beside):
-    write_tokenizer(tmp_path / "tokenizer.json")
-    special = {"bos_token": "<|start|>", "eos_token": {"content": "<|end|>"}}
-    (tmp_path / beside).write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **special}))
-    found = encode(load_tokenizer(str(tmp_path / "tokenizer.json"), ENDED), conversation(1))
-    folder = transformers.PreTrainedTokenizerFast(
-        tokenizer_file=str(tmp_path / "tokenizer.json"), bos_token="<|start|>", eos_token="<|end|>"
+def test_the_special_tokens_are_those_of_the_tokenizers_folder(files, tmp_path, caplog):
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_file=str(files / "tokenizer.json"), bos_token="<|start|>", eos_token="<|end|>"
     )
-    expected = folder.apply_chat_template(
+    saved.save_pretrained(tmp_path)
+    expected = saved.apply_chat_template(
         conversation(1), chat_template=ENDED, return_dict=True, return_assistant_tokens_mask=True
     )
-    assert found.tokens.tolist() == expected["input_ids"]
-    assert found.is_target.tolist() == expected["assistant_masks"]
-    assert (found.tokens[0], found.tokens[-1]) == (folder.bos_token_id, folder.eos_token_id)
-
-
-def test_a_special_token_that_the_tokenizer_lacks_is_refused_and_may_be_asked_for(files):
-    with pytest.raises(
-        ValueError, match=r"line 1: the chat template needs bos_token.*data\.tokenizer=FOLDER"
-    ):
-        data_of(files, chat_template=ENDED)
-    with pytest.raises(ValueError, match="needs eos_token"):
-        data_of(files, chat_template=ENDED.replace("{{ bos_token }}", ""))
-    asked = "{% if bos_token %}b{% endif %}{% if eos_token is defined %}e{% endif %}" + PLAIN
-    assert torch.equal(
-        data_of(files, chat_template=asked).train.batch(0)[0], data_of(files).train.batch(0)[0]
-    )
+    for name in (tmp_path, tmp_path / "tokenizer.json"):
+        found = encode(load_chat_tokenizer(str(name), ENDED), conversation(1))
+        assert found.tokens.tolist() == expected["input_ids"]
+        assert found.is_target.tolist() == expected["assistant_masks"]
+        assert (found.tokens[0], found.tokens[-1]) == (saved.bos_token_id, saved.eos_token_id)
+    assert not caplog.text
+    load_chat_tokenizer(str(files), ENDED)
+    assert "the chat template names eos_token, which" in caplog.text
 
 
 def test_targets_are_the_next_tokens_of_the_assistant_alone(files):
     train = data_of(files).train
-    tokenizer = load_tokenizer(str(files / "tokenizer.json"), PLAIN)
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), PLAIN)
     inputs, (labels, totals) = train.batch(0)
     assert inputs.shape == labels.shape == (ROWS, LENGTH)
     for row in range(ROWS):
@@ -198,49 +172,36 @@ def test_it_is_the_mean_over_all_targets_of_all_replicas(files):
 # ---------------------------------------------------------------- bad input
 
 
+ANSWER = '{"role": "assistant", "content": "a"}'
+
+
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "options", "words"),
     [
-        ("not json\n", "line 1 is no JSON"),
-        ('{"messages": []}\n', "line 1 has no list of messages"),
-        ('\n{"messages": [{"role": "user"}]}\n', "line 2 has no list of messages"),
-        ("\n", "has no conversation"),
-        ('{"messages": [{"role": "assistant", "content": "a"}]}\n', "begins with the assistant"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', "no conversation has an assistant's token"),
+        ("not json\n", {}, "line 1: JSONDecodeError"),
+        ('\n{"messages": [{"content": "a"}]}\n', {}, "line 2: KeyError: 'role'; write {\"messages\""),
+        ("\n", {}, "has no conversation"),
+        (f'{{"messages": [{ANSWER}]}}\n', {}, "can't be told apart (it has the first message"),
         (
-            '{"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": "a"}]}\n',
-            "has 1 conversations to train on, and a batch takes 4",
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            {},
+            "no conversation has an assistant's token",
         ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}]}\n',
-            "line 1: the template writes the content [{'type': 'text', 'text': 'a'}]",
-        ),
+        (f'{{"messages": [{{"role": "user", "content": ""}}, {ANSWER}]}}\n', {}, "and a batch takes 4"),
+        (None, {"chat_template": None}, "no chat template"),
+        (None, {"vocab_size": 100}, "vocab_size=100 is smaller"),
+        (None, {"sequence_length": 2}, "larger model.sequence_length"),
+        (None, {"held_out": 1.0}, "write 0.0 to 0.99"),
+        (None, {"tokenizer": "nowhere"}, "tokenizer=nowhere does not exist"),
     ],
 )
-def test_what_is_wrong_with_a_file_is_said_with_its_line(files, tmp_path, text, words):
-    (tmp_path / "bad.jsonl").write_text(text)
+def test_what_does_not_fit_is_refused(files, tmp_path, text, options, words):
+    if text is not None:
+        (tmp_path / "bad.jsonl").write_text(text)
+        options = {"path": str(tmp_path / "bad.jsonl"), "held_out": 0.0, **options}
     with pytest.raises(ValueError) as caught:
-        chat_data(
-            path=str(tmp_path / "bad.jsonl"),
-            tokenizer=str(files / "tokenizer.json"),
-            chat_template=PLAIN,
-            sequence_length=LENGTH,
-            vocab_size=300,
-            batch_size=ROWS,
-            seed=0,
-        )
+        data_of(files, **options)
     assert words in str(caught.value)
-
-
-def test_other_misfits_are_said(files):
-    with pytest.raises(ValueError, match="no chat template"):
-        data_of(files, chat_template=None)
-    with pytest.raises(ValueError, match="vocab_size=100 is smaller"):
-        data_of(files, vocab_size=100)
-    with pytest.raises(ValueError, match="larger model.sequence_length"):
-        data_of(files, sequence_length=2)
-    with pytest.raises(ValueError, match=r"write 0.0 to 0.99"):
-        data_of(files, held_out=1.0)
 
 
 def test_too_little_held_out_is_said_in_conversations(files):

@@ -2,7 +2,6 @@
 
 import gzip
 import math
-import sys
 from collections import Counter
 
 import numpy as np
@@ -10,7 +9,8 @@ import pytest
 import torch
 
 from zbpp.data import Batches, RandomRegression, text_data
-from zbpp.data.corpus import load_corpus
+from zbpp.data.text import load_corpus
+from zbpp.data.windows import Windows
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
 
@@ -60,21 +60,11 @@ def test_the_default_corpus_is_python_source_of_a_few_mebibytes():
     assert corpus.fingerprint == load_corpus().fingerprint
 
 
-def test_the_default_corpus_holds_no_tests_and_no_packages():
-    assert b"import unittest\nimport pytest" not in text_of(load_corpus())
-    assert b"class TestCase(unittest.TestCase)" not in text_of(load_corpus(max_bytes=10**9))
-
-
 def test_held_out_is_the_end_and_train_the_rest(folder):
     (folder / "long").write_bytes(bytes(range(1, 201)))
     corpus = load_corpus(folder / "long", held_out=0.1)
     assert bytes(corpus.train) == bytes(range(1, 181))
     assert bytes(corpus.held_out) == bytes(range(181, 201))
-
-
-def test_nothing_held_out_leaves_all_for_training(folder):
-    corpus = load_corpus(folder, held_out=0)
-    assert (len(corpus.train), len(corpus.held_out)) == (len(corpus.tokens), 0)
 
 
 def test_the_fingerprint_tells_corpora_and_splits_apart(folder):
@@ -114,74 +104,6 @@ def test_tokens_in_a_bin_file_are_numbers_of_the_type_that_is_said(tmp_path):
         path=path, dtype="uint16", sequence_length=4, vocab_size=50_000, batch_size=2, seed=0, held_out=0
     ).train.batch(0)
     assert torch.equal(inputs + 1, targets)
-    with pytest.raises(ValueError, match="write model.vocab_size=40100"):
-        text_data(path=path, dtype="uint16", sequence_length=4, vocab_size=256, batch_size=2, seed=0)
-
-
-@pytest.mark.parametrize(
-    ("name", "write", "options", "message"),
-    [
-        (
-            "a.bin",
-            lambda path: path.write_bytes(b"abcd"),
-            {},
-            "doesn't say what numbers it holds: write data.dt",
-        ),
-        (
-            "a.bin",
-            lambda path: path.write_bytes(b"abc"),
-            {"dtype": "uint16"},
-            "has 3 bytes, no whole number",
-        ),
-        (
-            "a.bin",
-            lambda path: path.write_bytes(b"abcd"),
-            {"dtype": "float32"},
-            "read as dtype=float32",
-        ),
-        ("a.bin", lambda path: path.touch(), {"dtype": "uint16"}, "a.bin is empty"),
-        (
-            "a.npy",
-            lambda path: np.save(path, np.ones(9)),
-            {},
-            r"holds float64 of shape \(9,\): write one line",
-        ),
-        ("a.npy", lambda path: np.save(path, np.ones((3, 3), int)), {}, r"holds int64 of shape \(3, 3\)"),
-        (
-            "a.npy",
-            lambda path: np.save(path, np.array([3, -1])),
-            {},
-            "holds the token -1: ",
-        ),
-        (
-            "a.npy",
-            lambda path: np.save(path, np.arange(9)),
-            {"dtype": "uint16"},
-            "says by itself",
-        ),
-        ("a.npy", lambda path: path.write_text("text"), {}, "can't be read as .npy"),
-        (
-            "a.txt",
-            lambda path: path.write_text("text"),
-            {"dtype": "uint16"},
-            "is for a .bin file",
-        ),
-        ("a.txt", lambda path: path.write_bytes(gzip.compress(b"text")), {}, "is no text: it is a gzip file"),
-        ("a", lambda path: path.write_bytes(b"\x93NUMPY"), {}, "is no text: it is a NumPy file"),
-        (
-            "a.txt",
-            lambda path: path.write_bytes("text".encode("utf-16")),
-            {},
-            "holds NUL bytes, as",
-        ),
-        ("a.safetensors", lambda path: path.write_bytes(b"\x02" + bytes(7) + b"{}"), {}, "holds NUL bytes"),
-    ],
-)
-def test_a_file_that_is_no_text_is_refused_with_what_to_write(tmp_path, name, write, options, message):
-    """A .bin, a .npy, a gzip or safetensors file was trained on byte by byte."""
-    write(tmp_path / name)
-    with pytest.raises(ValueError, match=message):
-        load_corpus(tmp_path / name, **options)
 
 
 @pytest.fixture
@@ -220,7 +142,7 @@ def windows_of(batches, steps):
 
 
 def counting(num_tokens=101, sequence_length=4, batch_size=5, seed=0):
-    return Batches(np.arange(num_tokens), sequence_length=sequence_length, batch_size=batch_size, seed=seed)
+    return Batches(Windows(np.arange(num_tokens), sequence_length=sequence_length, seed=seed), batch_size)
 
 
 def test_targets_are_the_tokens_after_the_inputs():
@@ -229,47 +151,15 @@ def test_targets_are_the_tokens_after_the_inputs():
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(4))
 
 
-def test_batches_are_int64_and_contiguous():
-    tokens = np.arange(101, dtype=np.uint8)
-    for tensor in Batches(tokens, sequence_length=4, batch_size=5, seed=0).batch(3):
-        assert tensor.dtype == torch.int64
-        assert tensor.shape == (5, 4)
-        assert tensor.is_contiguous()
-
-
 @pytest.mark.parametrize(("num_tokens", "num_windows"), [(101, 25), (100, 24), (104, 25), (5, 1)])
 def test_windows_need_one_token_more_for_the_last_target(num_tokens, num_windows):
     assert counting(num_tokens).samples.num_samples == num_windows
-
-
-@pytest.mark.parametrize("epoch", [0, 1, 2])
-def test_every_window_comes_once_per_epoch(epoch):
-    batches = counting()
-    steps = range(5 * epoch, 5 * epoch + 5)
-    assert sorted(windows_of(batches, steps)) == list(range(25))
 
 
 def test_windows_come_once_per_epoch_where_batches_cross_its_end():
     order = windows_of(counting(batch_size=7), range(25))  # 175 samples: 7 epochs of 25 windows
     for epoch in range(7):
         assert sorted(order[25 * epoch : 25 * epoch + 25]) == list(range(25))
-
-
-def test_a_batch_larger_than_the_corpus_repeats_it():
-    assert sorted(windows_of(counting(batch_size=60), [0])) == sorted(
-        2 * list(range(25)) + windows_of(counting(batch_size=10), [5])
-    )
-
-
-def test_epochs_and_seeds_are_in_different_orders():
-    batches = counting()
-    orders = [
-        windows_of(batches, range(0, 5)),
-        windows_of(batches, range(5, 10)),
-        windows_of(counting(seed=1), range(5)),
-    ]
-    assert len({tuple(order) for order in orders}) == 3
-    assert list(range(25)) not in orders
 
 
 def test_a_step_number_is_all_it_takes_to_resume():
@@ -320,88 +210,37 @@ def test_random_regression_has_the_same_rows_in_large_and_in_small_batches():
     assert all(map(torch.equal, large.batch(1), halves))
 
 
-def test_random_regression_can_be_learnt():
-    """The targets are a function of the inputs: least squares explains most of them."""
-    source = RandomRegression(in_features=3, out_features=2, batch_size=500, seed=0)
-    inputs, targets = source.batch(0)
-    fit = inputs @ torch.linalg.lstsq(inputs, targets).solution
-    assert (fit - targets).var() < 0.3 * targets.var()
-
-
-def test_a_missing_path_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"nowhere' does not exist .*name a text file or a folder"):
-        load_corpus(tmp_path / "nowhere")
-
-
-def test_a_folder_without_a_match_is_refused_with_what_it_holds(folder):
-    with pytest.raises(ValueError, match=r"matches pattern='\*.rst': it holds 3 of \*.txt, 1 of \*.md"):
-        load_corpus(folder, pattern="*.rst")
-
-
-def test_an_empty_folder_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="no file at all"):
-        load_corpus(tmp_path)
-
-
-def test_an_empty_file_is_refused(tmp_path):
-    (tmp_path / "empty.txt").touch()
-    with pytest.raises(ValueError, match=r"the corpus .*empty.txt is empty"):
-        load_corpus(tmp_path / "empty.txt")
-
-
 @pytest.mark.parametrize(
-    ("argument", "message"),
+    ("name", "content", "options", "message"),
     [
-        ({"held_out": 1.0}, "held_out=1.0 is a share"),
-        ({"held_out": -0.1}, "held_out=-0.1 is a share"),
-        ({"max_bytes": 0}, "max_bytes=0 leaves nothing to read"),
+        ("a.txt", None, {}, "a.txt' does not exist .*name a text file or a folder"),
+        ("a.txt", b"", {}, "the corpus .*a.txt is empty"),
+        ("a.txt", gzip.compress(b"text"), {}, "is no text: it holds NUL bytes"),
+        ("a.txt", "text".encode("utf-16"), {}, "is no text: it holds NUL bytes"),
+        ("a.txt", b"text", {"path": "folder"}, r"matches pattern='\*.txt': it holds 1 of \*.md"),
+        ("a.txt", b"text", {"held_out": 1.0}, "held_out=1.0 is a share"),
+        ("a.txt", b"text", {"tokenizer": "none.json"}, "name the tokenizer.json"),
+        ("a.txt", b"text", {"tokenizer": "folder/a.md"}, "can't be read .*name a tokenizer.json"),
+        ("a.txt", b"text", {"sequence_length": 4}, "needs 5 tokens .* the corpus has 4: .*=3 or less"),
+        ("a.txt", b"text", {"batch_size": 4}, "the corpus has 3 windows .* a batch takes 4: give more"),
+        ("a.txt", b"text", {"batch_size": 0}, "batch_size=0 must be positive"),
+        ("a.txt", b"text", {"vocab_size": 100}, "write model.vocab_size=256"),
+        ("a.bin", b"abcd", {}, "doesn't say what numbers it holds: write data.dtype"),
+        ("a.bin", b"abcd", {"dtype": "float32"}, "write data.dtype as one of uint16"),
+        ("a.bin", b"abcd", {"dtype": "uint16", "tokenizer": "none.json"}, "holds tokens already"),
+        ("a.npy", np.ones(9), {}, r"holds float64 of shape \(9,\): write one line"),
+        ("a.npy", np.ones((3, 3), int), {}, r"holds int64 of shape \(3, 3\)"),
+        ("a.npy", np.array([3, -1]), {}, "whole numbers from 0"),
     ],
 )
-def test_an_argument_out_of_range_is_refused(folder, argument, message):
-    with pytest.raises(ValueError, match=message):
-        load_corpus(folder, **argument)
-
-
-def test_a_missing_tokenizer_file_is_refused(folder):
-    with pytest.raises(FileNotFoundError, match="name the tokenizer"):
-        load_corpus(folder, tokenizer=folder / "none.json")
-
-
-def test_an_unreadable_tokenizer_file_is_refused(folder):
-    pytest.importorskip("tokenizers")
-    with pytest.raises(ValueError, match=r"notes.md' can't be read .*name a tokenizer.json"):
-        load_corpus(folder, tokenizer=folder / "notes.md")
-
-
-def test_a_tokenizer_without_the_package_is_refused(folder, monkeypatch):
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    with pytest.raises(ValueError, match="run `pip install tokenizers`"):
-        load_corpus(folder, tokenizer=folder / "notes.md")
-
-
-def test_a_sequence_longer_than_the_corpus_is_refused():
-    message = (
-        "sequence_length=10 needs 11 tokens .* the held-out part has 10: write sequence_length=9 or less"
-    )
-    with pytest.raises(ValueError, match=message):
-        Batches(np.arange(10), sequence_length=10, batch_size=2, seed=None, name="the held-out part")
-
-
-@pytest.mark.parametrize("sizes", [{"sequence_length": 0}, {"batch_size": 0}])
-def test_an_empty_batch_is_refused(sizes):
-    with pytest.raises(ValueError, match="must be positive"):
-        counting(**sizes)
-
-
-def test_a_text_of_fewer_windows_than_a_batch_is_refused(tmp_path):
-    (tmp_path / "text").write_text(TEXT)
-    options = {
-        "path": str(tmp_path / "text"),
-        "vocab_size": 256,
-        "seed": 0,
-        "held_out": 0,
-        "sequence_length": 8,
-    }
-    with pytest.raises(ValueError, match=r"the corpus has 5 windows .* a batch takes 6: give more text"):
-        text_data(**options, batch_size=6)
-    assert text_data(**options, batch_size=5).train.batch(0)
+def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, name, content, options, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/a.md").write_text("text")
+    if isinstance(content, bytes):
+        (tmp_path / name).write_bytes(content)
+    elif content is not None:
+        np.save(tmp_path / name, content)
+    sizes = {"sequence_length": 1, "vocab_size": 256, "batch_size": 1, "seed": 0, "held_out": 0}
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        text_data(**{"path": name, **sizes, **options})

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from zbpp.data import token_data
-from zbpp.data.documents import Reading, documents_of, units_of
-from zbpp.data.mixture import Mixture, shares_in_block
-from zbpp.data.prepare import prepare
-from zbpp.data.prepared import HEADER, HELD_OUT, TRAIN, open_prepared, partial_folder
+from zbpp.data.prepare import Reading, prepare
+from zbpp.data.prepared import HEADER, HELD_OUT, TRAIN, open_prepared
+from zbpp.data.tokens import Mixture, shares_in_block
 from zbpp.data.windows import Windows, positions_in_documents
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,6 +46,7 @@ def tokenizer_file(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
+datasets = pytest.importorskip("datasets")
 LINES = Reading(separator="\n\n")
 
 
@@ -68,7 +68,6 @@ def test_bytes_in_and_bytes_out_in_both_parts(texts, tmp_path):
     assert found[TRAIN] == [each for each in documents if each in set(found[TRAIN])]  # in their order
     assert 0.1 < len(found[HELD_OUT]) / 120 < 0.3
     assert not (tmp_path / "out.partial").exists()
-    prepared.check()
 
 
 def test_tokens_are_the_tokenizers_with_an_end_after_each_document(texts, tokenizer_file, tmp_path):
@@ -86,72 +85,6 @@ def test_tokens_are_the_tokenizers_with_an_end_after_each_document(texts, tokeni
     assert header.unigram_entropy == pytest.approx(entropy, rel=1e-12)
 
 
-def test_jsonl_and_a_dataset_on_disk_give_the_documents_of_the_text(texts, tmp_path, monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr("zbpp.data.documents.UNIT_BYTES", 500)  # lines cross the ends of the ranges
-    monkeypatch.setattr("zbpp.data.documents.UNIT_ROWS", 50)
-    documents, _ = texts
-    (tmp_path / "all.jsonl").write_text(
-        "".join(json.dumps({"n": 1, "body": each}) + "\n" for each in documents)
-    )
-    datasets.DatasetDict({"a": datasets.Dataset.from_dict({"body": documents})}).save_to_disk(
-        tmp_path / "saved"
-    )
-    for source, split in (("all.jsonl", None), ("saved", "a")):
-        prepare(
-            [tmp_path / source],
-            tmp_path / "out",
-            reading=Reading(field="body", split=split),
-            held_out=0,
-            overwrite=True,
-        )
-        found = documents_in(open_prepared(tmp_path / "out"), TRAIN)
-        assert [bytes(each).decode() for each in found] == documents
-    with pytest.raises(ValueError, match=r"no split is named; write --split with one of a"):
-        prepare([tmp_path / "saved"], tmp_path / "other")
-
-
-@pytest.mark.parametrize("size", [1, 18, 19, 20, 38, 1000])
-def test_each_line_of_a_jsonl_file_is_in_one_range(tmp_path, monkeypatch, size):
-    """Lines of 19 bytes: ranges end inside of lines, at their ends, and behind several."""
-    monkeypatch.setattr("zbpp.data.documents.UNIT_BYTES", size)
-    documents = [f"{number:06}" for number in range(30)]
-    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{each}"}}\n' for each in documents))
-    assert (tmp_path / "a.jsonl").stat().st_size == 30 * 19
-    units = units_of([tmp_path / "a.jsonl"], Reading())
-    assert [each for unit in units for each in documents_of(unit, Reading())] == documents
-
-
-def at_once(done, total):
-    raise KeyboardInterrupt
-
-
-def test_a_run_that_was_cut_goes_on_and_ends_as_one_that_was_not(texts, tmp_path, monkeypatch):
-    monkeypatch.setattr("zbpp.data.documents.UNIT_BYTES", 1)  # a unit a file
-    whole = prepare(texts[1], tmp_path / "whole", reading=LINES)
-
-    def cut(done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        prepare(texts[1], tmp_path / "cut", reading=LINES, progress=cut)
-    assert not (tmp_path / "cut").exists()
-    with pytest.raises(KeyboardInterrupt):  # nothing was finished yet: other settings may follow
-        prepare(texts[1], tmp_path / "none", reading=LINES, held_out=0.5, progress=at_once)
-    prepare(texts[1], tmp_path / "none", reading=LINES)
-    with pytest.raises(FileNotFoundError, match=r"cut.partial. is not finished"):
-        open_prepared(tmp_path / "cut")
-    with pytest.raises(ValueError, match=r"was begun with other settings \(held_out changed\)"):
-        prepare(texts[1], tmp_path / "cut", reading=LINES, held_out=0.5)
-    seen = []
-    assert (
-        prepare(texts[1], tmp_path / "cut", reading=LINES, progress=lambda *each: seen.append(each)) == whole
-    )
-    assert len(seen) == 3  # one unit was done: that, and two more
-    assert not partial_folder(tmp_path / "cut").exists()
-
-
 def test_the_script_with_two_processes_writes_what_one_process_writes(texts, tmp_path, monkeypatch):
     prepare(texts[1], tmp_path / "one", reading=LINES)
     command = [sys.executable, ROOT / "scripts/prepare_data.py"]
@@ -164,6 +97,69 @@ def test_the_script_with_two_processes_writes_what_one_process_writes(texts, tmp
     assert again.returncode == 1
     assert again.stderr.startswith("error: ")
     assert "exists: name another folder" in again.stderr
+
+
+SOURCES = ["a.jsonl", "a.jsonl.gz", "a.parquet", "saved", "split", "folder [1]"]
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_each_kind_of_source_gives_the_documents_of_the_text(texts, tmp_path, name):
+    documents, _ = texts
+    rows = datasets.Dataset.from_dict({"body": [*documents, "", None], "n": list(range(122))})
+    split = None
+    match name:
+        case "a.parquet":
+            rows.to_parquet(tmp_path / name)
+        case "saved":
+            rows.save_to_disk(tmp_path / name)
+        case "split":
+            split = "a"
+            datasets.DatasetDict(a=rows, b=rows.select([0])).save_to_disk(tmp_path / name)
+        case _:
+            (tmp_path / "folder [1]").mkdir()
+            rows.to_json(tmp_path / "folder [1]/a [1].json")
+            if name.startswith("a"):
+                content = (tmp_path / "folder [1]/a [1].json").read_bytes()
+                (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("gz") else content)
+    before = sorted(tmp_path.rglob("*"))
+    reading = Reading(field="body", split=split, pattern="*.json")
+    prepare([tmp_path / name], tmp_path / "out", reading=reading, held_out=0, end_token="")
+    found = documents_in(open_prepared(tmp_path / "out"), TRAIN)
+    assert [bytes(each[:-1]).decode() for each in found] == documents
+    assert {each[-1] for each in found} == {256}
+    shutil.rmtree(tmp_path / "out")
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is left beside the sources
+
+
+def test_a_call_that_was_cut_short_goes_on(texts, tmp_path, monkeypatch):
+    expected = prepare(texts[1], tmp_path / "whole", reading=LINES)
+    with monkeypatch.context() as patch:
+        patch.setattr("zbpp.data.prepare._written", lambda *given: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            prepare(texts[1], tmp_path / "cut", reading=LINES)
+    assert not (tmp_path / "cut").exists()
+    with monkeypatch.context() as patch:
+        patch.setattr("zbpp.data.prepare.Encoder.encode", lambda *given: 1 / 0)  # not called again
+        assert prepare(texts[1], tmp_path / "cut", reading=LINES) == expected
+        with pytest.raises(ZeroDivisionError):
+            prepare(texts[1], tmp_path / "other", reading=LINES, held_out=0.5)
+
+
+def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path):
+    """Its header and files, as commit 7d91019 wrote them."""
+    np.arange(40, dtype="<u2").tofile(tmp_path / "train.bin")
+    np.array([10, 40], dtype="<i8").tofile(tmp_path / "train.documents.bin")
+    for name in ("held_out.bin", "held_out.documents.bin"):
+        (tmp_path / name).touch()
+    parts = {
+        "train": {"num_tokens": 40, "num_documents": 2, "checksum": "6d1b3d4ffa6b3c26"},
+        "held_out": {"num_tokens": 0, "num_documents": 0, "checksum": "e4a6a0577479b2b4"},
+    }
+    header = {"dtype": "uint16", "vocab_size": 256, "tokenizer": "bytes", "end_token": None}
+    header |= {"unigram_entropy": 3.6, "parts": parts, "format": 1}
+    (tmp_path / HEADER).write_text(json.dumps(header))
+    batch = data(tmp_path, sequence_length=4, across_documents=False).train.batch(0)
+    assert torch.equal(batch["labels"], batch["input_ids"] + 1)
 
 
 # ---------------------------------------------------------------- batches
@@ -259,14 +255,6 @@ def test_each_block_of_a_mixture_has_exactly_its_shares(weights, counts):
         assert sorted(rows[rows[:, 0] == which, 1]) == list(range(3 * count))
 
 
-def test_a_mixture_is_decided_by_seed_and_step():
-    sets = [Numbered(0), Numbered(1)]
-    orders = [Mixture(sets, [3, 1], seed=seed).rows(np.arange(40)).tokens for seed in (0, 0, 1)]
-    assert np.array_equal(orders[0], orders[1])
-    assert not np.array_equal(orders[0], orders[2])
-    assert np.array_equal(Mixture(sets, [3, 1], seed=0).rows(np.arange(20, 40)).tokens, orders[0][20:])
-
-
 def test_a_mixture_of_prepared_sets_reads_both(prepared, texts, tmp_path):
     prepare(texts[1][:1], tmp_path / "other", reading=LINES, held_out=0.2)
     both = [{"path": str(prepared), "weight": 3}, {"path": str(tmp_path / "other"), "weight": 1}]
@@ -287,26 +275,16 @@ def broken_header(folder):
     (folder / HEADER).write_text("{")
 
 
-def newer_header(folder):
-    (folder / HEADER).write_text(json.dumps({"format": 2, "parts": {}}))
-
-
 def cut_tokens(folder):
     (folder / "train.bin").write_bytes((folder / "train.bin").read_bytes()[:-2])
-
-
-def no_documents(folder):
-    (folder / "train.documents.bin").unlink()
 
 
 @pytest.mark.parametrize(
     ("spoil", "options", "message"),
     [
         (shutil.rmtree, {}, r"holds no prepared tokens .*make them by scripts/prepare_data.py"),
-        (broken_header, {}, r"is no header of prepared tokens \(JSONDecodeError"),
-        (newer_header, {}, "has format 2, this zbpp reads formats up to 1"),
+        (broken_header, {}, r"is no header of prepared tokens \(Expecting"),
         (cut_tokens, {}, r"train.bin' has \d+ bytes, the header says \d+: it was cut"),
-        (no_documents, {}, "train.documents.bin' is missing"),
         (id, {"vocab_size": 100}, "the data has 256 tokens, .*write model.vocab_size=256"),
         (id, {"sequence_length": 10_000}, r"out \(train\) has \d+: write sequence_length="),
         (id, {"sequence_length": 500, "batch_size": 50}, r"has \d windows .* a batch takes 50: give"),
@@ -334,31 +312,25 @@ def test_sets_of_different_tokenizers_are_not_mixed(prepared, texts, tokenizer_f
     assert data(tmp_path / "words", tokenizer=str(tokenizer_file), sequence_length=4).train.batch(0)
 
 
-def test_a_flipped_bit_is_found_by_check(prepared):
-    content = bytearray((prepared / "train.bin").read_bytes())
-    content[10] ^= 1
-    (prepared / "train.bin").write_bytes(content)
-    with pytest.raises(ValueError, match=r"train.bin' is damaged: its checksum is"):
-        open_prepared(prepared).check()
-
-
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', {}, r"line at byte 14: 'text' holds a int"),
-        ("a.jsonl", b'{"body": "x"}\n', {}, r"'text' is missing; fields with text: body; write --field NAME"),
-        ("a.jsonl", b"text\n", {}, "line at byte 0, is no JSON"),
-        ("a.jsonl", b"[1]\n", {}, "is a list: write one object a line"),
-        ("a.txt", gzip.compress(b"x", mtime=0), {}, "is no text: it is a gzip file"),
-        ("a.txt", b"", {}, "the sources hold no text"),
-        ("a.txt", b"one document", {"held_out": 0.5}, "of 1 documents leaves none for"),
+        ("a.jsonl", b'{"text": "x"}\n{"text": 1}\n', {}, r"no text in a column 'text'"),
+        ("a.jsonl", b'{"body": "x"}\n', {}, r"no text in a column 'text': write --field with one of body"),
+        ("a.jsonl", b"text\n", {}, "a.jsonl' can't be read: JSON parse error"),
+        ("a.txt", gzip.compress(b"x", mtime=0), {}, "is no text: it holds NUL bytes"),
+        ("a.txt", b"", {}, "holds no text"),
+        ("a.txt", b"\n\n\n\n", {"reading": LINES}, "the sources hold no text"),
+        ("a.txt", b"one document", {"held_out": 0.5}, "leaves no document for"),
         ("a.txt", b"x", {"held_out": 1.0}, "--held-out 1.0 is a share"),
         ("a.txt", b"x", {"end_token": "<end>"}, "--end-token '<end>' needs --tokenizer"),
         ("a.txt", b"x", {"tokenizer": Path("nowhere.json")}, "tokenizer 'nowhere.json' is not a file"),
+        ("a.txt", None, {}, "does not exist"),
     ],
 )
 def test_sources_that_are_no_text_are_refused(tmp_path, name, content, options, message):
-    (tmp_path / name).write_bytes(content)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         prepare([tmp_path / name], tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()

@@ -22,8 +22,8 @@ HARMFUL = [
     "torch.utils.data.datapipes.iter.FileOpener", "torch.utils.data.datapipes.utils.common.os.system",
     "torch.nn.parallel.DistributedDataParallel", "torch.nn.Module.__init__", "torch.nn.functional.F",
     "torch.optim.swa_utils.AveragedModel", "torch.fx.GraphModule", "torch.nn.init.warnings.sys.exit",
-    "zbpp.models.hf.Path.write_text", "zbpp.data.corpus.Path.unlink", "zbpp.data.prepare.shutil.rmtree",
-    "zbpp.data.prepare.prepare", "zbpp.data.import_module", "zbpp.models.hf.export.write_folder",
+    "zbpp.models.hf.Path.write_text", "zbpp.data.text.Path.unlink", "zbpp.data.prepare.shutil.rmtree",
+    "zbpp.data.prepare.prepare", "zbpp.data.prepare.glob.glob", "zbpp.models.hf.export.write_folder",
     "zbpp.run.export.export", "zbpp.train.main", "optimi.os.system", "optimi.torch.load",
     "torch.nn", "torch", "", "torch.nn.Linear ", "torch..nn.Linear", "torch.nn.__builtins__",
 ]  # fmt: skip

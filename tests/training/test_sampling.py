@@ -10,7 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.builders.callbacks import check_prompt
 from zbpp.data import text_data
-from zbpp.data.special_tokens import begin_and_ends
+from zbpp.data.tokenizer import begin_and_ends
 from zbpp.models.gpt import Gpt
 from zbpp.training.callbacks import Callback
 from zbpp.training.optim.optimizer import adamw, warmup_cosine

@@ -8,9 +8,8 @@ from typing import Any
 
 from zbpp.config import ConfigError, LoggerConfig, TrainConfig, instantiate_node, naming
 from zbpp.data import Data
-from zbpp.data.corpus import load_tokenizer
 from zbpp.data.prepared import HEADER, TOKENIZER, open_prepared
-from zbpp.data.special_tokens import begin_and_ends
+from zbpp.data.tokenizer import begin_and_ends, load_tokenizer
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast
 from zbpp.job.world import World

@@ -1,7 +1,5 @@
 """Conversations for supervised fine-tuning: from a jsonl file, through a chat template, with a loss mask.
 
-    {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}     a line
-
 Only the assistant's tokens are targets; the target of any other position is -100, which the loss leaves out.
 
 Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all targets
@@ -15,7 +13,6 @@ no mask. Needs the extra `hf`.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import re
@@ -28,12 +25,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from zbpp.data.chat_tokenizer import check_special_tokens, load_tokenizer
 from zbpp.data.permutation import Numbers, keys_of, permute
+from zbpp.data.prepared import digest_of
 from zbpp.data.source import Data, check_at_least_one, unread_data
 from zbpp.seeding import seed_of
 
 IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
+
+EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 _log = logging.getLogger(__name__)
 
@@ -138,7 +137,7 @@ def chat_data(
 ) -> Data:
     """Batches of the conversations in a jsonl file.
 
-    tokenizer: see chat_tokenizer.py. chat_template: jinja, or a file of it; None: the tokenizer's own.
+    tokenizer, chat_template: see `load_chat_tokenizer`.
     held_out: the share of conversations that is evaluated on, at the end of the file. is_read: False on a
     rank that will ask for no batch: nothing is loaded there.
     Raises ValueError for a file, a template or a vocabulary that does not fit.
@@ -147,10 +146,7 @@ def chat_data(
         return unread_data(batch_size * sequence_length)
     if not 0 <= held_out < 1:
         raise ValueError(f"held_out={held_out} is a share of the conversations: write 0.0 to 0.99")
-    loaded = load_tokenizer(tokenizer, chat_template)
-    conversations = [
-        _encoded(loaded, messages, f"{path}, line {number}") for number, messages in _lines(Path(path))
-    ]
+    conversations = _conversations(load_chat_tokenizer(tokenizer, chat_template), Path(path))
     largest = max(int(each.tokens.max(initial=0)) for each in conversations)
     if largest >= vocab_size:
         raise ValueError(
@@ -185,105 +181,84 @@ def chat_data(
 # ---------------------------------------------------------------- text to tokens
 
 
+def load_chat_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
+    """transformers' tokenizer with a chat template.
+
+    tokenizer: a folder as transformers saves it, or the tokenizer.json in one. chat_template: jinja, or a
+    file of it; None: the tokenizer's own. Raises ValueError if there is no tokenizer or no template.
+    """
+    from transformers import AutoTokenizer  # lazily: seconds, and optional
+
+    where = Path(tokenizer).expanduser()
+    folder = where.parent if where.name == "tokenizer.json" else where
+    if not where.exists() or not folder.is_dir():
+        raise ValueError(
+            f"tokenizer={tokenizer} does not exist: write a folder, or the tokenizer.json in one"
+        )
+    loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    if chat_template is not None:
+        is_file = "{" not in chat_template
+        loaded.chat_template = Path(chat_template).expanduser().read_text() if is_file else chat_template
+    if not loaded.chat_template:
+        raise ValueError(
+            f"tokenizer={tokenizer} has no chat template: write data.chat_template=FILE, jinja as "
+            "transformers' apply_chat_template takes it"
+        )
+    missing = [each for each in ("bos_token", "eos_token") if not getattr(loaded, each)]
+    for name in missing:
+        if name in str(loaded.chat_template):
+            # jinja writes nothing for it: without an end token, a trained model never stops.
+            _log.warning("the chat template names %s, which tokenizer=%s lacks", name, tokenizer)
+    return loaded
+
+
 def encode(tokenizer: Any, messages: Messages) -> Conversation:
     """A conversation's tokens by the tokenizer's template, and which of them are the assistant's.
 
-    If the template has {% generation %} and {% endgeneration %}, the tokens between them are the assistant's.
+    If the template has {% generation %} and {% endgeneration %}, transformers finds the tokens between them.
     Otherwise the assistant's tokens are those that one of its messages adds to the prompt before it. Raises
-    ValueError if adding a message changes the tokens of earlier text, or if the template writes a special
-    token that the tokenizer lacks.
+    ValueError if they can't be told apart.
     """
-    check_special_tokens(tokenizer, messages)
-    _check_contents(tokenizer, messages)
-    options: dict[str, Any] = {"tokenize": True, "return_dict": True}
+
+    def applied(given: Messages, **options: Any) -> Any:
+        return tokenizer.apply_chat_template(given, tokenize=True, return_dict=True, **options)
+
     if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-        found = tokenizer.apply_chat_template(messages, return_assistant_tokens_mask=True, **options)
+        found = applied(messages, return_assistant_tokens_mask=True)
         return Conversation(np.array(found["input_ids"]), np.array(found["assistant_masks"]))
-
-    def tokens(count: int, *, is_asked: bool = False) -> list[int]:
-        given = messages[:count]
-        found = tokenizer.apply_chat_template(given, add_generation_prompt=is_asked, **options)
-        return list(found["input_ids"])
-
-    whole = tokens(len(messages))
+    whole = applied(messages)["input_ids"]
     is_target = np.zeros(len(whole), dtype=np.int64)
     for number, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        if number == 0:
-            raise ValueError(
-                "the conversation begins with the assistant, and the template does not say which tokens are "
-                "the assistant's: begin with a message of the user, or write {% generation %} in the template"
-            )
-        before, after = tokens(number, is_asked=True), tokens(number + 1)
+        before = applied(messages[:number], add_generation_prompt=True)["input_ids"] if number else [None]
+        after = applied(messages[: number + 1])["input_ids"]
         if after[: len(before)] != before or whole[: len(after)] != after:
             raise ValueError(
-                "the first tokens change when a message is added (the chat template changes earlier text, or "
-                "the tokenizer merges characters across the boundary of two messages), so the assistant's "
-                "tokens can't be told apart: write {% generation %} around them in the template"
+                "the assistant's tokens can't be told apart (it has the first message, the chat template "
+                "changes earlier text, or the tokenizer merges characters across the boundary of two "
+                "messages): write {% generation %} around them in the template"
             )
         is_target[len(before) : len(after)] = 1
     return Conversation(np.array(whole), is_target)
 
 
-def _check_contents(tokenizer: Any, messages: Messages) -> None:
-    """Raise ValueError if the template writes a content that is no text as Python prints it: [{'type': ..."""
-    contents = [message["content"] for message in messages]
-    if all(isinstance(each, str) for each in contents):
-        return
-    text = tokenizer.apply_chat_template(messages, tokenize=False)
-    for content in contents:
-        shown = str(content)
-        if not isinstance(content, str) and text.count(shown) > sum(
-            each.count(shown) for each in contents if isinstance(each, str)
-        ):
-            raise ValueError(
-                f"the template writes the content {shown[:60]} as it stands, for the model to learn: write "
-                "a text as content, or a template that takes such contents"
-            )
-
-
-def _encoded(tokenizer: Any, messages: Messages, where: str) -> Conversation:
-    try:
-        return encode(tokenizer, messages)
-    except Exception as error:  # jinja's errors, too: a template may refuse a conversation
-        raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
-
-
-def _lines(path: Path) -> list[tuple[int, Messages]]:
-    """(number of the line, its messages). Raises ValueError."""
+def _conversations(tokenizer: Any, path: Path) -> list[Conversation]:
+    """The conversations in a jsonl file. Raises ValueError, naming the line."""
     found = []
     with path.expanduser().open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
-            if line.strip():
-                found.append((number, _messages(line, f"{path}, line {number}")))
+            try:
+                if line.strip():
+                    found.append(encode(tokenizer, json.loads(line)["messages"]))
+            except Exception as error:  # jinja's errors, too: a template may refuse a conversation
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise ValueError(f"{path}, line {number}: {reason}; write {EXAMPLE}") from error
     if not found:
-        raise ValueError(f"{path} has no conversation: write one JSON object per line")
+        raise ValueError(f"{path} has no conversation: write one JSON object per line, {EXAMPLE}")
     return found
-
-
-def _messages(line: str, where: str) -> Messages:
-    example = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-    try:
-        value = json.loads(line)
-    except ValueError as error:
-        raise ValueError(f"{where} is no JSON ({error}): write {example}") from error
-    messages = value.get("messages") if isinstance(value, dict) else None
-    is_right = isinstance(messages, list) and all(map(_is_message, messages))
-    if not messages or not is_right:
-        raise ValueError(f"{where} has no list of messages with role and content: write {example}")
-    found: Messages = messages
-    return found
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("role"), str) and "content" in value
 
 
 def _fingerprint(conversations: Sequence[Conversation]) -> str:
-    digest = hashlib.sha256()
-    for tokens, is_target in conversations:
-        digest.update(np.int64(len(tokens)).tobytes())
-        digest.update(tokens.astype(np.int64).tobytes())
-        digest.update(is_target.astype(np.int64).tobytes())
-    return digest.hexdigest()
+    arrays = (np.array([len(tokens), *tokens, *is_target]) for tokens, is_target in conversations)
+    return digest_of(*(each.astype(np.int64).data for each in arrays))

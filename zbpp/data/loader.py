@@ -1,4 +1,4 @@
-"""A user's own data: a torch Dataset or DataLoader, or any other iterable of batches.
+"""A user's own data: a map-style Dataset, or anything else that yields batches again and again.
 
 Every rank makes its own loader, and all must see the same global batches; `zbpp train` compares the ranks'
 fingerprints of the first batch. `shuffle=True` gives the same order on every rank: while a batch is made,
@@ -7,53 +7,109 @@ processes, has to seed itself alike on every rank.
 
 A run that goes on at step 1000 needs batch 1000:
 
-    a map-style Dataset, a list          is asked for that batch
-    a DataLoader of a map-style Dataset  draws the indices of the batches before, and loads none of them (only
-                                         with a sampler of torch's, whose order the epoch's seed decides)
-    has state_dict and load_state_dict   goes on from its own state, if the checkpoint has one
-    anything else                        yields all batches before, and a warning says so
+    a map-style Dataset                  is asked for that batch
+    has state_dict and load_state_dict   goes on from its own state, as torchdata's StatefulDataLoader does
+    anything else                        yields all batches before: a DataLoader, a list
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
-from copy import copy
-from hashlib import blake2b
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    RandomSampler,
-    SequentialSampler,
-    SubsetRandomSampler,
-    WeightedRandomSampler,
-)
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from zbpp.data.batch import num_rows, parts_of
-from zbpp.data.dataset import DatasetBatches, is_map_style
-from zbpp.data.source import Data
+from zbpp.data.permutation import Numbers, keys_of, permute
+from zbpp.data.prepared import digest_of
+from zbpp.data.source import Data, num_rows, parts_of
 from zbpp.seeding import seed_of
 
 _log = logging.getLogger(__name__)
-_SECONDS_UNTIL_SAID = 2.0  # between two warnings about skipped batches
-
-# Their order depends on nothing but random numbers. A user's own sampler may count its epochs, too.
-_SAMPLERS = (
-    SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler,
-)  # fmt: skip
+_SAID = 100  # batches that are dropped without a warning
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 _NOTHING = object()
+_NUM_PROBED = 14  # rows between the first and the last one that a fingerprint covers
 
 
-class Loaded:
+class Rows(Protocol):
+    """Rows by number: a torch Dataset, or one of Hugging Face's package `datasets`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, row: int, /) -> Any: ...
+
+
+def is_map_style(given: Any) -> bool:
+    """Whether `given` has rows by number. A list does not count: it holds batches."""
+    if isinstance(given, IterableDataset) or not isinstance(given, Sized):
+        return False
+    return isinstance(given, Dataset) or hasattr(given, "__getitems__")
+
+
+class DatasetBatches:
+    """Batches of a Dataset's rows, put together by torch's default_collate.
+
+    Each epoch takes every row once, in an order drawn from (seed, epoch); with `shuffle` False in the
+    Dataset's own order. A batch may reach into the next epoch, so one large batch has the rows of several
+    smaller ones. While a row is read, torch's random numbers are seeded by the row's place in the order of
+    all epochs. name: what error messages call the data. Raises ValueError for fewer rows than a batch.
+    """
+
+    draws_global_random = True
+
+    def __init__(self, rows: Rows, *, batch_size: int, seed: int, shuffle: bool, name: str) -> None:
+        if len(rows) < batch_size:
+            raise ValueError(
+                f"the {name} Dataset has {len(rows)} rows, fewer than a batch (num_microbatches * "
+                f"microbatch_size = {batch_size}): give more rows, or smaller batches"
+            )
+        self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
+
+    @property
+    def num_rows(self) -> int:
+        """Rows per epoch."""
+        return len(self._rows)
+
+    @property
+    def num_batches(self) -> int:
+        """Whole batches per epoch."""
+        return len(self._rows) // self._batch_size
+
+    def batch(self, step: int) -> Any:
+        """The batch of `step`, from 0."""
+        first = step * self._batch_size
+        samples = np.arange(first, first + self._batch_size)
+        with torch.random.fork_rng([]):
+            rows = [
+                self._row(int(sample), int(row))
+                for sample, row in zip(samples, self._order(samples), strict=True)
+            ]
+            return default_collate(rows)
+
+    def probes(self) -> list[Any]:
+        """The first row, the last one and some between, each as a batch of one: changed data show in them."""
+        last = len(self._rows) - 1
+        between = np.random.default_rng(last).integers(0, last + 1, _NUM_PROBED)
+        with torch.random.fork_rng([]):
+            return [default_collate([self._row(row, row)]) for row in sorted({0, last, *map(int, between)})]
+
+    def _row(self, sample: int, row: int) -> Any:
+        torch.default_generator.manual_seed(seed_of(self._seed, "row", sample))
+        return self._rows[row]
+
+    def _order(self, samples: Numbers) -> Numbers:
+        epochs, places = np.divmod(samples, len(self._rows))
+        if not self._shuffle:
+            return places
+        return permute(places, len(self._rows), keys_of(seed_of(self._seed, "order"), epochs))
+
+
+class IteratedBatches:
     """Batches by number from an iterable; each pass through it is an epoch.
 
     Ask for batches in ascending order: a smaller number than the last one starts again from the first epoch.
@@ -65,7 +121,6 @@ class Loaded:
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
-        self._generators = [(each, each.initial_seed()) for each in _generators_of(batches)]
         self._begin()
 
     def _begin(self) -> None:
@@ -84,21 +139,15 @@ class Loaded:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
         if step < self._number or (step == self._number and self._current is None):
             self._begin()
-        if (
-            self._number < 1 < step
-        ):  # only at the first batch: later the batches between are those of other replicas
-            self._jump(step)
-        began = said = time.monotonic()
+        if step > self._number + _SAID:
+            _log.warning(
+                "the %s loader reads and drops the batches before batch %d; a map-style Dataset, or a loader "
+                "with state_dict and load_state_dict, needs not",
+                self._name, step,
+            )  # fmt: skip
         while self._number < step:
             self._current = self._next(self._number + 1)
             self._number += 1
-            if self._number < step and (now := time.monotonic()) > said + _SECONDS_UNTIL_SAID:
-                said = now
-                _log.warning(
-                    "skipping to %s batch %d: at batch %d after %.0f s; a map-style Dataset, or a loader "
-                    "with state_dict and load_state_dict, needs no skipping",
-                    self._name, step, self._number, now - began,
-                )  # fmt: skip
         return self._current
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,15 +158,15 @@ class Loaded:
         return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on after the batch that was the latest at `state_dict`; {}: skip the batches before.
+        """Go on after the batch that was the latest at `state_dict`; {}: drop the batches before.
 
-        A state with batches of another size is not used, with a warning: batches are skipped instead.
+        A state with batches of another size is not used, with a warning: batches are dropped instead.
         """
         if not state or not _has_state(self._batches):
             return
         if state["batch_size"] != self._batch_size:
             _log.warning(
-                "the %s loader's state is of batches of %d rows, not %d: batches are skipped instead",
+                "the %s loader's state is of batches of %d rows, not %d: batches are dropped instead",
                 self._name, state["batch_size"], self._batch_size,
             )  # fmt: skip
             return
@@ -127,125 +176,35 @@ class Loaded:
             self._start_epoch(state["epoch"])
         self._number = state["number"]
 
-    def _jump(self, step: int) -> None:
-        """Load the batch of `step` without those before it, from a DataLoader of a map-style Dataset."""
-        loader = self._batches
-        if not isinstance(loader, DataLoader) or loader.batch_sampler is None or _has_state(loader):
-            return
-        sampler = loader.batch_sampler
-        if type(sampler) is not BatchSampler or type(sampler.sampler) not in _SAMPLERS:
-            return
-        if not is_map_style(loader.dataset):
-            return
-        epoch, place = divmod(step, len(loader))
-        later = copy(loader)
-        # A DataLoader sets both only in its constructor. _iterator: the processes of persistent_workers.
-        later.__dict__ |= {
-            "batch_sampler": _Later(sampler, place, seed_of(self._seed, "batch", step)),
-            "_iterator": None,
-        }
-        with torch.random.fork_rng([]):
-            self._start_epoch(epoch, later)
-            self._current = next(self._iterator)
-        _check_rows(self._current, step, self._batch_size, self._name)
-        self._number = step
-
-    def _start_epoch(self, epoch: int, batches: Iterable[Any] | None = None) -> None:
+    def _start_epoch(self, epoch: int) -> None:
         # A DataLoader draws an epoch's order here. The seed is the epoch's, not the batch's: so the order is
         # the same whether one process reads an epoch, or replicas in smaller batches.
         self._epoch = epoch
         torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
-        for generator, seed in self._generators:
-            generator.manual_seed(seed_of(seed, "epoch", epoch))
-        batches = self._batches if batches is None else batches
-        if isinstance(batches, DataLoader) and batches._iterator is not None:  # persistent_workers
-            # A DataLoader's first iterator draws a seed for processes before the order; a later one does not.
-            torch.empty((), dtype=torch.int64).random_(generator=batches.generator)
-        self._iterator = iter(batches)
+        self._iterator = iter(self._batches)
 
     def _next(self, number: int) -> Any:
         with torch.random.fork_rng([]):
             torch.default_generator.manual_seed(seed_of(self._seed, "batch", number))
             found = next(self._iterator, _NOTHING)
             if found is _NOTHING:
-                self._start_epoch(0 if number == 0 else self._epoch + 1)
+                self._start_epoch(self._epoch + 1)
                 found = next(self._iterator, _NOTHING)
         if found is _NOTHING:
-            raise ValueError("the data has no batch at all: is a DataLoader with drop_last=True empty?")
-        _check_rows(found, number, self._batch_size, self._name)
+            raise ValueError(
+                f"the {self._name} data has no batch: is a DataLoader with drop_last=True empty?"
+            )
+        if num_rows(found) != self._batch_size:
+            raise ValueError(
+                f"{self._name} batch {number} has {num_rows(found) or 'no'} rows, but num_microbatches * "
+                f"microbatch_size is {self._batch_size}: give every batch so many (a DataLoader: "
+                f"batch_size={self._batch_size}, drop_last=True)"
+            )
         return found
 
 
-class ListedBatches:
-    """A list of batches; each pass through the list is an epoch."""
-
-    def __init__(self, batches: Sequence[Any], *, batch_size: int, name: str) -> None:
-        if not batches:
-            raise ValueError(f"the list of {name} batches is empty: give it one batch at least")
-        for number, batch in enumerate(batches):
-            if num_rows(batch) != batch_size:
-                raise ValueError(
-                    f"{name} batch {number} has {num_rows(batch) or 'no'} rows, but num_microbatches * "
-                    f"microbatch_size is {batch_size}: leave it out, or write microbatches that fit"
-                )
-        self._batches = batches
-
-    @property
-    def num_batches(self) -> int:
-        """The list's length."""
-        return len(self._batches)
-
-    def batch(self, step: int) -> Any:
-        """The batch of `step`, from 0."""
-        return self._batches[step % len(self._batches)]
-
-
-class _Later:
-    """A batch sampler that draws its first lists of indices, and leaves them out.
-
-    seed: seeds torch's random numbers after that, as they would be if the batches before had been loaded.
-    """
-
-    def __init__(self, sampler: Any, skipped: int, seed: int) -> None:
-        self._sampler, self._skipped, self._seed = sampler, skipped, seed
-
-    def __iter__(self) -> Iterator[Any]:
-        indices = iter(self._sampler)
-        for _ in range(self._skipped):
-            next(indices, None)
-        if self._skipped:
-            torch.default_generator.manual_seed(self._seed)
-        yield from indices
-
-    def __len__(self) -> int:
-        return len(self._sampler) - self._skipped
-
-
-def _generators_of(batches: object) -> list[torch.Generator]:
-    """The generators that a DataLoader or its sampler was given; the order of an epoch is drawn from them."""
-    sampler = getattr(batches, "batch_sampler", None)
-    places = (batches, sampler, getattr(sampler, "sampler", None))
-    found = [getattr(each, "generator", None) for each in places]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
 def _has_state(batches: object) -> bool:
-    return callable(getattr(batches, "state_dict", None)) and callable(
-        getattr(batches, "load_state_dict", None)
-    )
-
-
-def _check_rows(batch: Any, number: int, batch_size: int, name: str) -> None:
-    rows = num_rows(batch)
-    if rows != batch_size:
-        given = "no tensor" if rows is None else f"{rows} rows"
-        raise ValueError(
-            f"{name} batch {number} has {given}, but num_microbatches * microbatch_size is {batch_size}: "
-            f"give every batch so many (a DataLoader: batch_size={batch_size}, drop_last=True)"
-        )
-
-
-Loader = Loaded | ListedBatches | DatasetBatches
+    return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
 
 
 def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True) -> Data:
@@ -270,7 +229,25 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
     )
 
 
-def _fingerprint(train: Loader) -> str:
+def _loaded(
+    given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool
+) -> DatasetBatches | IteratedBatches:
+    if is_map_style(given):
+        return DatasetBatches(given, batch_size=batch_size, seed=seed, shuffle=shuffle, name=name)
+    batches = DataLoader(given, batch_size, drop_last=True) if isinstance(given, Dataset) else given
+    if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor | Iterator):
+        raise ValueError(
+            f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "
+            "DataLoader, a list of batches, a pair of such (to train on, held out), or a zbpp.data.Data"
+        )
+    if isinstance(batches, DataLoader) and isinstance(batches.dataset, Sized) and not batches.drop_last:
+        rest = len(batches.dataset) % (batches.batch_size or 1)
+        if rest:  # otherwise a run would fail at the end of its first epoch
+            raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
+    return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name)
+
+
+def _fingerprint(train: DatasetBatches | IteratedBatches) -> str:
     """A hash of the first batch and of the number of batches. Checks the parts of the first batch, too.
 
     A Dataset's fingerprint covers the first row that is trained on, 16 rows in all places of the Dataset, and
@@ -278,47 +255,20 @@ def _fingerprint(train: Loader) -> str:
     """
     first = train.batch(0)
     parts_of(first)
-    if not isinstance(train, DatasetBatches):
+    if isinstance(train, IteratedBatches):
         return fingerprint_of((first, train.num_batches))
     rows = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else None, (first, *train.probes()))
     return fingerprint_of((rows, train.num_rows))
 
 
-def _loaded(given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool) -> Loader:
-    if is_map_style(given):
-        return DatasetBatches(given, batch_size=batch_size, seed=seed, shuffle=shuffle, name=name)
-    batches = given
-    if isinstance(given, Dataset):
-        batches = DataLoader(given, batch_size=batch_size, drop_last=True)
-    if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor):
-        raise ValueError(
-            f"a {type(given).__name__} yields no batches: give a torch Dataset, a DataLoader, a list of "
-            "batches, a pair of such (to train on, held out), or a zbpp.data.Data"
-        )
-    if isinstance(batches, DataLoader) and not batches.drop_last and isinstance(batches.dataset, Sized):
-        rest = len(batches.dataset) % (batches.batch_size or 1)
-        if rest:
-            raise ValueError(
-                f"an epoch of the {name} DataLoader ends with {rest} rows: give it drop_last=True"
-            )
-    if isinstance(batches, Sequence):
-        return ListedBatches(batches, batch_size=batch_size, name=name)
-    if isinstance(batches, Iterator):
-        raise ValueError(
-            f"a {type(given).__name__} ends after one epoch: give something that can be iterated over again, "
-            "such as a DataLoader or a list of batches"
-        )
-    return Loaded(batches, batch_size=batch_size, seed=seed, name=name)
-
-
 def fingerprint_of(batch: Any) -> str:
     """16 hex digits that depend on the batch's structure and its tensors' values."""
     leaves, structure = tree_flatten(batch)
-    digest = blake2b(str(structure).encode(), digest_size=8)
+    contents: list[bytes | memoryview] = [str(structure).encode()]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            contents.append(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            contents.append(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
+            contents.append(repr(leaf).encode())
+    return digest_of(*contents)

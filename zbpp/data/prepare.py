@@ -1,31 +1,25 @@
-"""Makes prepared tokens from text, by several processes. The next call continues what was cut short.
+"""Makes prepared tokens from text. Hugging Face's `datasets` reads and tokenizes, in several processes.
 
-    sources --units_of--> units --a process each--> 00000.train.bin, ... --joined--> train.bin, header
+    sources --load_dataset--> rows --map--> tokens in Arrow files --> train.bin, held_out.bin, prepared.json
 
-All files are made in OUTPUT.partial, which gets its final name when it is whole. The result depends on the
-sources and on the settings, not on the number of processes.
+All files are made in OUTPUT.partial, which gets its final name when it is whole. `datasets` keeps in it what
+is done, so a call that was cut short goes on when it is repeated. The result depends on the sources and the
+settings, not on the number of processes. Needs the extra `hf`.
 """
 
 from __future__ import annotations
 
-import fcntl
-import json
-import os
+import glob
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
-from dataclasses import asdict
-from hashlib import blake2b
-from multiprocessing import get_context
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from zbpp.data.documents import Reading, Unit, documents_of, units_of
-from zbpp.data.encoding import Encoder, make_encoder
 from zbpp.data.prepared import (
+    BYTES,
     HELD_OUT,
     PARTS,
     TOKENIZER,
@@ -33,25 +27,89 @@ from zbpp.data.prepared import (
     Header,
     PartHeader,
     checksum_of,
+    digest_of,
     documents_file,
     partial_folder,
     tokens_file,
     write_header,
 )
+from zbpp.data.text import check_text, find_files
+from zbpp.data.tokenizer import fingerprint_of, load_tokenizer
+from zbpp.data.windows import Tokens
 from zbpp.seeding import seed_of
 
-Progress = Callable[[int, int], None]
-"""Called with (bytes done, bytes in all)."""
-_PLAN, _LOCK = "plan.json", "lock"
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+# The loader of `datasets` for a file's name; all other files are text.
+_LOADERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+_ROWS = 100  # rows in the memory of one process
 
 
-class Task(NamedTuple):
-    """What all units of one preparation have in common."""
+class Reading(NamedTuple):
+    """How documents are read.
 
-    folder: str
-    reading: Reading
-    encoder: Encoder
-    held_out: float
+    field: the column with the text, of all but text files. split: of a folder that `datasets.save_to_disk`
+    wrote with several. pattern: of the names to take from a folder of files. separator: the text between two
+    documents of a file or row; None: it is one document.
+    """
+
+    field: str = "text"
+    split: str | None = None
+    pattern: str = "*.txt"
+    separator: str | None = None
+
+
+class Encoder(NamedTuple):
+    """How documents become tokens.
+
+    tokenizer: None: a token is a byte. end_token: the token after each document; None: there is none.
+    fingerprint: see `Header.tokenizer`.
+    """
+
+    tokenizer: Tokenizer | None
+    end_token: int | None
+    vocab_size: int
+    fingerprint: str
+
+    @property
+    def dtype(self) -> np.dtype[np.unsignedinteger]:
+        """The smallest type of a file that holds all tokens."""
+        return np.dtype(np.uint16 if self.vocab_size <= 2**16 else np.uint32)
+
+    def encode(self, documents: Sequence[str]) -> list[Tokens]:
+        """The tokens of each document, with the end token."""
+        found: list[Any]
+        if self.tokenizer is None:
+            found = [np.frombuffer(each.encode(errors="replace"), dtype=np.uint8) for each in documents]
+        else:
+            encodings = self.tokenizer.encode_batch_fast(list(documents), add_special_tokens=False)
+            found = [each.ids for each in encodings]
+        end = [] if self.end_token is None else [self.end_token]
+        return [np.concatenate([each, end]).astype(self.dtype) for each in found]
+
+
+def make_encoder(tokenizer: Path | None, end_token: str | None) -> Encoder:
+    """The Encoder of a tokenizer.json, or of bytes (None).
+
+    end_token: the text of the token after each document, None for no token; for bytes write "", which stands
+    for token 256. Raises FileNotFoundError; ValueError for a tokenizer that can't be read or lacks the token.
+    """
+    if tokenizer is None:
+        if end_token:
+            raise ValueError(f"--end-token {end_token!r} needs --tokenizer; of bytes it is ''")
+        has_end = end_token is not None
+        return Encoder(None, 256 if has_end else None, 256 + has_end, BYTES)
+    loaded = load_tokenizer(tokenizer)
+    number = None if end_token is None else loaded.token_to_id(end_token)
+    if end_token is not None and number is None:
+        special = ", ".join(token.content for token in loaded.get_added_tokens_decoder().values())
+        raise ValueError(
+            f"tokenizer {str(tokenizer)!r} has no token {end_token!r}; special tokens: {special or 'none'}"
+        )
+    # Numbers may have gaps: the largest one decides how many rows an embedding needs.
+    vocab_size = max(loaded.get_vocab(with_added_tokens=True).values()) + 1
+    return Encoder(loaded, number, vocab_size, fingerprint_of(tokenizer))
 
 
 def prepare(
@@ -64,211 +122,203 @@ def prepare(
     held_out: float = 0.05,
     processes: int = 1,
     overwrite: bool = False,
-    progress: Progress | None = None,
 ) -> Header:
-    """Make the prepared set `output` from text files, jsonl files, folders of them, Hugging Face datasets.
+    """Make the prepared set `output` from text, json, parquet and csv files, folders, and saved datasets.
 
-    tokenizer: a tokenizer.json; None: a token is a byte. end_token: the token after each document. held_out:
-    the share of documents for evaluation, drawn by a hash of their places. Raises FileNotFoundError or
-    ValueError; `output` is not touched then, and the next call keeps the units that are finished.
+    tokenizer, end_token: see `make_encoder`. held_out: the share of documents for evaluation, drawn by a hash
+    of their places. Raises FileNotFoundError or ValueError, and leaves `output` as it was.
     """
     if not 0 <= held_out < 1:
         raise ValueError(f"--held-out {held_out} is a share of the documents: write 0.0 to 0.99")
-    if processes < 1:
-        raise ValueError(f"--processes {processes}: write 1 or more")
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists: name another folder, or write --overwrite")
-    reading = reading or Reading()
-    encoder, units = make_encoder(tokenizer, end_token), units_of(sources, reading)
+    reading, encoder = reading or Reading(), make_encoder(tokenizer, end_token)
     work = partial_folder(output)
-    work.mkdir(parents=True, exist_ok=True)
-    with _locked(work):
-        task = Task(str(work), reading, encoder, held_out)
-        _agree_with_plan(work, task, units, overwrite=overwrite)
-        _encode(task, units, processes, progress or (lambda done, total: None))
-        header = _joined(task, len(units))
-        _publish(work, output)
-    return header
-
-
-@contextmanager
-def _locked(work: Path) -> Iterator[None]:
-    with (work / _LOCK).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise ValueError(f"{str(work)!r} is being written by another process: wait for its end") from None
-        yield
-
-
-def _agree_with_plan(work: Path, task: Task, units: Sequence[Unit], *, overwrite: bool) -> None:
-    """Write plan.json, or compare it with the one that an earlier call has left.
-
-    If they differ, the earlier call's units are removed with `overwrite`; else ValueError is raised if a unit
-    was finished.
-    """
-    times = [
-        (name, os.stat(name).st_size, os.stat(name).st_mtime_ns) for unit in units for name in unit.files
-    ]
-    plan = {
-        "sources": blake2b(repr((times, units)).encode(), digest_size=8).hexdigest(),
-        **asdict(task.reading),
-        "tokenizer": task.encoder.fingerprint,
-        "end_token": task.encoder.end_token,
-        "held_out": task.held_out,
-    }
-    file = work / _PLAN
-    if file.exists():
-        begun = json.loads(file.read_text())
-        changed = ", ".join(name for name in plan if begun.get(name) != plan[name])
-        is_lost = changed and any(work.glob("[0-9]*.json"))
-        if is_lost and not overwrite:
+    cache = work / "cache"
+    cache.mkdir(parents=True, exist_ok=True)
+    tokens = _tokenized(sources, reading, encoder, held_out, cache, processes)
+    header = _written(tokens, work, encoder)
+    for name, part in header.parts.items():
+        if not part.num_documents and (name == TRAIN or held_out):
             raise ValueError(
-                f"{str(work)!r} was begun with other settings ({changed} changed): give the same again, or "
-                "say that they may be overwritten (overwrite)"
+                f"--held-out {held_out} leaves no document for {name}: give more text, hold out another "
+                "share (0: none), or cut the files into documents by --separator"
             )
-        if changed:
-            _remove_parts(work)
-    _write_whole(file, json.dumps(plan, indent=2))
-
-
-# ---------------------------------------------------------------- units
-
-
-def _encode(task: Task, units: Sequence[Unit], processes: int, progress: Progress) -> None:
-    """Encode the units that are not done yet."""
-    total = sum(unit.size for unit in units)
-    missing = [number for number in range(len(units)) if not _done_file(task, number).exists()]
-    done = total - sum(units[number].size for number in missing)
-    progress(done, total)
-    for number in _in_processes(task, units, missing, min(processes, len(missing))):
-        done += units[number].size
-        progress(done, total)
-
-
-def _in_processes(task: Task, units: Sequence[Unit], numbers: Sequence[int], processes: int) -> Iterator[int]:
-    """Encode the units with these numbers; yields each number when its unit is done."""
-    if processes <= 1:
-        for number in numbers:
-            yield encode_unit(task, number, units[number])
-        return
-    # spawn: a fork of a process with threads may hang, and the caller may have some.
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        begun: list[Future[int]] = [pool.submit(encode_unit, task, each, units[each]) for each in numbers]
-        try:
-            for future in as_completed(begun):
-                yield future.result()
-        finally:
-            pool.shutdown(cancel_futures=True)
-
-
-def encode_unit(task: Task, number: int, unit: Unit) -> int:
-    """Write a unit's tokens, the count of each token, and the documents' lengths; returns `number`."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    folder = Path(task.folder)
-    counts = np.zeros(task.encoder.vocab_size, dtype=np.int64)
-    lengths: dict[str, list[int]] = {part: [] for part in PARTS}
-    # Temporary names with the process's number: a process whose parent was killed may still be writing.
-    names = {part: folder / f"{number:05}.{part}.{os.getpid()}.tmp" for part in PARTS}
-    files = {part: name.open("wb") for part, name in names.items()}
-    try:
-        for place, tokens in enumerate(task.encoder.encode(documents_of(unit, task.reading))):
-            part = HELD_OUT if is_held_out(number, place, task.held_out) else TRAIN
-            files[part].write(tokens.astype(task.encoder.dtype.newbyteorder("<"), copy=False).data)
-            lengths[part].append(len(tokens))
-            counts += np.bincount(tokens, minlength=len(counts))
-    finally:
-        for file in files.values():
-            file.close()
-    for part, name in names.items():
-        name.replace(tokens_file(folder, f"{number:05}.{part}"))
-    np.save(folder / f"{number:05}.counts.npy", counts)
-    _write_whole(_done_file(task, number), json.dumps(lengths))
-    return number
-
-
-def is_held_out(unit: int, document: int, share: float) -> bool:
-    """Whether a document is for evaluation. A hash decides, so they come from the whole text."""
-    return seed_of("held out", unit, document) < share * 2**63
-
-
-def _done_file(task: Task, number: int) -> Path:
-    """The file with the lengths of a unit's documents. It is written last: the unit is done if it exists."""
-    return Path(task.folder) / f"{number:05}.json"
-
-
-# ---------------------------------------------------------------- the whole
-
-
-def _joined(task: Task, num_units: int) -> Header:
-    """Join the units' files, and write the header."""
-    folder = Path(task.folder)
-    parts = {part: _joined_part(task, part, num_units) for part in PARTS}
-    counts = sum(
-        (np.load(folder / f"{number:05}.counts.npy") for number in range(num_units)), np.zeros(1, int)
-    )
-    total = int(counts.sum())
-    if not total:
-        raise ValueError("the sources hold no text")
-    for part, found in parts.items():
-        if not found.num_documents and (part == TRAIN or task.held_out):
-            documents = sum(each.num_documents for each in parts.values())
-            raise ValueError(
-                f"--held-out {task.held_out} of {documents} documents leaves none for {part}: hold out "
-                "another share (0: none), or cut the files into documents by a separator"
-            )
-    frequencies = counts[counts > 0] / total
-    if task.encoder.tokenizer is not None:
-        shutil.copyfile(task.encoder.tokenizer, folder / TOKENIZER)
-    header = Header(
-        dtype=task.encoder.dtype.name,
-        vocab_size=task.encoder.vocab_size,
-        tokenizer=task.encoder.fingerprint,
-        end_token=task.encoder.end_token,
-        unigram_entropy=float(-(frequencies * np.log(frequencies)).sum()),
-        parts=parts,
-    )
-    write_header(folder, header)
-    return header
-
-
-def _joined_part(task: Task, part: str, num_units: int) -> PartHeader:
-    folder = Path(task.folder)
-    lengths: list[Any] = [
-        json.loads(_done_file(task, number).read_text())[part] for number in range(num_units)
-    ]
-    ends = np.cumsum(np.fromiter((each for some in lengths for each in some), dtype=np.int64))
-    ends.astype("<i8").tofile(documents_file(folder, part))
-    with tokens_file(folder, part).open("wb") as whole:
-        for number in range(num_units):
-            with tokens_file(folder, f"{number:05}.{part}").open("rb") as piece:
-                shutil.copyfileobj(piece, whole, 2**24)
-        whole.flush()
-        os.fsync(whole.fileno())
-    return PartHeader(
-        num_tokens=int(ends[-1]) if len(ends) else 0,
-        num_documents=len(ends),
-        checksum=checksum_of(tokens_file(folder, part)),
-    )
-
-
-def _publish(work: Path, output: Path) -> None:
-    """Remove the files of units, the plan and the lock, and give the finished folder its name."""
-    _remove_parts(work)
-    for name in (_PLAN, _LOCK):
-        (work / name).unlink()
+    if tokenizer is not None:
+        shutil.copyfile(tokenizer, work / TOKENIZER)
+    write_header(work, header)
+    shutil.rmtree(cache)
     if output.exists():
         shutil.rmtree(output)
     work.rename(output)
+    return header
 
 
-def _remove_parts(work: Path) -> None:
-    for file in (*work.glob("[0-9]*"), *work.glob("*.tmp")):
-        file.unlink(missing_ok=True)
+# ---------------------------------------------------------------- text to tokens
 
 
-def _write_whole(file: Path, text: str) -> None:
-    """Write a file that is there as a whole, or not at all."""
-    unfinished = file.with_suffix(f".{os.getpid()}.tmp")
-    unfinished.write_text(text)
-    unfinished.replace(file)
+def _tokenized(
+    sources: Sequence[Path], reading: Reading, encoder: Encoder, held_out: float, cache: Path, processes: int
+) -> Any:
+    """A `datasets.Dataset` of the documents' tokens, and whether a document is held out."""
+    try:
+        from datasets import Features, LargeList, Value, concatenate_datasets
+    except ImportError as error:
+        raise ValueError("prepared tokens need the package `datasets`: run `pip install zbpp[hf]`") from error
+    features = Features({"tokens": LargeList(Value(encoder.dtype.name)), "is_held_out": Value("bool")})
+    found = []
+    for number, dataset in enumerate(_datasets(sources, reading, cache)):
+        options = {
+            "source": number,
+            "separator": reading.separator,
+            "encoder": encoder,
+            "held_out": held_out,
+        }
+        # The name says what the file depends on: `datasets` takes an existing file as it is.
+        name = digest_of(repr((dataset._fingerprint, number, reading, encoder[1:], held_out)).encode())
+        tokens = dataset.map(
+            encode_rows,
+            batched=True,
+            batch_size=_ROWS,
+            with_indices=True,
+            fn_kwargs=options,
+            remove_columns=dataset.column_names,
+            features=features,
+            writer_batch_size=_ROWS,
+            cache_file_name=str(cache / f"tokens-{name}.arrow"),
+            num_proc=min(processes, len(dataset)) if processes > 1 and len(dataset) > 1 else None,
+            desc="Tokenizing",
+        )
+        found.append(tokens)
+    return concatenate_datasets(found)
+
+
+def _datasets(sources: Sequence[Path], reading: Reading, cache: Path) -> Iterator[Any]:
+    """A `datasets.Dataset` with one column of text for each kind of files in each source.
+
+    Raises FileNotFoundError for a source that is not there; ValueError for one without text.
+    """
+    from datasets import Value, load_dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    for source in (each.expanduser() for each in sources):
+        if (source / "state.json").exists() or (source / "dataset_dict.json").exists():
+            found = [(_saved_dataset(source, reading.split), reading.field)]
+        else:
+            try:
+                found = [
+                    (
+                        load_dataset(kind, data_files=files, split="train", cache_dir=str(cache), **options),
+                        column,
+                    )
+                    for kind, files, options, column in _loading(source, reading)
+                ]
+            except DatasetGenerationError as error:
+                raise ValueError(f"{str(source)!r} can't be read: {error.__cause__ or error}") from error
+        for dataset, column in found:
+            feature = dataset.features.get(column)
+            if not isinstance(feature, Value) or "string" not in feature.dtype:
+                raise ValueError(
+                    f"{str(source)!r} has no text in a column {column!r}: write --field with one of "
+                    f"{', '.join(dataset.column_names)}"
+                )
+            yield dataset.select_columns([column])
+
+
+def _saved_dataset(folder: Path, split: str | None) -> Any:
+    from datasets import DatasetDict, load_from_disk
+
+    found = load_from_disk(folder)
+    if not isinstance(found, DatasetDict):
+        return found
+    if split not in found:
+        raise ValueError(f"{str(folder)!r} has several splits: write --split with one of {', '.join(found)}")
+    return found[split]
+
+
+def _loading(source: Path, reading: Reading) -> Iterator[tuple[str, list[str], dict[str, Any], str]]:
+    """(loader of `datasets`, its files, its options, the column with the text) for each kind of files."""
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{str(source)!r} does not exist (looked from {Path.cwd()}): name a file of text, json, parquet "
+            "or csv, a folder of them, or a folder that datasets.save_to_disk wrote"
+        )
+    found: dict[str, list[str]] = {}
+    for file in [source] if source.is_file() else find_files(source, reading.pattern):
+        kind = next((_LOADERS[suffix] for suffix in file.suffixes if suffix in _LOADERS), "text")
+        if kind == "text":
+            check_text(file)
+        if file.stat().st_size:
+            # A name may hold characters of a pattern, such as [1].
+            found.setdefault(kind, []).append(glob.escape(str(file.absolute())))
+    if not found:
+        raise ValueError(f"{str(source)!r} holds no text")
+    for kind, files in found.items():
+        if kind == "text":
+            yield kind, files, {"sample_by": "document", "encoding_errors": "replace"}, "text"
+        else:
+            yield kind, files, {}, reading.field
+
+
+def encode_rows(
+    rows: dict[str, list[str | None]],
+    indices: Sequence[int],
+    *,
+    source: int,
+    separator: str | None,
+    encoder: Encoder,
+    held_out: float,
+) -> dict[str, list[Any]]:
+    """The tokens of all documents in some rows, without empty documents. indices: the rows' numbers."""
+    (texts,) = rows.values()
+    documents, parts = [], []
+    for index, text in zip(indices, texts, strict=True):
+        for place, document in enumerate((text or "").split(separator) if separator else [text]):
+            if document:
+                documents.append(document)
+                parts.append(is_held_out(source, index, place, held_out))
+    return {"tokens": encoder.encode(documents), "is_held_out": parts}
+
+
+def is_held_out(source: int, row: int, place: int, share: float) -> bool:
+    """Whether a document is for evaluation. A hash decides, so they come from the whole text."""
+    return seed_of("held out", source, row, place) < share * 2**63
+
+
+# ---------------------------------------------------------------- tokens to files
+
+
+def _written(tokens: Any, folder: Path, encoder: Encoder) -> Header:
+    """Write the tokens and the ends of the documents of both parts; returns the header."""
+    counts = np.zeros(encoder.vocab_size, dtype=np.int64)
+    lengths: dict[str, list[Tokens]] = {part: [] for part in PARTS}
+    with ExitStack() as stack:
+        files = {part: stack.enter_context(tokens_file(folder, part).open("wb")) for part in PARTS}
+        for table in tokens.with_format("arrow").iter(batch_size=_ROWS):
+            is_held_out = table["is_held_out"].to_numpy()
+            for part, is_chosen in ((TRAIN, ~is_held_out), (HELD_OUT, is_held_out)):
+                documents = table.filter(is_chosen)["tokens"].combine_chunks()
+                found = documents.flatten().to_numpy()
+                files[part].write(found.astype(encoder.dtype.newbyteorder("<"), copy=False).data)
+                lengths[part].append(documents.value_lengths().to_numpy())
+                counts += np.bincount(found, minlength=len(counts))
+    if not counts.sum():
+        raise ValueError("the sources hold no text")
+    frequencies = counts[counts > 0] / counts.sum()
+    return Header(
+        dtype=encoder.dtype.name,
+        vocab_size=encoder.vocab_size,
+        tokenizer=encoder.fingerprint,
+        end_token=encoder.end_token,
+        unigram_entropy=float(-(frequencies * np.log(frequencies)).sum()),
+        parts={part: _part(folder, part, lengths[part]) for part in PARTS},
+    )
+
+
+def _part(folder: Path, part: str, lengths: Sequence[Tokens]) -> PartHeader:
+    ends = np.cumsum(np.concatenate(lengths), dtype=np.int64)
+    ends.astype("<i8").tofile(documents_file(folder, part))
+    checksum = checksum_of(tokens_file(folder, part))
+    return PartHeader(
+        num_tokens=int(ends[-1]) if len(ends) else 0, num_documents=len(ends), checksum=checksum
+    )

@@ -81,46 +81,26 @@ class Prepared(NamedTuple):
             _mapped(documents_file(self.folder, name), np.dtype(np.int64), header.num_documents),
         )
 
-    def check(self) -> None:
-        """Read all tokens and compare their checksums. Raises ValueError."""
-        for name, header in self.header.parts.items():
-            self.part(name)
-            file = tokens_file(self.folder, name)
-            found = checksum_of(file)
-            if found != header.checksum:
-                raise ValueError(
-                    f"{str(file)!r} is damaged: its checksum is {found}, its header says {header.checksum}; "
-                    "prepare it again"
-                )
-
 
 def open_prepared(path: str | Path) -> Prepared:
     """The prepared set in a folder. Raises FileNotFoundError; ValueError for a header that can't be read."""
     folder = Path(path).expanduser()
     file = folder / HEADER
     if not file.is_file():
-        unfinished = partial_folder(folder)
-        hint = (
-            f"{str(unfinished)!r} is not finished: run prepare_data.py again" if unfinished.exists() else ""
-        )
         raise FileNotFoundError(
-            f"{str(folder)!r} holds no prepared tokens (no {HEADER}; looked from {Path.cwd()}): "
-            + (hint or "make them by scripts/prepare_data.py, or write data=text for a text")
+            f"{str(folder)!r} holds no prepared tokens (no {HEADER}; looked from {Path.cwd()}): make them by "
+            "scripts/prepare_data.py, or write data=text for a text"
         )
     try:
         found = json.loads(file.read_text())
-        if found["format"] > FORMAT:
-            raise ValueError(
-                f"{str(file)!r} has format {found['format']}, this zbpp reads formats up to {FORMAT}: "
-                "take the zbpp that wrote it, or prepare the tokens again"
-            )
         parts = {name: PartHeader(**part) for name, part in found.pop("parts").items()}
         header = Header(**found, parts=parts)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
         raise ValueError(
-            f"{str(file)!r} is no header of prepared tokens ({type(error).__name__}: {error}): prepare them "
-            "again"
+            f"{str(file)!r} is no header of prepared tokens ({error}): prepare them again"
         ) from None
+    if header.format != FORMAT:
+        raise ValueError(f"{str(file)!r} has format {header.format}, this zbpp reads format {FORMAT}")
     return Prepared(folder, header)
 
 
@@ -142,9 +122,12 @@ def partial_folder(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.partial")
 
 
-def digest_of(content: bytes) -> str:
-    """16 hex digits of a hash."""
-    return blake2b(content, digest_size=8).hexdigest()
+def digest_of(*contents: bytes | memoryview) -> str:
+    """16 hex digits of a hash of all contents, one after the other."""
+    digest = blake2b(digest_size=8)
+    for content in contents:
+        digest.update(content)
+    return digest.hexdigest()
 
 
 def checksum_of(file: Path) -> str:

@@ -7,16 +7,28 @@ loader that has a state, see loader.py.
 For data of your own, name in the config a function, or a torch Dataset class, that makes them (`data=custom
 data._target_=my_file.my_data`). The function gets `batch_size` (rows of a whole batch) and `seed` if it takes
 them. It returns a torch Dataset, a DataLoader (with that batch size and drop_last=True), a list of batches, a
-pair of any of these (to train on, held out), or a `Data`. What a batch may be: zbpp/data/batch.py.
+pair of any of these (to train on, held out), or a `Data`. What a batch may be:
+
+    (inputs, target), or (x, y, ..., target)       positional inputs in their order, the target last
+    {"target": ..., "x": ..., "y": ...}            the target is called target or labels; a single other entry
+                                                   is the input, several go to stage 0 by name
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
-if TYPE_CHECKING:
-    from zbpp.data.batch import Source
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+_TARGETS = ("target", "labels")
+
+
+class Source(Protocol):
+    """Whole batches by number, the same on every rank."""
+
+    def batch(self, step: int) -> Any: ...
 
 
 class Data(NamedTuple):
@@ -60,6 +72,31 @@ class Unread:
 def unread_data(items_per_batch: int) -> Data:
     """The data of a rank that reads none. Facts about the data come from other ranks: see `Data.told_by`."""
     return Data(Unread(), Unread(), 0, items_per_batch, fingerprint=None)
+
+
+def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
+    """(inputs by position or by name, target). Raises ValueError for a batch in none of these forms."""
+    if isinstance(batch, Mapping):
+        named = [name for name in _TARGETS if name in batch]
+        if len(named) != 1 or len(batch) < 2:
+            raise ValueError(
+                f"a batch has the entries {', '.join(map(str, batch)) or '(none)'}: call one of them "
+                f"{' or '.join(_TARGETS)}, the others are the model's inputs"
+            )
+        return {name: value for name, value in batch.items() if name != named[0]}, batch[named[0]]
+    if isinstance(batch, tuple | list) and len(batch) >= 2:
+        return tuple(batch[:-1]), batch[-1]
+    length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
+    raise ValueError(
+        f"a batch is a {type(batch).__name__}{length}: give (inputs, target), or a dict with the target "
+        "under target or labels"
+    )
+
+
+def num_rows(batch: Any) -> int | None:
+    """The length of dim 0 of the batch's first tensor; None without such a tensor."""
+    lengths = (len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim())
+    return next(lengths, None)
 
 
 def check_at_least_one(**sizes: int) -> None:

@@ -1,46 +1,34 @@
-"""Batches of tokens and of the tokens that follow them; `text_data` makes them from text files."""
+"""Batches of text, read when a run starts: bytes, or tokens of a tokenizer; or files of tokens, mapped."""
 
 from __future__ import annotations
 
+import os
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-from zbpp.data.corpus import load_corpus
-from zbpp.data.permutation import Numbers
+from zbpp.data.prepared import digest_of
 from zbpp.data.source import Data, check_at_least_one, unread_data
+from zbpp.data.tokenizer import load_tokenizer
 from zbpp.data.windows import Samples, Tokens, Windows
+from zbpp.seeding import seed_of
+
+NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
+TOKEN_TYPES = ("uint16", "uint32", "int32", "int64", "uint8")
+STANDARD_LIBRARY_BYTES = 4 * 2**20  # about a third of its sources: enough for a demo, read in 0.1 s
+_BLOCK = 2**22  # tokens counted at once: a mapped file may be larger than the memory
 
 
 class Batches:
-    """Batches of (inputs, targets) from a sequence of tokens that is cut into windows.
+    """Batches of samples by number: (inputs, targets), see `batch`."""
 
-    The arguments, and the order of windows, are those of `Windows`. A batch depends on its number only.
-    `from_samples` makes batches of other samples. Raises ValueError for fewer tokens than a window has.
-    """
-
-    def __init__(
-        self,
-        tokens: Tokens,
-        *,
-        sequence_length: int,
-        batch_size: int,
-        seed: int | None,
-        ends: Numbers | None = None,
-        name: str = "the corpus",
-    ) -> None:
-        windows = Windows(tokens, sequence_length=sequence_length, seed=seed, ends=ends, name=name)
-        self._take(windows, batch_size)
-
-    @classmethod
-    def from_samples(cls, samples: Samples, batch_size: int) -> Batches:
-        """Batches of `samples`, such as a mixture's."""
-        made = cls.__new__(cls)
-        made._take(samples, batch_size)
-        return made
-
-    def _take(self, samples: Samples, batch_size: int) -> None:
+    def __init__(self, samples: Samples, batch_size: int) -> None:
         check_at_least_one(batch_size=batch_size)
         self.samples, self.batch_size = samples, batch_size
 
@@ -94,10 +82,14 @@ def text_data(
             f"the data has {corpus.vocab_size} tokens, the model's vocab_size={vocab_size} is smaller: "
             f"write model.vocab_size={corpus.vocab_size}"
         )
-    shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size}
-    train = Batches(corpus.train, **shape, seed=seed, name="the corpus")
+    train = Batches(Windows(corpus.train, sequence_length=sequence_length, seed=seed), batch_size)
     check_fills_a_batch(train, "the corpus")
-    evaluation = Batches(corpus.held_out, **shape, seed=None, name="the held-out part") if held_out else None
+    evaluation = None
+    if held_out:
+        windows = Windows(
+            corpus.held_out, sequence_length=sequence_length, seed=None, name="the held-out part"
+        )
+        evaluation = Batches(windows, batch_size)
     return Data(
         train=train,
         evaluation=evaluation or train,
@@ -116,3 +108,152 @@ def check_fills_a_batch(batches: Batches, name: str) -> None:
             f"{name} has {found} windows of sequence_length tokens, and a batch takes {wanted}: give more "
             "text, or write a smaller microbatch_size, num_microbatches or model.sequence_length"
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """Tokens of a text; the last `num_held_out` are for evaluation only."""
+
+    tokens: Tokens
+    vocab_size: int
+    num_held_out: int
+
+    @property
+    def train(self) -> Tokens:
+        """The tokens to train on."""
+        return self.tokens[: len(self.tokens) - self.num_held_out]
+
+    @property
+    def held_out(self) -> Tokens:
+        """The tokens to evaluate on."""
+        return self.tokens[len(self.tokens) - self.num_held_out :]
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hex digits, equal on two ranks if they read the same tokens and hold out as many of them."""
+        shape = f"{self.tokens.dtype} {self.vocab_size} {self.num_held_out}".encode()
+        return digest_of(shape, np.ascontiguousarray(self.tokens).data)
+
+    def unigram_entropy(self) -> float:
+        """Entropy of single tokens in nats: the loss of the best model that ignores the context."""
+        counts = np.zeros(self.vocab_size, dtype=np.int64)
+        for start in range(0, len(self.tokens), _BLOCK):
+            block = self.tokens[start : start + _BLOCK].astype(np.int64)
+            counts += np.bincount(block, minlength=self.vocab_size)
+        frequencies = counts[counts > 0] / len(self.tokens)
+        return float(-(frequencies * np.log(frequencies)).sum())
+
+
+def load_corpus(
+    path: str | os.PathLike[str] | None = None,
+    *,
+    pattern: str | None = None,
+    tokenizer: str | os.PathLike[str] | None = None,
+    dtype: str | None = None,
+    max_bytes: int | None = None,
+    held_out: float = 0.05,
+) -> Corpus:
+    """Read a text file, the files below a folder whose names match `pattern`, or a file of tokens.
+
+    `path` None: 4 MiB of the sources of this machine's Python standard library, without tests and packages.
+    `pattern` None: `*.py` there, `*.txt` in a folder of yours. A token is a byte, unless `tokenizer` names a
+    Hugging Face `tokenizers` JSON file. A `.npy` file holds a sequence of tokens, a `.bin` file raw numbers
+    of type `dtype` ("uint16"); both are mapped, not loaded. `max_bytes`: where to stop reading. `held_out`:
+    the share of tokens kept for evaluation, at the end. Raises FileNotFoundError if there is no such file,
+    ValueError for an empty or binary file and for an argument that doesn't fit.
+    """
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out={held_out} is a share of the corpus: write 0.0 to 0.99")
+    source, files = corpus_files(path, pattern)
+    limit = STANDARD_LIBRARY_BYTES if path is None and max_bytes is None else max_bytes
+    if source.suffix in (".npy", ".bin") and source.is_file():
+        if tokenizer is not None:
+            raise ValueError(f"{str(source)!r} holds tokens already: leave tokenizer out")
+        tokens = map_tokens(source, dtype, limit)
+        vocab_size = int(tokens.max(initial=0)) + 1
+    elif tokenizer is None:
+        tokens, vocab_size = np.frombuffer(read_text(files, limit), dtype=np.uint8), 256
+    else:
+        encoder = load_tokenizer(Path(tokenizer))
+        text = read_text(files, limit).decode("utf-8", errors="replace")
+        tokens = np.array(encoder.encode(text, add_special_tokens=False).ids, dtype=np.uint32)
+        vocab_size = encoder.get_vocab_size()
+    if len(tokens) == 0:
+        raise ValueError(f"the corpus {source} is empty: {len(files)} files, no text; name another data path")
+    return Corpus(tokens, vocab_size, num_held_out=int(len(tokens) * held_out))
+
+
+def corpus_files(path: str | os.PathLike[str] | None, pattern: str | None) -> tuple[Path, list[Path]]:
+    """(the folder or file that `path` names, the files to read from it)."""
+    if path is None:
+        library = Path(sysconfig.get_path("stdlib"))
+        return library, find_files(library, pattern or "*.py", skip=NOT_SOURCES)
+    source = Path(path).expanduser()
+    if not source.exists():
+        raise FileNotFoundError(
+            f"data path {str(source)!r} does not exist (looked from {Path.cwd()}): name a text file or "
+            "a folder of them, or none for the Python standard library's sources"
+        )
+    return source, [source] if source.is_file() else find_files(source, pattern or "*.txt")
+
+
+def find_files(folder: Path, pattern: str, skip: frozenset[str] = frozenset()) -> list[Path]:
+    """The files below `folder` whose names match, in an order that only their relative paths decide.
+
+    The order is by hash, not by name. So what is read if reading stops early, and what is held out at the
+    end, are samples of all files, not the first or last letters of the alphabet. Folders in `skip` are left
+    out. Raises ValueError if no name matches.
+    """
+    names = []
+    for parent, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in skip]  # these are not entered
+        names += [Path(parent, name).relative_to(folder).as_posix() for name in files]
+    matching = [name for name in names if fnmatch(os.path.basename(name), pattern)]
+    if not matching:
+        kinds = Counter(f"*{os.path.splitext(name)[1]}" for name in names).most_common(4)
+        held = ", ".join(f"{count} of {kind}" for kind, count in kinds) or "no file at all"
+        raise ValueError(f"no file in {str(folder)!r} matches pattern={pattern!r}: it holds {held}")
+    return [folder / name for name in sorted(matching, key=seed_of)]
+
+
+def read_text(files: list[Path], limit: int | None) -> bytes:
+    """The files' contents one after the other, cut at `limit` bytes. Raises ValueError for binary files."""
+    parts: list[bytes] = []
+    size = 0
+    for file in files:
+        if limit is not None and size >= limit:
+            break
+        check_text(file)
+        parts.append(file.read_bytes())
+        size += len(parts[-1])
+    return b"".join(parts)[:limit]
+
+
+def check_text(file: Path) -> None:
+    """Raises ValueError for a binary file, which would be trained on as if it were text."""
+    with file.open("rb") as opened:
+        if b"\0" in opened.read(2**16):
+            raise ValueError(
+                f"{str(file)!r} is no text: it holds NUL bytes, as binary, compressed and UTF-16 files do; "
+                "write it as UTF-8 text, or as tokens: a .npy file, or a .bin file with dtype=uint16"
+            )
+
+
+def map_tokens(file: Path, dtype: str | None, limit: int | None) -> Tokens:
+    """The tokens of a .npy or .bin file, cut at `limit` bytes. Raises ValueError, saying what it holds."""
+    if file.suffix == ".npy":
+        tokens = np.asarray(np.load(file, mmap_mode="r", allow_pickle=False))
+    elif dtype in TOKEN_TYPES:
+        tokens = np.memmap(file, dtype=dtype, mode="r") if file.stat().st_size else np.empty(0, dtype)
+    else:
+        raise ValueError(
+            f"{str(file)!r} doesn't say what numbers it holds: write data.dtype as one of "
+            f"{', '.join(TOKEN_TYPES)}"
+        )
+    tokens = tokens if limit is None else tokens[: limit // tokens.itemsize]
+    if tokens.ndim != 1 or tokens.dtype.kind not in "iu" or tokens.min(initial=0) < 0:
+        raise ValueError(
+            f"{str(file)!r} holds {tokens.dtype} of shape {tokens.shape}: write one line of whole numbers "
+            "from 0, such as numpy.save(path, tokens.astype(numpy.uint16))"
+        )
+    return tokens

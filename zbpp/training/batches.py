@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zbpp.data import Data
-from zbpp.data.batch import Source, parts_of
 from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
+from zbpp.data.source import Source, parts_of
 from zbpp.runtime import Pipeline
 
 Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last stage; () and None elsewhere
@@ -100,7 +100,7 @@ def batch_for(
 
     number: the batch's number in the source. Floating-point inputs and targets get the dtype of the stages'
     parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
-    zbpp/data/batch.py can't take apart, and for inputs that stage 0 does not take.
+    zbpp/data/source.py can't take apart, and for inputs that stage 0 does not take.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
