@@ -604,7 +604,7 @@ class Returns(nn.Module):
 @pytest.mark.parametrize(
     ("value", "kinds"),
     [
-        ([1], "list"),
+        ([1], "int"),
         (None, "NoneType"),
         ((None, None), "NoneType, NoneType"),
         ((), "nothing"),

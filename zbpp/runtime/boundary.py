@@ -44,7 +44,7 @@ def told(error: Exception) -> str:
 
 def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:
     """The outputs of a stage's module as a tuple, None where one is left out. Raises BoundaryError."""
-    outputs = output if isinstance(output, tuple) else (output,)
+    outputs = tuple(output) if isinstance(output, tuple | list) else (output,)
     others = [each for each in outputs if not isinstance(each, Tensor)]
     if len(others) == len(outputs) or any(each is not None for each in others):
         found = ", ".join(type(each).__name__ for each in outputs) or "nothing"

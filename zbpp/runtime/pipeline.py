@@ -23,7 +23,7 @@ from zbpp.error_text import error_text
 from zbpp.job.agreement import gather
 from zbpp.runtime.agree import agree_on_stages, check_ranks_agree
 from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
-from zbpp.runtime.call import Call, Metrics, NamedLosses, Outputs, summed
+from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
 from zbpp.runtime.parallel.fully_shard import Reshard
@@ -141,7 +141,7 @@ class Pipeline:
         try:
             self._take_extras(extras, mp_policy)
         except BaseException as error:
-            self._end(f"it could not be made ({error_text(error)})")
+            self.end(f"it could not be made ({error_text(error)})")
             raise
 
     def _take_extras(self, extras: Iterable[Extra], mp_policy: Any) -> None:
@@ -226,12 +226,10 @@ class Pipeline:
         metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
         ranks.
         """
-        self.settle()
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
-        with self._evaluating():
-            call = Call(args, target, kwargs, seen.take if seen else None, kind="evaluate")
-            losses, self.evaluation_losses = self._rank.run(call, self._seeds())
-        self.validation.all_have_settled()
+        self.settle()
+        with eval_mode([*self.stages.values(), self._loss_fn]):
+            losses = self.forward(*args, target=target, observe=seen.take if seen else None, **kwargs)
         if seen is None:
             return losses
         found: list[Any] = [losses]
@@ -240,6 +238,21 @@ class Pipeline:
         if metrics:
             found.append(seen.metrics())
         return tuple(found)
+
+    def forward(
+        self, *args: Any, target: Any = None, observe: Observe | None = None, **kwargs: Any
+    ) -> list[Tensor]:
+        """The forward of one batch without gradients, in the mode that the modules are in.
+
+        Arguments and losses are those of `evaluate`. observe(output, target) is called by the last stage for
+        each microbatch, in order; the target may then be left out.
+        """
+        self.settle()
+        with self._one_call(), torch.no_grad():
+            call = Call(args, target, kwargs, observe, kind="evaluate")
+            losses, self.evaluation_losses = self._rank.run(call, self._seeds())
+        self.validation.all_have_settled()
+        return losses
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
@@ -433,7 +446,7 @@ class Pipeline:
                 self.settle()
                 self._wait_for_all()
         finally:
-            self._end("the pipeline was closed")
+            self.end("the pipeline was closed")
 
     def _wait_for_all(self) -> None:
         try:
@@ -458,9 +471,18 @@ class Pipeline:
             if not self._rank.over:  # other ranks may wait for a message of this one
                 self._rank.extras.fail(error)
         finally:
-            self._end(f"an error ended the pipeline ({error_text(error)})")
+            self.end(f"an error ended the pipeline ({error_text(error)})")
 
-    def _end(self, why: str) -> None:
+    @property
+    def is_over(self) -> bool:
+        """Whether no call can follow: the pipeline was closed, or has failed."""
+        return bool(self._rank.over)
+
+    def end(self, why: str) -> None:
+        """Give up links and groups as `close` does, but at once: on gloo, ranks that wait for this one fail.
+
+        why: for the error of later calls.
+        """
         self._rank.end(why)
         if self._made_group is not None:
             close_groups([self._made_group])

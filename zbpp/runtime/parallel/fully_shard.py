@@ -38,6 +38,7 @@ from zbpp.runtime.parallel.mesh import (
     copy_to_replicas,
     is_fully_sharded,
     local_of,
+    names_in,
 )
 from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.stage_api import blocks_of
@@ -335,9 +336,10 @@ def refusal_of(stage: nn.Module, place: Place) -> str:
 
 def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
     """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's."""
-    names = mesh.mesh_dim_names or ()
+    names = names_in(mesh)
+    groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
     return set(names) <= set(DIMENSIONS) and all(
-        _ranks(mesh.get_group(name) if name in names else None) == _ranks(place.groups.get(name))
+        _ranks(groups.get(name)) == _ranks(place.groups.get(name))
         for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
     )
 

@@ -276,6 +276,20 @@ def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
     )
 
 
+_NAMES = "_zbpp_dimensions"  # an attribute of a DeviceMesh
+
+
+def take_as(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Take the dimensions of a user's own mesh for these ones of the pipeline's, whatever they are called."""
+    setattr(mesh, _NAMES, names)
+
+
+def names_in(mesh: DeviceMesh) -> tuple[str, ...]:
+    """What the dimensions of a mesh are called here; () if they have no names."""
+    names: tuple[str, ...] = getattr(mesh, _NAMES, mesh.mesh_dim_names or ())
+    return names
+
+
 def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:
     """{dimension: placement} of a DTensor, {} of any other tensor.
 
@@ -284,9 +298,10 @@ def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:
     mesh = getattr(tensor, "device_mesh", None)
     if mesh is None:
         return {}
-    if not mesh.mesh_dim_names:
+    names = names_in(mesh)
+    if not names:
         raise ValueError(
             "a parameter lies on a DeviceMesh whose dimensions have no names: name them as the pipeline's "
             "mesh does, mesh_dim_names=('shard',) for fully_shard"
         )
-    return dict(zip(mesh.mesh_dim_names, tensor.placements, strict=True))  # type: ignore[attr-defined]
+    return dict(zip(names, tensor.placements, strict=True))  # type: ignore[attr-defined]

@@ -1,0 +1,389 @@
+"""torch's Schedule classes on zbpp: what torch's runtime and plain autograd compute."""
+
+import copy
+import gc
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import schedules as torchs
+from torch.nn.parallel import DistributedDataParallel
+
+from helpers.processes import open_things, outcomes, run_ranks
+from zbpp import torch_pipelining as door
+
+SIZE, ROWS, MICROBATCHES = 8, 16, 4
+SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
+LOOPED = ["ScheduleInterleaved1F1B", "ScheduleLoopedBFS", "ScheduleInterleavedZeroBubble"]
+V = ["ScheduleZBVZeroBubble", "ScheduleDualPipeV"]
+
+
+class Block(nn.Module):
+    def __init__(self, number):
+        super().__init__()
+        torch.manual_seed(number)
+        self.first, self.second = nn.Linear(SIZE, 2 * SIZE), nn.Linear(2 * SIZE, SIZE)
+        self.double()
+
+    def forward(self, x, scale=1.0):
+        return self.second(self.first(x).relu()) * scale + x
+
+
+def loss_fn(output, target, weight=1.0):
+    return weight * nn.functional.mse_loss(output, target)
+
+
+def batch(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(2, ROWS, SIZE, generator=generator, dtype=torch.float64)
+
+
+def placed(name, num_ranks):
+    """{rank: its stages} as torch's schedules place them."""
+    if name in SINGLE:
+        return {rank: [rank] for rank in range(num_ranks)}
+    last = 2 * num_ranks - 1
+    return {rank: [rank, last - rank if name in V else rank + num_ranks] for rank in range(num_ranks)}
+
+
+def made(source, name, rank, num_ranks, blocks, wrap=lambda each: each, group=None, **options):
+    """A schedule of `source` (torch's module or the door) over this rank's blocks."""
+    count = num_ranks if name in SINGLE else 2 * num_ranks
+    stages = [
+        pipelining.PipelineStage(wrap(blocks[each]), each, count, torch.device("cpu"), group=group)
+        for each in placed(name, num_ranks)[rank]
+    ]
+    kind = getattr(source, name)
+    return kind(stages[0] if name in SINGLE else stages, MICROBATCHES, loss_fn=loss_fn, **options), stages
+
+
+def stepped(schedule, stages, x, y, method="step", **more):
+    losses = []
+    first = any(each.is_first for each in stages)
+    last = any(each.is_last for each in stages)
+    out = getattr(schedule, method)(
+        *([x] if first else []), target=y if last else None, losses=losses, **more
+    )
+    return out, losses
+
+
+def grads(blocks, mine):
+    return {f"{each}.{name}": p.grad for each in mine for name, p in blocks[each].named_parameters()}
+
+
+def compared(rank, name, num_ranks, options):
+    """Two steps and an eval, on torch's runtime and through the door."""
+    count = num_ranks if name in SINGLE else 2 * num_ranks
+    results = []
+    for source in (pipelining, door):
+        blocks = [Block(each) for each in range(count)]
+        schedule, stages = made(source, name, rank, num_ranks, blocks, **options)
+        x, y = batch()
+        x.requires_grad_()
+        found = []
+        for seed in range(2):
+            out, losses = stepped(schedule, stages, x, y + seed)
+            mine = placed(name, num_ranks)[rank]
+            found.append((out, losses, {k: g.clone() for k, g in grads(blocks, mine).items()}, x.grad))
+            x.grad = None
+            for each in mine:
+                blocks[each].zero_grad()
+        if name not in V:  # torch's own runtime fails there
+            found.append(stepped(schedule, stages, x.detach(), y, "eval"))
+        results.append(found)
+        if source is door:
+            assert vars(schedule)["_zbpp_engine"].reason == ""
+            assert isinstance(schedule, getattr(pipelining, name))
+    return results
+
+
+def assert_alike(theirs, ours):
+    flat_theirs, spec = torch.utils._pytree.tree_flatten(theirs)
+    flat_ours, same = torch.utils._pytree.tree_flatten(ours)
+    assert spec == same
+    for one, other in zip(flat_theirs, flat_ours, strict=True):
+        if isinstance(one, torch.Tensor):
+            torch.testing.assert_close(other.detach(), one.detach(), rtol=1e-12, atol=1e-12)
+        else:
+            assert one == other
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V])
+def test_a_schedule_has_torchs_losses_outputs_and_gradients(name):
+    for theirs, ours in run_ranks(compared, 2, name, 2, {}):
+        assert_alike(theirs, ours)
+
+
+def test_gradients_that_are_not_scaled_and_a_target_for_three_ranks():
+    for theirs, ours in run_ranks(compared, 3, "Schedule1F1B", 3, {"scale_grads": False}):
+        assert_alike(theirs, ours)
+
+
+def evaluated(rank):
+    schedule, stages = made(door, "ScheduleZBVZeroBubble", rank, 2, [Block(each) for each in range(4)])
+    return stepped(schedule, stages, *batch(), "eval")
+
+
+def test_eval_on_a_v_where_torchs_own_fails():
+    x, y = batch()
+    blocks = [Block(each) for each in range(4)]
+    (out, losses), _ = run_ranks(evaluated, 2)
+    assert_alike(losses, plain_losses(blocks, x, y))
+    assert_alike(out, nn.Sequential(*blocks)(x))
+
+
+def of_many_kinds(rank):
+    """loss_kwargs, keywords of a stage, no outputs, a replaced submodule, a plan of zbpp's, install."""
+    told = {}
+    x, y = batch()
+    name = "ScheduleInterleavedZeroBubble"
+    blocks = [Block(each) for each in range(4)]
+    schedule, stages = made(door, name, rank, 2, blocks)
+    out, losses = stepped(schedule, stages, x, y, loss_kwargs={"weight": 3.0}, return_outputs=False)
+    told["weighted"], told["no outputs"] = losses, out
+    told["keyword"] = stepped(schedule, stages, x, y, scale=2.0)[1]
+    stages[0].submod = Block(10 + rank)
+    told["replaced"] = stepped(schedule, stages, x, y)[1]
+    door.use_plan(schedule, "zb_auto", placement="looped", time_limit=0.1)
+    told["planned"] = stepped(schedule, stages, x, y)[1]
+    door.install()
+    theirs, stages = made(pipelining, name, rank, 2, [Block(each) for each in range(4)])
+    told["installed"] = stepped(theirs, stages, x, y)[1]
+    told["is on zbpp"] = vars(theirs)["_zbpp_engine"].reason
+    door.uninstall()
+    assert torchs.PipelineScheduleMulti._step_microbatches.__module__ == torchs.__name__
+    return told
+
+
+def plain_losses(blocks, x, y, weight=1.0, scale=1.0):
+    found = []
+    for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True):
+        for each in blocks:
+            part = each(part, scale)
+        found.append(loss_fn(part, target, weight).detach())
+    return found
+
+
+def test_what_torchs_users_do_with_a_schedule():
+    first, told = run_ranks(of_many_kinds, 2)
+    x, y = batch()
+    blocks = [Block(each) for each in range(4)]
+    assert first["weighted"] == []
+    assert told["no outputs"] is None
+    assert_alike(told["weighted"], plain_losses(blocks, x, y, weight=3.0))
+    assert_alike(told["keyword"], plain_losses(blocks, x, y, scale=2.0))
+    replaced = [Block(10), Block(11), Block(2), Block(3)]
+    assert_alike(told["replaced"], plain_losses(replaced, x, y))
+    assert_alike(told["planned"], plain_losses(replaced, x, y))
+    assert_alike(told["installed"], plain_losses(blocks, x, y))
+    assert told["is on zbpp"] == ""
+
+
+def with_data_parallel(rank, kind, name):
+    """Two ranks of a pipeline times two processes with different rows. Groups of the user's own."""
+    pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
+    rows = [dist.new_group(each) for each in ([0, 2], [1, 3])]
+    pipeline, data = rows[rank % 2], pairs[rank // 2]
+    mesh = dist.device_mesh.DeviceMesh.from_group(data, "cpu", mesh_dim_names=("dp",))
+
+    def wrap(block):
+        if kind == "ddp":
+            return DistributedDataParallel(block, process_group=data)
+        return fully_shard(block, mesh=mesh)
+
+    blocks = [Block(each) for each in range(4)]
+    place = rank // 2
+    schedule, stages = made(door, name, place, 2, blocks, wrap=wrap, group=pipeline)
+    x, y = batch(rank % 2)
+    stepped(schedule, stages, x, y)
+    assert vars(schedule)["_zbpp_engine"].reason == ""
+    found = grads(blocks, placed(name, 2)[place])
+    return {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in found.items()}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
+@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+def test_data_parallel_stages_have_the_mean_of_all_rows_gradients(kind, name):
+    """torch skips this for interleaved zero bubble (pytorch #144530)."""
+    blocks = nn.ModuleList(Block(each) for each in range(4))
+    for seed in range(2):
+        for part, target in zip(*(each.chunk(MICROBATCHES) for each in batch(seed)), strict=True):
+            for each in blocks:
+                part = each(part)
+            (loss_fn(part, target) / MICROBATCHES / 2).backward()
+    expected = {name: p.grad for name, p in blocks.named_parameters()}
+    for found in run_ranks(with_data_parallel, 4, kind, name):
+        for key, grad in found.items():
+            torch.testing.assert_close(grad, expected[key], rtol=1e-12, atol=1e-12)
+
+
+def without_target(rank):
+    schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+    x, y = batch()
+    with pytest.raises((ValueError, RuntimeError)) as caught:
+        stepped(schedule, stages, x, None)
+    _, losses = stepped(schedule, stages, x, y)  # made anew, on both ranks
+    return str(caught.value), losses
+
+
+def test_a_missing_target_is_an_error_on_all_ranks_and_the_next_step_runs():
+    (other, _), (told, losses) = run_ranks(without_target, 2)
+    assert "the last stage needs target=" in told
+    assert "Connection closed" in other or "rank 1" in other
+    assert len(losses) == MICROBATCHES
+
+
+def on_torchs_runtime(rank):
+    blocks = [Block(each) for each in range(4)]
+    schedule, stages = made(door, "ScheduleInterleaved1F1B", rank, 2, blocks)
+    if rank == 0:
+        schedule.register_custom_function(torchs.OVERLAP_F_B, lambda action, ctx: None)
+    x, y = batch()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        losses = [stepped(schedule, stages, x, y)[1] for _ in range(2)][1]
+    return (
+        [str(each.message) for each in warned if "torch's own" in str(each.message)],
+        door.fallbacks,
+        losses,
+    )
+
+
+def test_what_only_torch_can_run_runs_there_and_says_so_once():
+    x, y = batch()
+    expected = plain_losses([Block(each) for each in range(4)], x, y)
+    for rank, (warned, listed, losses) in enumerate(run_ranks(on_torchs_runtime, 2)):
+        reason = "it has custom functions, which call torch's stages"
+        assert warned == [f"ScheduleInterleaved1F1B runs on torch's own runtime: {reason}"]
+        assert listed == [reason]
+        assert_alike(losses, expected if rank else [])
+
+
+def dropped(rank):
+    x, y = batch()
+    counts = []
+    for _ in range(4):
+        schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+        stepped(schedule, stages, x, y)
+        del schedule, stages
+        gc.collect()
+        dist.barrier()
+        counts.append(open_things())
+    return counts
+
+
+def test_a_schedule_that_is_gone_leaves_no_groups_and_no_sockets():
+    for counts in run_ranks(dropped, 2):
+        assert counts[1] == counts[3]
+
+
+def with_a_wrong_plan(rank):
+    schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+    door.use_plan(schedule, "zb_v")
+    stepped(schedule, stages, *batch())
+
+
+def test_a_plan_that_places_stages_elsewhere_is_refused_on_all_ranks():
+    for succeeded, text in outcomes(with_a_wrong_plan, 2):
+        assert not succeeded
+        assert "zb_v places its stages on the ranks [0, 1, 1, 0]" in text
+
+
+def test_names_are_torchs_names():
+    assert set(pipelining.__all__) <= set(door.__all__)
+    assert door.get_schedule_class("zbvzerobubble") is door.ScheduleZBVZeroBubble
+    copied = copy.copy(door.fallbacks)
+    assert copied == []
+
+
+class Chain(nn.Module):
+    """Two blocks that torch traces. skips: the second one also takes the input of the first."""
+
+    def __init__(self, skips):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(each) for each in range(3))
+        self.skips = skips
+
+    def forward(self, x):
+        y = self.blocks[0](x)
+        pipelining.pipe_split()
+        z = self.blocks[1](y) * 2.0
+        pipelining.pipe_split()
+        return self.blocks[2](z + y if self.skips else z)
+
+
+def traced(rank, skips):
+    torch.manual_seed(0)
+    x, y = batch()
+    chain = Chain(skips)
+    pipe = pipelining.pipeline(chain, mb_args=(x[: ROWS // MICROBATCHES],))
+    stage = pipe.build_stage(rank, torch.device("cpu"))
+    schedule = door.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        # torch's runtime has no backward of skip connections.
+        _, losses = stepped(schedule, [stage], x, y, "eval" if skips else "step")
+    return vars(schedule)["_zbpp_engine"].reason, losses
+
+
+@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.filterwarnings("ignore")
+def test_a_pipeline_that_torch_has_traced(skips):
+    told = run_ranks(traced, 3, skips)
+    chain, (x, y) = Chain(skips), batch()
+    expected = [
+        loss_fn(chain(part), target).detach()
+        for part, target in zip(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES), strict=True)
+    ]
+    assert_alike(told[-1][1], expected)
+    reason = "stages that are no neighbours pass tensors to each other" if skips else ""
+    assert {each for each, _ in told} == {reason}
+
+
+class Lists(Block):
+    """Returns and takes a list of two tensors and a None."""
+
+    def forward(self, x, y=None, nothing=None):
+        out = super().forward(x if y is None else x + y)
+        return [out, out * 0.5, None]
+
+
+class End(Block):
+    def forward(self, x, y, nothing):
+        assert nothing is None
+        return super().forward(x + y)
+
+
+def of_odd_kinds(rank):
+    """Lists and None between stages; a dw_builder; microbatches of several sizes."""
+    x, y = batch()
+    stage = pipelining.PipelineStage(
+        [Lists(0), End(1)][rank], rank, 2, torch.device("cpu"), dw_builder=lambda: lambda: calls.append(1)
+    )
+    calls = []
+    schedule = door.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    _, losses = stepped(schedule, [stage], x, y)
+    sizes = [2, 6, 4, 4]
+    schedule.dynamic_shapes = True
+    vars(schedule).pop("_zbpp_engine")
+    parts = [x.split(sizes), y.split(sizes)]
+    given = [(each,) for each in parts[0]] if rank == 0 else None
+    schedule._step_microbatches(given, None, list(parts[1]), uneven := [])
+    return losses, len(calls), uneven
+
+
+def test_lists_nones_a_dw_builder_and_microbatches_of_several_sizes():
+    first, last = run_ranks(of_odd_kinds, 2)
+    x, y = batch()
+    head, end = Lists(0), End(1)
+    for sizes, losses in ((4, last[0]), ([2, 6, 4, 4], last[2])):
+        expected = [
+            loss_fn(end(*head(part)), target).detach()
+            for part, target in zip(x.split(sizes), y.split(sizes), strict=True)
+        ]
+        assert_alike(losses, expected)
+    assert first[1] == last[1] == 2 * MICROBATCHES

@@ -1,0 +1,120 @@
+"""torch.distributed.pipelining with zbpp's engine: the same names, one import line.
+
+    from zbpp.torch_pipelining import PipelineStage, ScheduleInterleavedZeroBubble
+
+Every Schedule class here is a subclass of torch's class of that name. Constructors, splitting into chunks,
+merging of outputs and CSV files stay torch's. Only `_step_microbatches` is replaced, which all of torch's
+schedules go through: a step runs on a zbpp.Pipeline over the same stages, in torch's order.
+
+    install()    replaces it in torch's own classes, for trainers that import these; uninstall() undoes that
+    use_plan     a schedule of zbpp's in place of torch's order, with the same stages on the same ranks
+    fallbacks    why schedules run on torch's runtime, one text per schedule object
+
+    order.py     torch's order of actions as a Timetable
+    engine.py    a Pipeline for a schedule object; what runs on torch's runtime instead, and why
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import pipelining
+from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline
+from torch.distributed.pipelining import schedules as torchs
+
+from zbpp.torch_pipelining.engine import fallbacks, run_step, use_plan
+
+__all__ = [
+    "Pipe",
+    "PipelineStage",
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "SplitPoint",
+    "build_stage",
+    "fallbacks",
+    "get_schedule_class",
+    "install",
+    "pipe_split",
+    "pipeline",
+    "uninstall",
+    "use_plan",
+]
+
+_STEP = "_step_microbatches"
+
+
+class _OnZbpp:
+    """Runs the steps of a schedule of torch's on zbpp."""
+
+    def _step_microbatches(self, *args: Any, **kwargs: Any) -> None:
+        run_step(self, super()._step_microbatches, *args, **kwargs)  # type: ignore[misc]  # of torch's class
+
+
+class ScheduleGPipe(_OnZbpp, pipelining.ScheduleGPipe):
+    """torch's ScheduleGPipe on zbpp."""
+
+
+class Schedule1F1B(_OnZbpp, pipelining.Schedule1F1B):
+    """torch's Schedule1F1B on zbpp."""
+
+
+class ScheduleInterleaved1F1B(_OnZbpp, pipelining.ScheduleInterleaved1F1B):
+    """torch's ScheduleInterleaved1F1B on zbpp."""
+
+
+class ScheduleLoopedBFS(_OnZbpp, pipelining.ScheduleLoopedBFS):
+    """torch's ScheduleLoopedBFS on zbpp."""
+
+
+class ScheduleInterleavedZeroBubble(_OnZbpp, pipelining.ScheduleInterleavedZeroBubble):
+    """torch's ScheduleInterleavedZeroBubble on zbpp."""
+
+
+class ScheduleZBVZeroBubble(_OnZbpp, pipelining.ScheduleZBVZeroBubble):
+    """torch's ScheduleZBVZeroBubble on zbpp."""
+
+
+class ScheduleDualPipeV(_OnZbpp, pipelining.ScheduleDualPipeV):
+    """torch's ScheduleDualPipeV on zbpp."""
+
+
+def get_schedule_class(schedule_name: str) -> Any:
+    """As torch's: the class of a name such as "1F1B", in any case. Raises ValueError for an unknown name."""
+    theirs = torchs.get_schedule_class(schedule_name)
+    return globals().get(theirs.__name__, theirs)
+
+
+_installed: dict[type, Any] = {}  # torch's class -> its own method
+
+
+def install() -> None:
+    """Let torch's own Schedule classes, and all that are derived from them, run their steps on zbpp."""
+    for theirs in (
+        torchs._ScheduleForwardOnly,
+        torchs.ScheduleGPipe,
+        torchs.Schedule1F1B,
+        torchs.PipelineScheduleMulti,
+        torchs._PipelineScheduleRuntime,
+    ):
+        if theirs not in _installed:
+            _installed[theirs] = vars(theirs)[_STEP]
+            setattr(theirs, _STEP, _on_zbpp(_installed[theirs]))
+
+
+def uninstall() -> None:
+    """Give torch's classes their own method back."""
+    while _installed:
+        theirs, method = _installed.popitem()
+        setattr(theirs, _STEP, method)
+
+
+def _on_zbpp(method: Any) -> Any:
+    def _step_microbatches(self: Any, *args: Any, **kwargs: Any) -> None:
+        run_step(self, lambda *given, **named: method(self, *given, **named), *args, **kwargs)
+
+    return _step_microbatches
