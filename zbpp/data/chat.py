@@ -18,6 +18,7 @@ import logging
 import re
 from collections.abc import Sequence
 from copy import copy
+from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +27,6 @@ import torch
 from torch import Tensor
 
 from zbpp.data.permutation import Numbers, keys_of, permute
-from zbpp.data.prepared import digest_of
 from zbpp.data.source import Data, check_at_least_one, unread_data
 from zbpp.seeding import seed_of
 
@@ -260,5 +260,7 @@ def _conversations(tokenizer: Any, path: Path) -> list[Conversation]:
 
 
 def _fingerprint(conversations: Sequence[Conversation]) -> str:
-    arrays = (np.array([len(tokens), *tokens, *is_target]) for tokens, is_target in conversations)
-    return digest_of(*(each.astype(np.int64).data for each in arrays))
+    digest = sha256()  # checkpoints hold it
+    for tokens, is_target in conversations:
+        digest.update(np.array([len(tokens), *tokens, *is_target], dtype=np.int64).data)
+    return digest.hexdigest()
