@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zbpp.data import Batches, RandomRegression, text_data
-from zbpp.data.text import load_corpus
+from zbpp.data.text import load_tokens
 from zbpp.data.windows import Windows
 
 TEXT = "the quick brown fox jumps over the lazy dog\n"
@@ -25,19 +25,26 @@ def folder(tmp_path):
     return tmp_path
 
 
-def text_of(corpus):
-    return bytes(corpus.tokens)
+def text_of(*given, **options):
+    return bytes(load_tokens(*given, **options)[0])
 
 
-def test_a_file_is_read_byte_by_byte(folder):
-    corpus = load_corpus(folder / "notes.md")
-    assert text_of(corpus) == b"not me\n"
-    assert corpus.vocab_size == 256
+def data(path, **options):
+    sizes = {"sequence_length": 1, "vocab_size": 256, "batch_size": 1, "seed": 0, "held_out": 0}
+    return text_data(path=None if path is None else str(path), **{**sizes, **options})
 
 
-def test_a_folder_is_read_at_any_depth_by_pattern(folder):
-    assert sorted(text_of(load_corpus(folder)).splitlines()) == [b"aaa", b"bb", b"c"]
-    assert text_of(load_corpus(str(folder), pattern="*.md")) == b"not me\n"
+def tokens_of(source):
+    """The tokens of batches in the order of the text."""
+    inputs, targets = source.samples.rows(np.arange(source.samples.num_samples)).tokens.T
+    return sorted([*inputs.tolist(), targets.max()])
+
+
+def test_files_are_read_byte_by_byte_and_a_folder_at_any_depth_by_pattern(folder):
+    assert text_of(folder / "notes.md") == b"not me\n"
+    assert sorted(text_of(folder).splitlines()) == [b"aaa", b"bb", b"c"]
+    assert text_of(folder, "*.md") == b"not me\n"
+    assert text_of(folder, max_bytes=5) == text_of(folder)[:5]
 
 
 def test_the_order_of_files_does_not_depend_on_where_the_folder_is(folder, tmp_path_factory):
@@ -45,65 +52,49 @@ def test_the_order_of_files_does_not_depend_on_where_the_folder_is(folder, tmp_p
     for name in ("b.txt", "deep/c.txt", "a.txt"):
         (copy / name).parent.mkdir(exist_ok=True)
         (copy / name).write_bytes((folder / name).read_bytes())
-    assert text_of(load_corpus(copy)) == text_of(load_corpus(folder))
-
-
-def test_max_bytes_cuts(folder):
-    whole = text_of(load_corpus(folder))
-    assert text_of(load_corpus(folder, max_bytes=5)) == whole[:5]
+    assert text_of(copy) == text_of(folder)
 
 
 def test_the_default_corpus_is_python_source_of_a_few_mebibytes():
-    corpus = load_corpus()
-    assert 2**20 < len(corpus.tokens) <= 2**22
-    assert b"def __init__(self" in text_of(corpus)
-    assert corpus.fingerprint == load_corpus().fingerprint
+    text = text_of()
+    assert 2**20 < len(text) <= 2**22
+    assert b"def __init__(self" in text
+    assert data(None).fingerprint == data(None).fingerprint
 
 
 def test_held_out_is_the_end_and_train_the_rest(folder):
     (folder / "long").write_bytes(bytes(range(1, 201)))
-    corpus = load_corpus(folder / "long", held_out=0.1)
-    assert bytes(corpus.train) == bytes(range(1, 181))
-    assert bytes(corpus.held_out) == bytes(range(181, 201))
+    found = data(folder / "long", held_out=0.1)
+    assert tokens_of(found.train) == list(range(1, 181))
+    assert tokens_of(found.evaluation) == list(range(181, 201))
+    whole = data(folder / "long")
+    assert tokens_of(whole.train) == list(range(1, 201))
+    assert whole.num_evaluation_batches == 0
 
 
 def test_the_fingerprint_tells_corpora_and_splits_apart(folder):
-    corpora = [
-        load_corpus(folder),
-        load_corpus(folder, max_bytes=8),
-        load_corpus(folder, held_out=0.5),
-        load_corpus(folder, pattern="*.md"),
-    ]
-    assert len({corpus.fingerprint for corpus in corpora}) == 4
+    options = [{}, {"max_bytes": 8}, {"held_out": 0.5}, {"pattern": "*.md"}]
+    assert len({data(folder, **each).fingerprint for each in options}) == 4
 
 
 def test_unigram_entropy_is_that_of_the_counts(folder):
     (folder / "text").write_text(TEXT)
     total = len(TEXT)
     expected = -sum(n / total * math.log(n / total) for n in Counter(TEXT).values())
-    assert load_corpus(folder / "text").unigram_entropy() == pytest.approx(expected, rel=1e-12)
+    assert data(folder / "text").unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "uint32", "int64", "uint64"])
-def test_tokens_in_a_npy_file_are_tokens_and_not_its_bytes(tmp_path, dtype):
-    """They were read as the bytes of a text, header and all."""
-    np.save(tmp_path / "tokens.npy", np.arange(200, dtype=dtype))
-    corpus = load_corpus(tmp_path / "tokens.npy", held_out=0.25)
-    assert corpus.train.tolist() == list(range(150))
-    assert corpus.held_out.tolist() == list(range(150, 200))
-    assert corpus.vocab_size == 200
-    assert corpus.unigram_entropy() == pytest.approx(math.log(200))
-    assert len(load_corpus(tmp_path / "tokens.npy", max_bytes=80).tokens) * np.dtype(dtype).itemsize == 80
-
-
-def test_tokens_in_a_bin_file_are_numbers_of_the_type_that_is_said(tmp_path):
-    path = tmp_path / "tokens.bin"
-    np.arange(40_000, 40_100, dtype=np.uint16).tofile(path)
-    assert load_corpus(path, dtype="uint16").tokens.tolist() == list(range(40_000, 40_100))
-    inputs, targets = text_data(
-        path=path, dtype="uint16", sequence_length=4, vocab_size=50_000, batch_size=2, seed=0, held_out=0
-    ).train.batch(0)
-    assert torch.equal(inputs + 1, targets)
+@pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
+def test_tokens_in_npy_and_bin_files_are_numbers_and_not_the_bytes_of_a_text(tmp_path, dtype):
+    tokens = np.arange(200, dtype=dtype)
+    np.save(tmp_path / "tokens.npy", tokens)
+    tokens.tofile(tmp_path / "tokens.bin")
+    for name, given in (("tokens.npy", None), ("tokens.bin", dtype)):
+        found, vocab_size = load_tokens(tmp_path / name, dtype=given)
+        assert (found.tolist(), vocab_size) == (list(range(200)), 200)
+        assert load_tokens(tmp_path / name, dtype=given, max_bytes=80)[0].nbytes == 80
+        inputs, targets = data(tmp_path / name, dtype=given, sequence_length=4).train.batch(0)
+        assert torch.equal(inputs + 1, targets)
 
 
 @pytest.fixture
@@ -116,23 +107,18 @@ def tokenizer_file(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-def test_a_tokenizer_file_gives_its_tokens_and_vocabulary(folder, tokenizer_file):
+def test_a_tokenizer_file_gives_its_tokens_and_vocabulary_even_if_it_cuts_and_pads(folder, tokenizer_file):
     (folder / "text").write_text(TEXT)
-    corpus = load_corpus(folder / "text", tokenizer=tokenizer_file)
     words = ["?", *sorted(set(TEXT.split()))]
-    assert [words[token] for token in corpus.tokens] == TEXT.split()
-    assert corpus.vocab_size == len(words)
-
-
-def test_a_tokenizer_file_that_cuts_and_pads_its_texts_cuts_and_pads_no_corpus(folder, tokenizer_file):
-    (folder / "text").write_text(TEXT)
-    whole = load_corpus(folder / "text", tokenizer=tokenizer_file).tokens.tolist()
-    for length in (3, 1000):  # BERT's files, and many others, hold both
-        tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer_file))
-        tokenizer.enable_truncation(length)
-        tokenizer.enable_padding(length=length)
-        tokenizer.save(str(tokenizer_file))
-        assert load_corpus(folder / "text", tokenizer=tokenizer_file).tokens.tolist() == whole
+    for length in (None, 3, 1000):  # BERT's files, and many others, hold both
+        if length is not None:
+            tokenizer = pytest.importorskip("tokenizers").Tokenizer.from_file(str(tokenizer_file))
+            tokenizer.enable_truncation(length)
+            tokenizer.enable_padding(length=length)
+            tokenizer.save(str(tokenizer_file))
+        tokens, vocab_size = load_tokens(folder / "text", tokenizer=tokenizer_file)
+        assert [words[token] for token in tokens] == TEXT.split()
+        assert vocab_size == len(words)
 
 
 def windows_of(batches, steps):
@@ -213,7 +199,7 @@ def test_random_regression_has_the_same_rows_in_large_and_in_small_batches():
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [
-        ("a.txt", None, {}, "a.txt' does not exist .*name a text file or a folder"),
+        ("a.txt", None, {}, "a.txt' does not exist .*name a file or a folder"),
         ("a.txt", b"", {}, "the corpus .*a.txt is empty"),
         ("a.txt", gzip.compress(b"text"), {}, "is no text: it holds NUL bytes"),
         ("a.txt", "text".encode("utf-16"), {}, "is no text: it holds NUL bytes"),
@@ -241,6 +227,5 @@ def test_what_does_not_fit_is_refused(tmp_path, monkeypatch, name, content, opti
         (tmp_path / name).write_bytes(content)
     elif content is not None:
         np.save(tmp_path / name, content)
-    sizes = {"sequence_length": 1, "vocab_size": 256, "batch_size": 1, "seed": 0, "held_out": 0}
     with pytest.raises((ValueError, FileNotFoundError), match=message):
-        text_data(**{"path": name, **sizes, **options})
+        data(**{"path": name, **options})

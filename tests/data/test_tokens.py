@@ -292,7 +292,7 @@ def cut_tokens(folder):
         (id, {"path": None, "mixture": [{"path": "a"}]}, r"data.mixture has \[{'path': 'a'}\]"),
         (id, {"path": None, "mixture": [{"path": "a", "weight": 0}]}, r"weights of a mixture are \[0\]"),
         (id, {"path": None, "mixture": [{"path": "a", "weight": "3"}]}, r"are \['3'\]: write a number"),
-        (id, {"tokenizer": __file__}, r"was not made by data.tokenizer=.*, but holds bytes"),
+        (id, {"tokenizer": __file__}, r"are of different tokenizers .*: bytes"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_refused(prepared, spoil, options, message):
@@ -304,10 +304,10 @@ def test_what_does_not_fit_is_refused(prepared, spoil, options, message):
 def test_sets_of_different_tokenizers_are_not_mixed(prepared, texts, tokenizer_file, tmp_path):
     prepare(texts[1], tmp_path / "words", reading=LINES, tokenizer=tokenizer_file)
     both = [{"path": str(prepared), "weight": 1}, {"path": str(tmp_path / "words"), "weight": 1}]
-    with pytest.raises(ValueError, match="were made by different tokenizers"):
+    with pytest.raises(ValueError, match="are of different tokenizers"):
         data(mixture=both)
     (tmp_path / "edited.json").write_text(tokenizer_file.read_text() + "\n")
-    with pytest.raises(ValueError, match="but holds tokens of another one"):
+    with pytest.raises(ValueError, match="are of different tokenizers"):
         data(tmp_path / "words", tokenizer=str(tmp_path / "edited.json"))
     assert data(tmp_path / "words", tokenizer=str(tokenizer_file), sequence_length=4).train.batch(0)
 
@@ -322,7 +322,7 @@ def test_sets_of_different_tokenizers_are_not_mixed(prepared, texts, tokenizer_f
         ("a.txt", b"", {}, "holds no text"),
         ("a.txt", b"\n\n\n\n", {"reading": LINES}, "the sources hold no text"),
         ("a.txt", b"one document", {"held_out": 0.5}, "leaves no document for"),
-        ("a.txt", b"x", {"held_out": 1.0}, "--held-out 1.0 is a share"),
+        ("a.txt", b"x", {"held_out": 1.0}, "held_out=1.0 is a share"),
         ("a.txt", b"x", {"end_token": "<end>"}, "--end-token '<end>' needs --tokenizer"),
         ("a.txt", b"x", {"tokenizer": Path("nowhere.json")}, "tokenizer 'nowhere.json' is not a file"),
         ("a.txt", None, {}, "does not exist"),

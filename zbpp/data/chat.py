@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from zbpp.data.permutation import Numbers, keys_of, permute
-from zbpp.data.source import Data, check_at_least_one, unread_data
+from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
 
 IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
@@ -144,15 +144,9 @@ def chat_data(
     """
     if not is_read:
         return unread_data(batch_size * sequence_length)
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out={held_out} is a share of the conversations: write 0.0 to 0.99")
+    check_share(held_out)
     conversations = _conversations(load_chat_tokenizer(tokenizer, chat_template), Path(path))
-    largest = max(int(each.tokens.max(initial=0)) for each in conversations)
-    if largest >= vocab_size:
-        raise ValueError(
-            f"the data has token {largest}, the model's vocab_size={vocab_size} is smaller: write "
-            f"model.vocab_size={largest + 1} or more, or the model's own tokenizer"
-        )
+    check_vocab_size(1 + max(int(each.tokens.max(initial=0)) for each in conversations), vocab_size)
     num_held_out = round(held_out * len(conversations))
     shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size}
     train = ChatBatches(conversations[: len(conversations) - num_held_out], **shape, seed=seed)

@@ -13,6 +13,7 @@ import glob
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,10 +30,11 @@ from zbpp.data.prepared import (
     checksum_of,
     digest_of,
     documents_file,
-    partial_folder,
+    entropy_of,
     tokens_file,
     write_header,
 )
+from zbpp.data.source import check_share
 from zbpp.data.text import check_text, find_files
 from zbpp.data.tokenizer import fingerprint_of, load_tokenizer
 from zbpp.data.windows import Tokens
@@ -128,12 +130,11 @@ def prepare(
     tokenizer, end_token: see `make_encoder`. held_out: the share of documents for evaluation, drawn by a hash
     of their places. Raises FileNotFoundError or ValueError, and leaves `output` as it was.
     """
-    if not 0 <= held_out < 1:
-        raise ValueError(f"--held-out {held_out} is a share of the documents: write 0.0 to 0.99")
+    check_share(held_out)
     if output.exists() and not overwrite:
         raise ValueError(f"{str(output)!r} exists: name another folder, or write --overwrite")
     reading, encoder = reading or Reading(), make_encoder(tokenizer, end_token)
-    work = partial_folder(output)
+    work = output.with_name(f"{output.name}.partial")
     cache = work / "cache"
     cache.mkdir(parents=True, exist_ok=True)
     tokens = _tokenized(sources, reading, encoder, held_out, cache, processes)
@@ -168,20 +169,13 @@ def _tokenized(
     features = Features({"tokens": LargeList(Value(encoder.dtype.name)), "is_held_out": Value("bool")})
     found = []
     for number, dataset in enumerate(_datasets(sources, reading, cache)):
-        options = {
-            "source": number,
-            "separator": reading.separator,
-            "encoder": encoder,
-            "held_out": held_out,
-        }
         # The name says what the file depends on: `datasets` takes an existing file as it is.
         name = digest_of(repr((dataset._fingerprint, number, reading, encoder[1:], held_out)).encode())
         tokens = dataset.map(
-            encode_rows,
+            partial(encode_rows, number, reading.separator, encoder, held_out),
             batched=True,
             batch_size=_ROWS,
             with_indices=True,
-            fn_kwargs=options,
             remove_columns=dataset.column_names,
             features=features,
             writer_batch_size=_ROWS,
@@ -198,23 +192,25 @@ def _datasets(sources: Sequence[Path], reading: Reading, cache: Path) -> Iterato
 
     Raises FileNotFoundError for a source that is not there; ValueError for one without text.
     """
-    from datasets import Value, load_dataset
+    from datasets import DatasetDict, Value, load_dataset, load_from_disk
     from datasets.exceptions import DatasetGenerationError
 
     for source in (each.expanduser() for each in sources):
+        found = []
         if (source / "state.json").exists() or (source / "dataset_dict.json").exists():
-            found = [(_saved_dataset(source, reading.split), reading.field)]
-        else:
+            saved = load_from_disk(source)
+            if isinstance(saved, DatasetDict):
+                if reading.split not in saved:
+                    raise ValueError(f"{str(source)!r}: write --split with one of {', '.join(saved)}")
+                saved = saved[reading.split]
+            found.append((saved, reading.field))
+        for kind, files in {} if found else _files_by_kind(source, reading.pattern).items():
+            options = {"sample_by": "document", "encoding_errors": "replace"} if kind == "text" else {}
             try:
-                found = [
-                    (
-                        load_dataset(kind, data_files=files, split="train", cache_dir=str(cache), **options),
-                        column,
-                    )
-                    for kind, files, options, column in _loading(source, reading)
-                ]
+                loaded = load_dataset(kind, data_files=files, split="train", cache_dir=str(cache), **options)
             except DatasetGenerationError as error:
                 raise ValueError(f"{str(source)!r} can't be read: {error.__cause__ or error}") from error
+            found.append((loaded, "text" if kind == "text" else reading.field))
         for dataset, column in found:
             feature = dataset.features.get(column)
             if not isinstance(feature, Value) or "string" not in feature.dtype:
@@ -225,26 +221,15 @@ def _datasets(sources: Sequence[Path], reading: Reading, cache: Path) -> Iterato
             yield dataset.select_columns([column])
 
 
-def _saved_dataset(folder: Path, split: str | None) -> Any:
-    from datasets import DatasetDict, load_from_disk
-
-    found = load_from_disk(folder)
-    if not isinstance(found, DatasetDict):
-        return found
-    if split not in found:
-        raise ValueError(f"{str(folder)!r} has several splits: write --split with one of {', '.join(found)}")
-    return found[split]
-
-
-def _loading(source: Path, reading: Reading) -> Iterator[tuple[str, list[str], dict[str, Any], str]]:
-    """(loader of `datasets`, its files, its options, the column with the text) for each kind of files."""
+def _files_by_kind(source: Path, pattern: str) -> dict[str, list[str]]:
+    """{loader of `datasets`: its files}."""
     if not source.exists():
         raise FileNotFoundError(
             f"{str(source)!r} does not exist (looked from {Path.cwd()}): name a file of text, json, parquet "
             "or csv, a folder of them, or a folder that datasets.save_to_disk wrote"
         )
     found: dict[str, list[str]] = {}
-    for file in [source] if source.is_file() else find_files(source, reading.pattern):
+    for file in [source] if source.is_file() else find_files(source, pattern):
         kind = next((_LOADERS[suffix] for suffix in file.suffixes if suffix in _LOADERS), "text")
         if kind == "text":
             check_text(file)
@@ -253,21 +238,16 @@ def _loading(source: Path, reading: Reading) -> Iterator[tuple[str, list[str], d
             found.setdefault(kind, []).append(glob.escape(str(file.absolute())))
     if not found:
         raise ValueError(f"{str(source)!r} holds no text")
-    for kind, files in found.items():
-        if kind == "text":
-            yield kind, files, {"sample_by": "document", "encoding_errors": "replace"}, "text"
-        else:
-            yield kind, files, {}, reading.field
+    return found
 
 
 def encode_rows(
-    rows: dict[str, list[str | None]],
-    indices: Sequence[int],
-    *,
     source: int,
     separator: str | None,
     encoder: Encoder,
     held_out: float,
+    rows: dict[str, list[str | None]],
+    indices: Sequence[int],
 ) -> dict[str, list[Any]]:
     """The tokens of all documents in some rows, without empty documents. indices: the rows' numbers."""
     (texts,) = rows.values()
@@ -304,13 +284,12 @@ def _written(tokens: Any, folder: Path, encoder: Encoder) -> Header:
                 counts += np.bincount(found, minlength=len(counts))
     if not counts.sum():
         raise ValueError("the sources hold no text")
-    frequencies = counts[counts > 0] / counts.sum()
     return Header(
         dtype=encoder.dtype.name,
         vocab_size=encoder.vocab_size,
         tokenizer=encoder.fingerprint,
         end_token=encoder.end_token,
-        unigram_entropy=float(-(frequencies * np.log(frequencies)).sum()),
+        unigram_entropy=entropy_of(counts),
         parts={part: _part(folder, part, lengths[part]) for part in PARTS},
     )
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from hashlib import blake2b
+from hashlib import blake2b, file_digest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,7 +26,6 @@ FORMAT = 1
 TRAIN, HELD_OUT = "train", "held_out"
 PARTS = (TRAIN, HELD_OUT)
 BYTES = "bytes"  # in place of a tokenizer's fingerprint: a token is a byte
-_BLOCK = 2**24  # bytes read at once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,11 +116,6 @@ def documents_file(folder: Path, part: str) -> Path:
     return folder / f"{part}.documents.bin"
 
 
-def partial_folder(folder: Path) -> Path:
-    """The folder in which a set is made until it is whole."""
-    return folder.with_name(f"{folder.name}.partial")
-
-
 def digest_of(*contents: bytes | memoryview) -> str:
     """16 hex digits of a hash of all contents, one after the other."""
     digest = blake2b(digest_size=8)
@@ -131,12 +125,15 @@ def digest_of(*contents: bytes | memoryview) -> str:
 
 
 def checksum_of(file: Path) -> str:
-    """16 hex digits of a hash of a file, which is read block by block."""
-    digest = blake2b(digest_size=8)
+    """16 hex digits of a hash of a file."""
     with file.open("rb") as opened:
-        while block := opened.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
+        return file_digest(opened, lambda: blake2b(digest_size=8)).hexdigest()
+
+
+def entropy_of(counts: Numbers) -> float:
+    """Entropy of single tokens in nats: the loss of the best model that ignores the context."""
+    frequencies = counts[counts > 0] / counts.sum()
+    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], length: int) -> Any:

@@ -104,3 +104,18 @@ def check_at_least_one(**sizes: int) -> None:
     for name, size in sizes.items():
         if size < 1:
             raise ValueError(f"{name}={size} must be positive: write 1 or more")
+
+
+def check_vocab_size(needed: int, vocab_size: int) -> None:
+    """Raises ValueError if the data need a larger vocabulary than the model's."""
+    if needed > vocab_size:
+        raise ValueError(
+            f"the data has {needed} tokens, the model's vocab_size={vocab_size} is smaller: write "
+            f"model.vocab_size={needed}, or take the model's own tokenizer"
+        )
+
+
+def check_share(held_out: float) -> None:
+    """Raises ValueError for a share that leaves nothing to train on."""
+    if not 0 <= held_out < 1:
+        raise ValueError(f"held_out={held_out} is a share of the data: write 0.0 to 0.99")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sysconfig
 from collections import Counter
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from zbpp.data.prepared import digest_of
-from zbpp.data.source import Data, check_at_least_one, unread_data
+from zbpp.data.permutation import Numbers
+from zbpp.data.prepared import digest_of, entropy_of
+from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.data.tokenizer import load_tokenizer
 from zbpp.data.windows import Samples, Tokens, Windows
 from zbpp.seeding import seed_of
@@ -29,7 +29,6 @@ class Batches:
     """Batches of samples by number: (inputs, targets), see `batch`."""
 
     def __init__(self, samples: Samples, batch_size: int) -> None:
-        check_at_least_one(batch_size=batch_size)
         self.samples, self.batch_size = samples, batch_size
 
     @property
@@ -67,103 +66,76 @@ def text_data(
     held_out: float = 0.05,
     is_read: bool = True,
 ) -> Data:
-    """Batches from text or tokens. Arguments and errors: see `load_corpus`; vocab_size: of the model.
+    """Batches from a text file, the files below a folder whose names match `pattern`, or a file of tokens.
 
-    is_read: False on a rank that will ask for no batch: nothing is loaded there. Raises ValueError if
-    vocab_size is too small for the data, or the data for a batch.
+    path: None: 4 MiB of the sources of this machine's Python standard library, without tests and packages.
+    pattern: None: `*.py` there, `*.txt` in a folder of yours. A token is a byte, unless `tokenizer` names a
+    tokenizer.json. A `.npy` file holds a sequence of tokens, a `.bin` file raw numbers of type `dtype`
+    ("uint16"); both are mapped, not loaded. vocab_size: of the model. max_bytes: where to stop reading.
+    held_out: the share of tokens kept for evaluation, at the end. is_read: False on a rank that will ask for
+    no batch: nothing is loaded there. Raises FileNotFoundError if there is no such file, ValueError for a
+    binary file and for what does not fit.
     """
     if not is_read:
         return unread_data(batch_size * sequence_length)
-    corpus = load_corpus(
-        path, pattern=pattern, tokenizer=tokenizer, dtype=dtype, max_bytes=max_bytes, held_out=held_out
-    )
-    if corpus.vocab_size > vocab_size:
-        raise ValueError(
-            f"the data has {corpus.vocab_size} tokens, the model's vocab_size={vocab_size} is smaller: "
-            f"write model.vocab_size={corpus.vocab_size}"
-        )
-    train = Batches(Windows(corpus.train, sequence_length=sequence_length, seed=seed), batch_size)
-    check_fills_a_batch(train, "the corpus")
+    check_share(held_out)
+    tokens, needed = load_tokens(path, pattern, tokenizer, dtype, max_bytes)
+    check_vocab_size(needed, vocab_size)
+    num_held_out = int(len(tokens) * held_out)
+    num_train = len(tokens) - num_held_out
     evaluation = None
     if held_out:
-        windows = Windows(
-            corpus.held_out, sequence_length=sequence_length, seed=None, name="the held-out part"
-        )
-        evaluation = Batches(windows, batch_size)
-    return Data(
-        train=train,
-        evaluation=evaluation or train,
-        num_evaluation_batches=evaluation.num_batches if evaluation else 0,
-        items_per_batch=batch_size * sequence_length,
-        fingerprint=corpus.fingerprint,
-        unigram_entropy=corpus.unigram_entropy(),
+        rest = tokens[num_train:]
+        evaluation = Windows(rest, sequence_length=sequence_length, seed=None, name="the held-out part")
+    shape = f"{tokens.dtype} {needed} {num_held_out}".encode()
+    return data_of_samples(
+        Windows(tokens[:num_train], sequence_length=sequence_length, seed=seed),
+        evaluation,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        fingerprint=digest_of(shape, np.ascontiguousarray(tokens).data),
+        unigram_entropy=entropy_of(count_tokens(tokens, needed)),
     )
 
 
-def check_fills_a_batch(batches: Batches, name: str) -> None:
-    """Raises ValueError for fewer samples than a batch takes: it would hold the same text several times."""
-    found, wanted = batches.samples.num_samples, batches.batch_size
-    if found < wanted:
-        raise ValueError(
-            f"{name} has {found} windows of sequence_length tokens, and a batch takes {wanted}: give more "
-            "text, or write a smaller microbatch_size, num_microbatches or model.sequence_length"
-        )
-
-
-@dataclass(frozen=True, eq=False)
-class Corpus:
-    """Tokens of a text; the last `num_held_out` are for evaluation only."""
-
-    tokens: Tokens
-    vocab_size: int
-    num_held_out: int
-
-    @property
-    def train(self) -> Tokens:
-        """The tokens to train on."""
-        return self.tokens[: len(self.tokens) - self.num_held_out]
-
-    @property
-    def held_out(self) -> Tokens:
-        """The tokens to evaluate on."""
-        return self.tokens[len(self.tokens) - self.num_held_out :]
-
-    @property
-    def fingerprint(self) -> str:
-        """16 hex digits, equal on two ranks if they read the same tokens and hold out as many of them."""
-        shape = f"{self.tokens.dtype} {self.vocab_size} {self.num_held_out}".encode()
-        return digest_of(shape, np.ascontiguousarray(self.tokens).data)
-
-    def unigram_entropy(self) -> float:
-        """Entropy of single tokens in nats: the loss of the best model that ignores the context."""
-        counts = np.zeros(self.vocab_size, dtype=np.int64)
-        for start in range(0, len(self.tokens), _BLOCK):
-            block = self.tokens[start : start + _BLOCK].astype(np.int64)
-            counts += np.bincount(block, minlength=self.vocab_size)
-        frequencies = counts[counts > 0] / len(self.tokens)
-        return float(-(frequencies * np.log(frequencies)).sum())
-
-
-def load_corpus(
-    path: str | os.PathLike[str] | None = None,
+def data_of_samples(
+    train: Samples,
+    evaluation: Samples | None,
     *,
+    sequence_length: int,
+    batch_size: int,
+    fingerprint: str,
+    unigram_entropy: float | None,
+    name: str = "the corpus",
+) -> Data:
+    """`Data` of samples of tokens. Raises ValueError for fewer than a batch: it would hold a text twice."""
+    check_at_least_one(batch_size=batch_size)
+    if train.num_samples < batch_size:
+        raise ValueError(
+            f"{name} has {train.num_samples} windows of sequence_length tokens, and a batch takes "
+            f"{batch_size}: give more text, or write a smaller microbatch_size, num_microbatches or "
+            "model.sequence_length"
+        )
+    batches = Batches(train, batch_size)
+    held_out = None if evaluation is None else Batches(evaluation, batch_size)
+    return Data(
+        train=batches,
+        evaluation=held_out or batches,
+        num_evaluation_batches=held_out.num_batches if held_out else 0,
+        items_per_batch=batch_size * sequence_length,
+        fingerprint=fingerprint,
+        unigram_entropy=unigram_entropy,
+    )
+
+
+def load_tokens(
+    path: str | None = None,
     pattern: str | None = None,
-    tokenizer: str | os.PathLike[str] | None = None,
+    tokenizer: str | None = None,
     dtype: str | None = None,
     max_bytes: int | None = None,
-    held_out: float = 0.05,
-) -> Corpus:
-    """Read a text file, the files below a folder whose names match `pattern`, or a file of tokens.
-
-    `path` None: 4 MiB of the sources of this machine's Python standard library, without tests and packages.
-    `pattern` None: `*.py` there, `*.txt` in a folder of yours. A token is a byte, unless `tokenizer` names a
-    Hugging Face `tokenizers` JSON file. A `.npy` file holds a sequence of tokens, a `.bin` file raw numbers
-    of type `dtype` ("uint16"); both are mapped, not loaded. `max_bytes`: where to stop reading. `held_out`:
-    the share of tokens kept for evaluation, at the end. Raises FileNotFoundError if there is no such file,
-    ValueError for an empty or binary file and for an argument that doesn't fit.
-    """
-    if not 0 <= held_out < 1:
-        raise ValueError(f"held_out={held_out} is a share of the corpus: write 0.0 to 0.99")
+) -> tuple[Tokens, int]:
+    """(tokens, the size of their vocabulary). Arguments and errors: see `text_data`."""
     source, files = corpus_files(path, pattern)
     limit = STANDARD_LIBRARY_BYTES if path is None and max_bytes is None else max_bytes
     if source.suffix in (".npy", ".bin") and source.is_file():
@@ -180,10 +152,18 @@ def load_corpus(
         vocab_size = encoder.get_vocab_size()
     if len(tokens) == 0:
         raise ValueError(f"the corpus {source} is empty: {len(files)} files, no text; name another data path")
-    return Corpus(tokens, vocab_size, num_held_out=int(len(tokens) * held_out))
+    return tokens, vocab_size
 
 
-def corpus_files(path: str | os.PathLike[str] | None, pattern: str | None) -> tuple[Path, list[Path]]:
+def count_tokens(tokens: Tokens, vocab_size: int) -> Numbers:
+    """How often each token occurs."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for start in range(0, len(tokens), _BLOCK):
+        counts += np.bincount(tokens[start : start + _BLOCK].astype(np.int64), minlength=vocab_size)
+    return counts
+
+
+def corpus_files(path: str | None, pattern: str | None) -> tuple[Path, list[Path]]:
     """(the folder or file that `path` names, the files to read from it)."""
     if path is None:
         library = Path(sysconfig.get_path("stdlib"))
@@ -191,8 +171,7 @@ def corpus_files(path: str | os.PathLike[str] | None, pattern: str | None) -> tu
     source = Path(path).expanduser()
     if not source.exists():
         raise FileNotFoundError(
-            f"data path {str(source)!r} does not exist (looked from {Path.cwd()}): name a text file or "
-            "a folder of them, or none for the Python standard library's sources"
+            f"data path {str(source)!r} does not exist (looked from {Path.cwd()}): name a file or a folder"
         )
     return source, [source] if source.is_file() else find_files(source, pattern or "*.txt")
 

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 
 from zbpp.data.permutation import Numbers, keys_of, permute
-from zbpp.data.prepared import BYTES, HELD_OUT, TRAIN, Prepared, digest_of, open_prepared
-from zbpp.data.source import Data
-from zbpp.data.text import Batches, check_fills_a_batch
+from zbpp.data.prepared import HELD_OUT, TRAIN, Prepared, digest_of, open_prepared
+from zbpp.data.source import Data, check_vocab_size
+from zbpp.data.text import data_of_samples
 from zbpp.data.tokenizer import fingerprint_of
 from zbpp.data.windows import Rows, Samples, Windows
 from zbpp.seeding import seed_of
@@ -46,34 +46,33 @@ def token_data(
     """
     paths, weights = _entries(path, mixture)
     sets = [open_prepared(each) for each in paths]
-    _check_vocabulary(sets, vocab_size, tokenizer)
+    _check_tokenizers(sets, tokenizer)
+    check_vocab_size(max(each.header.vocab_size for each in sets), vocab_size)
 
-    def batches(part: str, seed: int | None) -> Batches:
-        windows = [
-            _windows(
-                each,
-                part,
-                sequence_length,
-                seed_of(seed, "set", number) if seed is not None else None,
-                across_documents=across_documents,
+    def samples(part: str, seed: int | None) -> Samples:
+        windows = []
+        for number, each in enumerate(sets):
+            tokens, ends = each.part(part)
+            own_seed = None if seed is None else seed_of(seed, "set", number)
+            found = Windows(
+                tokens,
+                sequence_length=sequence_length,
+                seed=own_seed,
+                ends=None if across_documents else ends,
+                name=f"{each.folder} ({part})",
             )
-            for number, each in enumerate(sets)
-        ]
-        samples = windows[0] if len(sets) == 1 else Mixture(windows, weights, seed=seed)
-        return Batches(samples, batch_size)
+            windows.append(found)
+        return windows[0] if len(sets) == 1 else Mixture(windows, weights, seed=seed)
 
-    train = batches(TRAIN, seed)
-    check_fills_a_batch(train, " and ".join(map(str, paths)))
     has_evaluation = all(each.header.parts[HELD_OUT].num_tokens for each in sets)
-    evaluation = batches(HELD_OUT, None) if has_evaluation else None
-    entropies = [each.header.unigram_entropy for each in sets]
-    return Data(
-        train=train,
-        evaluation=evaluation or train,
-        num_evaluation_batches=evaluation.num_batches if evaluation else 0,
-        items_per_batch=batch_size * sequence_length,
-        fingerprint=_fingerprint(sets, weights),
-        unigram_entropy=entropies[0] if len(sets) == 1 else None,
+    return data_of_samples(
+        samples(TRAIN, seed),
+        samples(HELD_OUT, None) if has_evaluation else None,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        fingerprint=digest_of(repr([(each.header.fingerprint, *weights) for each in sets]).encode()),
+        unigram_entropy=sets[0].header.unigram_entropy if len(sets) == 1 else None,
+        name=" and ".join(map(str, paths)),
     )
 
 
@@ -93,48 +92,16 @@ def _entries(path: str | None, mixture: Sequence[Mapping[str, Any]] | None) -> t
     return [str(entry["path"]) for entry in entries], weights
 
 
-def _windows(
-    prepared: Prepared, part: str, sequence_length: int, seed: int | None, *, across_documents: bool
-) -> Samples:
-    tokens, ends = prepared.part(part)
-    return Windows(
-        tokens,
-        sequence_length=sequence_length,
-        seed=seed,
-        ends=None if across_documents else ends,
-        name=f"{prepared.folder} ({part})",
-    )
-
-
-def _check_vocabulary(sets: Sequence[Prepared], vocab_size: int, tokenizer: str | None) -> None:
-    """Raises ValueError if the sets' tokenizers differ, or from the given one, or vocab_size is too small."""
-    first = sets[0]
-    for other in sets[1:]:
-        if other.header.tokenizer != first.header.tokenizer:
-            raise ValueError(
-                f"{first.folder} and {other.folder} were made by different tokenizers "
-                f"({first.header.tokenizer}, {other.header.tokenizer}), so a number means another token in "
-                "each: prepare one of them again"
-            )
-    if tokenizer is not None:
-        given = fingerprint_of(Path(tokenizer).expanduser())
-        if given != first.header.tokenizer:
-            found = first.header.tokenizer
-            holds = "bytes" if found == BYTES else f"tokens of another one ({found})"
-            raise ValueError(
-                f"{first.folder} was not made by data.tokenizer={tokenizer} ({given}), but holds {holds}: "
-                "name the one that made it, or prepare the tokens again"
-            )
-    needed = max(each.header.vocab_size for each in sets)
-    if needed > vocab_size:
+def _check_tokenizers(sets: Sequence[Prepared], tokenizer: str | None) -> None:
+    """Raises ValueError if sets were made by different tokenizers, or not by the given one."""
+    given = {} if tokenizer is None else {tokenizer: fingerprint_of(Path(tokenizer).expanduser())}
+    found = given | {str(each.folder): each.header.tokenizer for each in sets}
+    if len(set(found.values())) > 1:
+        listed = ", ".join(f"{name}: {fingerprint}" for name, fingerprint in found.items())
         raise ValueError(
-            f"the data has {needed} tokens, the model's vocab_size={vocab_size} is smaller: write "
-            f"model.vocab_size={needed}"
+            f"the tokens are of different tokenizers ({listed}), so a number means another token in each: "
+            "prepare them again by one, or name the one that made them as data.tokenizer"
         )
-
-
-def _fingerprint(sets: Sequence[Prepared], weights: Sequence[float]) -> str:
-    return digest_of(repr([(each.header.fingerprint, *weights) for each in sets]).encode())
 
 
 # ---------------------------------------------------------------- mixtures
