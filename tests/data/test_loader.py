@@ -53,24 +53,11 @@ def test_a_dataset_is_shuffled_alike_whatever_a_rank_drew_before_and_anew_each_e
     assert first != second
 
 
-def test_replicas_that_read_smaller_batches_read_the_rows_of_one_large_batch_in_every_epoch():
-    half = loaded_data(Squares(), batch_size=BATCH // 2, seed=7)
-    halves = [int(half.train.batch(step)[0][row, 0]) for step in range(20) for row in range(BATCH // 2)]
-    assert halves == rows_of(loaded_data(Squares(), batch_size=BATCH, seed=7), range(10))
-
-
 def test_a_batch_may_be_asked_for_again_and_a_pass_begun_again():
     loader = DataLoader(Squares(), batch_size=BATCH, drop_last=True)
     source = IteratedBatches(loader, batch_size=BATCH, seed=0)
     firsts = [source.batch(step)[0][0, 0].item() for step in (0, 0, 1, 2, 2, 0, 4, 6)]
     assert firsts == [0, 0, 4, 8, 8, 0, 16, 4]
-
-
-def test_the_fingerprint_tells_first_batches_apart():
-    batches = [[(torch.zeros(BATCH, 2), torch.ones(BATCH))] for _ in range(3)]
-    batches[2][0][0][0, 0] = 1e-9
-    prints = [loaded_data(each, batch_size=BATCH, seed=0).fingerprint for each in batches]
-    assert prints[0] == prints[1] != prints[2]
 
 
 class Two(nn.Module):
@@ -126,19 +113,6 @@ def test_more_than_two_tensors_are_inputs_in_order_and_the_target_last():
     data = loaded_data(DataLoader(TensorDataset(*tensors), batch_size=BATCH), batch_size=BATCH, seed=0)
     args, target = batch_for({0: nn.Identity()}, 1, data.train, 0, torch.device("cpu"))
     assert [float(each[0]) for each in (*args, target)] == [0, 1, 2]
-
-
-def test_ranks_between_the_ends_load_nothing():
-    source = IteratedBatches([], batch_size=BATCH, seed=0)
-    assert batch_for({1: nn.Identity()}, 3, source, 0, torch.device("cpu")) == ((), None)
-
-
-def test_a_dict_with_one_input_needs_no_name_that_the_model_knows():
-    source = IteratedBatches(
-        [{"input_ids": torch.ones(BATCH, 2), "labels": torch.zeros(BATCH)}], batch_size=BATCH, seed=0
-    )
-    args, target = batch_for({0: nn.Sequential(nn.Identity())}, 1, source, 0, torch.device("cpu"))
-    assert (len(args), args[0].shape, target.shape) == (1, (BATCH, 2), (BATCH,))
 
 
 @pytest.mark.parametrize(
@@ -203,32 +177,22 @@ def test_data_that_cannot_feed_a_run_is_refused_when_it_is_built(monkeypatch, ta
         build_data({"_target_": f"my_data.{target}"}, 16, 0)
 
 
-def test_a_dataset_is_named_as_it_is_and_gets_no_argument_that_it_does_not_take(monkeypatch):
-    monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
-    data = build_data({"_target_": "my_data.Squares", "num_rows": 8}, BATCH, 0)
-    assert (data.unit, data.items_per_batch, data.num_evaluation_batches) == ("rows", BATCH, 0)
-
-
 class Seeded(Squares):
     def __init__(self, seed: int):
         super().__init__(100 + seed)
 
 
-@pytest.mark.parametrize(("node", "expected"), [({}, 7), ({"seed": 3}, 3)])
-def test_data_get_the_runs_seed_unless_they_name_one(monkeypatch, node, expected):
+@pytest.mark.parametrize(("node", "expected"), [({}, 107), ({"seed": 3}, 103)])
+def test_a_dataset_gets_the_runs_seed_unless_it_names_one(monkeypatch, node, expected):
     monkeypatch.setitem(sys.modules, "my_data", sys.modules[__name__])
     data = build_data({"_target_": "my_data.Seeded", **node}, 1, 7)
-    assert data.train.num_batches == 100 + expected
+    assert (data.train.num_batches, data.unit, data.num_evaluation_batches) == (expected, "rows", 0)
 
 
 def test_a_pair_is_what_to_train_on_and_what_is_held_out_in_its_order():
     data = loaded_data((Squares(), Squares(8)), batch_size=BATCH, seed=0)
     assert data.num_evaluation_batches == 2
     assert [data.evaluation.batch(i)[0][:, 0].tolist() for i in (0, 1)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
-
-
-def shuffled_loader():
-    return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True)
 
 
 class Stream:
@@ -270,11 +234,19 @@ class Noisy(Squares):
         return torch.tensor([row, torch.rand(())]), torch.zeros(())
 
 
-def shuffled_noise():
-    return DataLoader(Noisy(), batch_size=BATCH, shuffle=True, drop_last=True)
+def shuffled_noise(batch_size=BATCH):
+    return DataLoader(Noisy(), batch_size=batch_size, shuffle=True, drop_last=True)
 
 
-@pytest.mark.parametrize("make", [Noisy, shuffled_noise, Stream, lambda: [*Stream()]])
+def loader_with_a_generator():
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(Squares(), batch_size=BATCH, shuffle=True, drop_last=True, generator=generator)
+
+
+MAKERS = [Noisy, shuffled_noise, Stream, lambda: [*Stream()], loader_with_a_generator]
+
+
+@pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("step", [1, 3, 5, 12])
 def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step):
     running, later = (loaded_data(make(), batch_size=BATCH, seed=7) for _ in range(2))
@@ -284,10 +256,26 @@ def test_a_run_that_goes_on_sees_the_batches_that_it_would_have_seen(make, step)
         assert torch.equal(later.train.batch(number)[0], expected[number])
 
 
-def test_ranks_with_different_numbers_of_rows_or_batches_have_different_fingerprints():
-    for make in (Squares, lambda rows: DataLoader(Squares(rows), batch_size=BATCH)):
-        prints = [loaded_data(make(rows), batch_size=BATCH, seed=7).fingerprint for rows in (20, 24)]
-        assert prints[0] != prints[1]
+@pytest.mark.parametrize("make", [Noisy, shuffled_noise])
+def test_replicas_that_read_smaller_batches_read_the_rows_of_one_large_batch(make):
+    """In every epoch. Rows of a Dataset draw the same numbers, too."""
+    large, small = (
+        loaded_data(make() if make is Noisy else make(size), batch_size=size, seed=7) for size in (4, 2)
+    )
+    columns = 2 if make is Noisy else 1
+    for step in range(10):
+        halves = torch.cat([small.train.batch(2 * step)[0], small.train.batch(2 * step + 1)[0]])
+        assert torch.equal(large.train.batch(step)[0][:, :columns], halves[:, :columns])
+
+
+def test_fingerprints_tell_first_batches_and_numbers_of_rows_or_batches_apart():
+    batches = [[(torch.zeros(BATCH, 2), torch.ones(BATCH))] for _ in range(3)]
+    batches[2][0][0][0, 0] = 1e-9
+    loaders = [DataLoader(Squares(rows), batch_size=BATCH) for rows in (20, 24)]
+    given = [*batches, *loaders, Squares(20), Squares(24)]
+    prints = [loaded_data(each, batch_size=BATCH, seed=0).fingerprint for each in given]
+    assert prints[0] == prints[1]
+    assert len(set(prints)) == 6
 
 
 @pytest.mark.parametrize("changed", [(0,), (99,), range(50, 75)])
@@ -360,13 +348,3 @@ def test_a_state_of_batches_of_another_size_is_warned_of_and_left(caplog):
     data.load_state_dict({**data.state_dict(), "batch_size": 8})
     assert "state is of batches of 8 rows, not 4" in caplog.text
     assert rows_of(data, [2]) == [8, 9, 10, 11]
-
-
-def test_a_dataset_that_draws_draws_alike_in_large_and_in_small_batches():
-    class Noise(Squares):
-        def __getitem__(self, row):
-            return torch.rand(2), torch.zeros(())
-
-    large, small = (loaded_data(Noise(), batch_size=size, seed=0) for size in (4, 2))
-    halves = torch.cat([small.train.batch(2)[0], small.train.batch(3)[0]])
-    assert torch.equal(large.train.batch(1)[0], halves)
