@@ -222,7 +222,8 @@ def two_replicas(rank, what):
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
-        pipeline._end("test") if pipeline._rank.over == "" else None
+        if not pipeline.is_over:
+            pipeline.end("test")
 
 
 def sparse_on_one(rank):

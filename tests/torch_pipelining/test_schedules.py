@@ -278,7 +278,9 @@ def dropped(rank):
 
 def test_a_schedule_that_is_gone_leaves_no_groups_and_no_sockets():
     for counts in run_ranks(dropped, 2):
-        assert counts[1] == counts[3]
+        (groups, sockets), (groups_later, sockets_later) = counts[1], counts[3]
+        assert groups_later == groups
+        assert sockets_later <= sockets  # a socket of an earlier test of this process may close between
 
 
 def with_a_wrong_plan(rank):
