@@ -49,22 +49,6 @@ MAY_IMPORT = {
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"builders", "config", "prediction", "render"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
-    # The split is measured on a Llama's blocks, in one process: no schedule, no training.
-    "zbpp/benchmark/split/": {"autograd", "benchmark", "models", "runtime"},
-    # One GPU: the split, copies and pipelines of one rank; no training, no config.
-    "zbpp/benchmark/gpu/": {
-        "__version__",
-        "autograd",
-        "benchmark",
-        "models",
-        "planning",
-        "runtime",
-        "schedule",
-    },
-    # The data path beside a small GPT that trains.
-    "zbpp/benchmark/data_path.py": {"benchmark", "models"} | _TRAINING,
-    # A cluster is checked with a GPT, under torchrun.
-    "zbpp/benchmark/cluster/": {"benchmark", "models", "render", "end_with_launcher"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/families/": {"families", "schedule"},
@@ -286,7 +270,6 @@ def test_every_room_keeps_to_the_floor_plan():
             "from zbpp.config import BenchConfig",
             "may import autograd,",
         ),
-        ("zbpp/benchmark/split/timing.py", "from zbpp.training import Trainer", "may import autograd,"),
         ("zbpp/run/app.py", "import hydra", "belong to zbpp/config/"),
         ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),

@@ -1,0 +1,558 @@
+#!/usr/bin/env python
+"""What zbpp does on a cluster of GPUs under torchrun and NCCL, in one table to send back.
+
+    torchrun --nproc-per-node 8 scripts/cluster_check.py                 # the GPUs of this machine
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-1:29600 \
+        scripts/cluster_check.py                                         # the same line on each of four nodes
+    torchrun --nproc-per-node 2 scripts/cluster_check.py --device cpu --small    # tries the check itself
+
+    links      latency and bandwidth between neighbours, and between any two nodes
+    schedules  all schedules over all ranks: their losses beside plain autograd's, in float64
+    meshes     the same with replicas, shards and tensor parallelism
+    speed      steps of a larger model: measured beside simulated, torch's runtime beside zbpp's
+    hang       the last rank stops inside a step: is it named within the timeout?
+
+Rank 0 prints each row as soon as the row is known, and writes it to OUT/cluster.txt: a job that dies has left
+the rows before. A row that raises is FAILED, and the check goes on. Exit status: 0, 1 if a row failed.
+NOT RUN ON A GPU YET: with gloo on CPUs the same code runs on small sizes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.benchmark.bench import Options, bench
+from zbpp.benchmark.report import rows_of
+from zbpp.benchmark.workload import Workload
+from zbpp.data import Data
+from zbpp.job.agreement import broadcast, gather
+from zbpp.job.world import World, world
+from zbpp.models.gpt import Gpt
+from zbpp.planning import SCHEDULES, plan
+from zbpp.render import render_hang
+from zbpp.runtime import FlightRecorder, Pipeline
+from zbpp.runtime.parallel.groups import close_groups, link_groups
+from zbpp.runtime.parallel.mesh import DIMENSIONS, Place, make_mesh, planned_by_rank_0
+from zbpp.runtime.parallel.tensor_parallel import parallelize
+from zbpp.schedule import PlanError, Timetable
+
+STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11  # of the small model: steps, SGD's learning rate, relative difference
+SLOW = 0.5  # of the median bandwidth of links of the same kind
+SPARE = 15.0  # s beyond the timeout in which a stopped rank has to be named
+DEGREES: tuple[dict[str, int], ...] = (
+    {"replicate": 2},
+    {"shard": 2},
+    {"tensor": 2},
+    {"replicate": 2, "tensor": 2},
+    {"shard": 2, "tensor": 2},
+    {"replicate": 2, "shard": 2},
+    {"replicate": 2, "shard": 2, "tensor": 2},
+    {"tensor": 8},
+)
+Row = tuple[str, Callable[[], str]]  # its name; a collective that returns what was found, or raises
+Rows = Iterator[Row]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """message: MiB of a large message. timeout: s that a rank waits; hang_timeout: the same in part hang.
+
+    hidden, layers (of a rank), length (tokens of a row), steps: of the model whose steps are timed.
+    """
+
+    timeout: float = 180.0
+    hang_timeout: float = 30.0
+    message: int = 64
+    hidden: int = 2048
+    layers: int = 8
+    length: int = 2048
+    steps: int = 5
+    timed: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
+
+
+SMALL = Sizes(
+    timeout=60.0,
+    hang_timeout=4.0,
+    message=1,
+    hidden=32,
+    layers=2,
+    length=16,
+    steps=2,
+    timed=("1f1b", "zb_h1"),
+)
+
+
+# ---------------------------------------------------------------- part links
+
+
+class Link(NamedTuple):
+    """A measured link between two ranks. one_way, both_ways: GB/s, the latter summed over both directions."""
+
+    ranks: tuple[int, int]
+    latency_us: float
+    one_way: float
+    both_ways: float
+
+
+def links(sizes: Sizes, here: World) -> Rows:
+    """Links of one round have no rank in common and are measured at once, as a pipeline uses them."""
+    hosts = gather(socket.gethostname())
+    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
+    if here.size < 2:
+        yield "links", lambda: "one rank has no links"
+        return
+    yield "neighbours", lambda: described(measured(neighbours(here.size), sizes, here))
+    if len(firsts) > 1:
+        pairs = [[(firsts[a], firsts[b]) for a, b in each] for each in all_pairs(len(firsts))]
+        yield "all pairs of nodes", lambda: described(measured(pairs, sizes, here))
+
+
+def neighbours(size: int) -> list[list[tuple[int, int]]]:
+    """Ranks r and r + 1, and the last with the first: rounds without a common rank."""
+    pairs = [(rank, rank + 1) for rank in range(size - 1)]
+    rounds = [pairs[::2], pairs[1::2], [(0, size - 1)] if size > 2 else []]
+    return [each for each in rounds if each]
+
+
+def all_pairs(number: int) -> list[list[tuple[int, int]]]:
+    """Every pair of `number` players once, in rounds where each plays once: the circle method."""
+    players: list[int | None] = [*range(number), *([None] if number % 2 else [])]
+    rounds = []
+    for _ in range(len(players) - 1):
+        half = len(players) // 2
+        meetings = zip(players[:half], reversed(players[half:]), strict=True)
+        rounds.append([(min(a, b), max(a, b)) for a, b in meetings if a is not None and b is not None])
+        players = [players[0], players[-1], *players[1:-1]]
+    return rounds
+
+
+def described(found: Sequence[Link]) -> str:
+    """The range of the links, and those with less than half of the median bandwidth."""
+    usual = median(each.one_way for each in found)
+    lines = [
+        f"{len(found)} links: {min(each.one_way for each in found):.2f} to "
+        f"{max(each.one_way for each in found):.2f} GB/s one way (median {usual:.2f}), both ways at once "
+        f"{median(each.both_ways for each in found):.2f}; "
+        f"latency {median(each.latency_us for each in found):.0f} us"
+    ]
+    lines += [
+        f"SLOW: {each.ranks[0]} <-> {each.ranks[1]} has {each.one_way:.2f} GB/s: look at its cable and card"
+        for each in found
+        if each.one_way < SLOW * usual
+    ]
+    return "\n".join(lines)
+
+
+def measured(rounds: Sequence[Sequence[tuple[int, int]]], sizes: Sizes, here: World) -> list[Link]:
+    """The links of all rounds. Collective."""
+    found: list[Link] = []
+    for pairs in rounds:
+        directions = [link for pair in pairs for link in (pair, pair[::-1])]
+        groups = link_groups(None, directions, sizes.timeout, here.device)
+        mine = next((pair for pair in pairs if here.rank in pair), None)
+        dist.barrier()
+        link = None if mine is None else _measure(mine, groups, sizes.message * 2**20, here)
+        found += sorted({each for each in gather(link) if each is not None})
+        close_groups(groups.values())
+    return list({each.ranks: each for each in found}.values())
+
+
+def _measure(pair: tuple[int, int], groups: Mapping[tuple[int, int], Any], large: int, here: World) -> Link:
+    """This rank's end of the link."""
+    other = pair[1] if here.rank == pair[0] else pair[0]
+    out, back = groups[here.rank, other], groups[other, here.rank]
+
+    def seconds(turn: Callable[[], None]) -> float:
+        times = []
+        for _ in range(12):  # the first two connect and warm up
+            begin = time.perf_counter()
+            turn()
+            if here.device.type == "cuda":
+                torch.cuda.synchronize(here.device)
+            times.append(time.perf_counter() - begin)
+        return median(times[2:])
+
+    def answered(message: Tensor) -> None:
+        for sends in (here.rank < other, here.rank > other):
+            if sends:
+                dist.send(message, dst=other, group=out)
+            else:
+                dist.recv(message, src=other, group=back)
+
+    def passing(sent: Tensor, received: Tensor) -> None:
+        works = dist.irecv(received, src=other, group=back), dist.isend(sent, dst=other, group=out)
+        for work in works:
+            assert work is not None  # this rank is in both groups
+            work.wait()
+
+    small = torch.zeros(4, dtype=torch.uint8, device=here.device)
+    some, more = (torch.zeros(large, dtype=torch.uint8, device=here.device) for _ in range(2))
+    latency, one_way = seconds(lambda: answered(small)) / 2, seconds(lambda: answered(some)) / 2
+    return Link(
+        pair, 1e6 * latency, large / 1e9 / one_way, 2 * large / 1e9 / seconds(lambda: passing(some, more))
+    )
+
+
+# ---------------------------------------------------------------- parts schedules and meshes
+
+
+def schedules(sizes: Sizes, here: World) -> Rows:
+    """A row for each schedule, on one pipeline over all ranks."""
+    num_microbatches = max(4, 2 * here.size)
+    expected = plain_losses(2 * here.size, num_microbatches, here.rank)
+
+    def row(name: str) -> str:
+        def make() -> Timetable:
+            return plan(name, here.size, num_microbatches, time_limit=5.0)
+
+        try:
+            timetable = planned_by_rank_0(make)
+        except PlanError as error:
+            return f"not with {here.size} ranks: {error}"
+        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, {}), expected)
+
+    for name in SCHEDULES:
+        yield name, lambda name=name: row(name)  # type: ignore[misc]
+
+
+def meshes(sizes: Sizes, here: World) -> Rows:
+    """A row for each composition that the number of ranks allows."""
+    num_microbatches = max(4, 2 * here.size)
+    expected = plain_losses(2 * here.size, num_microbatches, here.rank)
+
+    def row(degrees: Mapping[str, int], name: str) -> str:
+        timetable = plan(name, here.size // math.prod(degrees.values()), num_microbatches)
+        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, degrees), expected)
+
+    for degrees in DEGREES:
+        if here.size % math.prod(degrees.values()) == 0:
+            whole = {"pipeline": here.size // math.prod(degrees.values()), **degrees}
+            text = " x ".join(f"{name} {whole[name]}" for name in DIMENSIONS if name in whole)
+            for name in ("zb_h1", "zb_v"):
+                yield f"{text}, {name}", lambda degrees=degrees, name=name: row(degrees, name)  # type: ignore[misc]
+
+
+def small_gpt(num_layers: int) -> Gpt:
+    return Gpt(vocab_size=64, num_layers=num_layers, hidden_size=32, num_heads=8, sequence_length=8)
+
+
+def tokens(step: int, num_microbatches: int) -> tuple[Tensor, Tensor]:
+    """(inputs, targets) of a whole step: four rows per microbatch, divisible among replicas and shards."""
+    generator = torch.Generator().manual_seed(step)
+    drawn = torch.randint(64, (4 * num_microbatches, 9), generator=generator)
+    return drawn[:, :-1], drawn[:, 1:]
+
+
+def plain_losses(num_layers: int, num_microbatches: int, rank: int) -> list[float]:
+    """The losses of plain autograd in one process, computed on rank 0. Collective.
+
+    The second step's depends on the gradients of the first: an update with plain SGD stands between them.
+    """
+    losses = []
+    if rank == 0:
+        model = small_gpt(num_layers)
+        whole = model.build_stage(0, 1).double()
+        optimizer = torch.optim.SGD(whole.parameters(), lr=RATE)
+        for step in range(STEPS):
+            inputs, target = tokens(step, num_microbatches)
+            loss = model.loss(whole(inputs), target)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    found: list[float] = broadcast(losses)
+    return found
+
+
+def pipeline_losses(
+    num_layers: int, timetable: Timetable, here: World, timeout: float, degrees: Mapping[str, int]
+) -> list[float]:
+    """The loss of each step under a pipeline, the mean over all data. Collective."""
+    model = small_gpt(num_layers)
+    mesh = make_mesh(**degrees, device_type=here.device.type) if degrees else None
+    rank = here.rank if mesh is None else Place(mesh).rank
+    stages: dict[int, nn.Module] = {
+        index: model.build_stage(index, timetable.num_stages).to(here.device, torch.float64)
+        for index in timetable.stages_of(rank)
+    }
+    parallelize(model, stages, mesh)
+    losses = []
+    with Pipeline(stages, timetable, model.loss, mesh=mesh, timeout=timeout) as pipeline:
+        place = pipeline.place
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE)
+        for step in range(STEPS):
+            batch = tokens(step, timetable.num_microbatches)
+            inputs, target = (
+                each.chunk(place.num_data_parts)[place.data_part].to(here.device) for each in batch
+            )
+            args = (inputs,) if 0 in stages else ()
+            has_loss = timetable.num_stages - 1 in stages
+            mine = [each.item() for each in pipeline.step(*args, target=target if has_loss else None)]
+            optimizer.step()
+            optimizer.zero_grad()
+            parts = [sum(each) / len(each) for each in place.gather(mine) if each]
+            losses.append(sum(parts) / len(parts))
+    return losses
+
+
+def compared(losses: Sequence[float], expected: Sequence[float]) -> str:
+    """Says that losses are the expected ones. Raises ValueError if they differ by more than rounding."""
+    pairs = zip(losses, expected, strict=True)
+    difference = max(abs(one - other) / abs(other) for one, other in pairs)
+    if not difference <= TOLERANCE:
+        raise ValueError(f"losses {losses} differ from plain autograd's {list(expected)} by {difference:.1e}")
+    return f"losses as plain autograd's (differ by {difference:.0e})"
+
+
+# ---------------------------------------------------------------- part speed
+
+
+def speed(sizes: Sizes, here: World) -> Rows:
+    """A row for each schedule and runtime, timed in turns."""
+    found: list[Mapping[str, Any]] = []
+
+    def time_all() -> str:
+        work = workload(sizes, here)
+        found.extend(rows_of(bench(work, sizes.timed, Options(sizes.steps)), work.data.items_per_batch))
+        return (
+            f"GPT, hidden {sizes.hidden}, {sizes.layers} layers per rank, {work.num_microbatches} "
+            f"microbatches of {sizes.length} tokens; medians of {sizes.steps} steps"
+        )
+
+    yield "timed steps", time_all
+    for each in found:
+        name = f"{each['schedule']} ({each['stages_per_rank']} stages per rank), {each['runtime']}"
+        yield name, lambda each=each: figures(each)  # type: ignore[misc]
+
+
+def workload(sizes: Sizes, here: World) -> Workload:
+    """The model in bfloat16 on GPUs, float32 on CPUs; random tokens."""
+    num_microbatches = max(4, 2 * here.size)
+    dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
+    source = _RandomTokens(num_microbatches, sizes.length)
+    model = Gpt(
+        vocab_size=_RandomTokens.VOCAB,
+        num_layers=sizes.layers * here.size,
+        hidden_size=sizes.hidden,
+        num_heads=max(1, sizes.hidden // 64),
+        sequence_length=sizes.length,
+    )
+    data = Data(
+        train=source,
+        evaluation=source,
+        num_evaluation_batches=0,
+        items_per_batch=source.rows * source.length,
+        fingerprint="random tokens",
+    )
+    return Workload(
+        model=model,
+        data=data,
+        here=here,
+        num_microbatches=num_microbatches,
+        prepare=lambda stage: stage.to(here.device, dtype),
+        timeout=sizes.timeout,
+    )
+
+
+class _RandomTokens:
+    """Batches of random tokens by number."""
+
+    VOCAB = 1024  # small, so that the head does not make the last stage heavier than the others
+
+    def __init__(self, rows: int, length: int) -> None:
+        self.rows, self.length = rows, length
+
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(step)
+        drawn = torch.randint(self.VOCAB, (self.rows, self.length + 1), generator=generator)
+        return drawn[:, :-1], drawn[:, 1:]
+
+
+def figures(row: Mapping[str, Any]) -> str:
+    if row["failure"]:
+        raise RuntimeError(row["failure"])
+    simulated = row["predicted_makespan_ms"]
+    beside = "no simulation of this order" if simulated is None else f"simulated {simulated:.1f} ms"
+    return (
+        f"step {row['makespan_ms']:.1f} ms, {beside}, bubble {100 * row['measured_bubble_rate']:.0f} %, "
+        f"{row['tokens_per_second']:.0f} tokens/s, peak {max(row['peak_memory_bytes']) / 2**30:.2f} GiB"
+    )
+
+
+# ---------------------------------------------------------------- part hang
+
+
+class _Stops(nn.Linear):
+    """A linear layer whose forward stops until a time on the clock, and then ends the process."""
+
+    until = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        while self.until:
+            time.sleep(0.5)
+            if time.time() > self.until:
+                os._exit(0)
+        return super().forward(x)
+
+
+def hang(sizes: Sizes, here: World, folder: Path) -> str:
+    """Let the last rank stop in its second step; then the first one reads who is to blame.
+
+    No collective can follow. On NCCL torch may end the processes first: `zbpp hang FOLDER` reads the records.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    stage, victim = _Stops(8, 8).to(here.device), here.size - 1
+    timetable = plan("zb_h1", here.size, 2 * here.size)
+    recorder = FlightRecorder(folder)
+    pipeline = Pipeline(
+        {here.rank: stage}, timetable, nn.functional.mse_loss, timeout=sizes.hang_timeout, extras=[recorder]
+    )
+    batch = torch.randn(2 * here.size, 8, device=here.device)
+    begin = time.time()
+    try:
+        for step in range(2):
+            begin = time.time()
+            stage.until = begin + sizes.hang_timeout + SPARE if step == 1 and here.rank == victim else 0.0
+            losses = pipeline.step(batch, target=batch)
+            assert all(each.isfinite() for each in losses)  # waits for the device
+    except Exception:  # what is raised differs; the records say who is to blame
+        time.sleep(min(5.0, SPARE))  # the others leave their records
+    records = [json.loads(path.read_text()) for path in folder.glob("flight-*.json")]
+    said = (
+        render_hang({each["process"]: each for each in records}).partition("\n")[0]
+        if records
+        else "no record"
+    )
+    if f"rank {victim} is behind" not in said:
+        raise RuntimeError(f"rank {victim} stopped, and nothing names it: {said}")
+    after = min(float(each["written"]) for each in records) - begin
+    if after > sizes.hang_timeout + SPARE:
+        raise RuntimeError(f"rank {victim} was named only after {after:.1f} s")
+    return f"rank {victim} stopped and was named after {after:.1f} s (timeout {sizes.hang_timeout:g} s)"
+
+
+# ---------------------------------------------------------------- the table
+
+
+PARTS = {"links": links, "schedules": schedules, "meshes": meshes, "speed": speed}
+
+
+class Table:
+    """Rows on standard output and in a file, written by rank 0 alone."""
+
+    def __init__(self, path: Path | None) -> None:
+        self._path, self.num_failed = path, 0
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("")
+
+    def write(self, text: str) -> None:
+        if self._path is not None:
+            print(text, flush=True)
+            with self._path.open("a") as file:
+                print(text, file=file)
+
+    def row(self, part: str, name: str, found: Callable[[], str], *, is_alone: bool = False) -> None:
+        """Write what `found` returns, or FAILED and why. Collective, unless it is alone."""
+        begin, problem, text = time.perf_counter(), "", ""
+        try:
+            text = found()
+        except Exception as error:  # whatever it is belongs into the table
+            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        problems = [problem] if is_alone else gather(problem)
+        for rank, each in enumerate(problems):
+            if each:
+                text = f"FAILED: rank {rank}: {each}"
+        self.num_failed += any(problems)
+        first, *more = text.splitlines()
+        self.write(f"{part:<10}{name:<44}{time.perf_counter() - begin:6.1f} s  {first}")
+        for line in more:
+            self.write(f"{'':<64}{line}")
+
+
+def check(parts: Sequence[str], sizes: Sizes, here: World, out: Path) -> int:
+    """Run the parts on all ranks; the exit status."""
+    table = Table(out / "cluster.txt" if here.rank == 0 else None)
+    for line in machines(here):
+        table.write(line)
+    for part in parts:
+        if part != "hang":
+            for name, found in PARTS[part](sizes, here):
+                table.row(part, name, found)
+    if "hang" in parts and here.size > 1:
+        # Nothing can be exchanged after it: ranks end by themselves, without an error for torchrun.
+        table.row("hang", "a rank stops", lambda: hang(sizes, here, out / "hang"), is_alone=True)
+    table.write(f"{table.num_failed or 'none'} FAILED")
+    status = int(table.num_failed > 0)
+    if "hang" in parts and here.size > 1:
+        time.sleep(0 if here.rank == 0 else 1)  # else torchrun would end rank 0 before its last line
+        os._exit(status if here.rank == 0 else 0)
+    return status
+
+
+def machines(here: World) -> list[str]:
+    """Software and nodes. Collective."""
+    backend, device = "gloo", "CPU"
+    if here.device.type == "cuda":
+        backend = f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}, CUDA {torch.version.cuda}"
+        gpu = torch.cuda.get_device_properties(here.device)
+        device = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB"
+    found = gather((socket.gethostname(), device))
+    lines = [f"{here.size} ranks, torch {torch.__version__}, {backend}"]
+    for each in dict.fromkeys(found):
+        ranks = [rank for rank, place in enumerate(found) if place == each]
+        lines.append(f"{each[0]}: ranks {ranks[0]}-{ranks[-1]}, {each[1]}")
+    if len({device for _, device in found}) > 1:
+        lines.append(
+            "The GPUs differ: give slower ones fewer layers (model.layers_per_stage), or schedule=auto"
+        )
+    return lines
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: see above."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = [*PARTS, "hang"]
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(names)}; by default all")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if any"
+    )
+    parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
+    parser.add_argument(
+        "--timeout", type=float, help=f"s that a rank waits for another; default {Sizes.timeout:g}"
+    )
+    parser.add_argument("--out", type=Path, default=Path("cluster_check"), help="folder of the results")
+    options = parser.parse_args(arguments)
+    for name in options.parts:
+        if name not in names:
+            parser.error(f"part {name!r} does not exist: write some of {', '.join(names)}")
+    if "RANK" not in os.environ:
+        parser.error("no torchrun: write torchrun --nproc-per-node 2 scripts/cluster_check.py ...")
+    sizes = SMALL if options.small else Sizes()
+    if options.timeout is not None:
+        sizes = replace(sizes, timeout=options.timeout)
+    with world(device=options.device, timeout=sizes.timeout) as here:
+        return check(options.parts or names, sizes, here, options.out)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
