@@ -283,6 +283,27 @@ def test_a_schedule_that_is_gone_leaves_no_groups_and_no_sockets():
         assert sockets_later <= sockets  # a socket of an earlier test of this process may close between
 
 
+def in_torchs_lowered_order(rank):
+    """An order with messages, UNSHARD and RESHARD, as torch's runtime lowers it."""
+    blocks = [Block(each) for each in range(4)]
+    made_by_torch, stages = made(door, "ScheduleInterleavedZeroBubble", rank, 2, blocks)
+    runtime = torchs._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=made_by_torch._loss_fn)
+    runtime._prepare_schedule_with_comms(made_by_torch.pipeline_order)
+    assert not runtime.pipeline_order
+    door.install()
+    try:
+        return stepped(runtime, stages, *batch())[1], door.fallbacks
+    finally:
+        door.uninstall()
+
+
+def test_an_order_that_torch_has_lowered_runs_here():
+    expected = plain_losses([Block(each) for each in range(4)], *batch())
+    for rank, (losses, listed) in enumerate(run_ranks(in_torchs_lowered_order, 2)):
+        assert listed == []
+        assert_alike(losses, expected if rank else [])
+
+
 def with_a_wrong_plan(rank):
     schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
     door.use_plan(schedule, "zb_v")
@@ -296,7 +317,8 @@ def test_a_plan_that_places_stages_elsewhere_is_refused_on_all_ranks():
 
 
 def test_names_are_torchs_names():
-    assert set(pipelining.__all__) <= set(door.__all__)
+    assert all(hasattr(door, name) for name in pipelining.__all__)
+    assert not hasattr(door, "no_name_of_torchs")
     assert door.get_schedule_class("zbvzerobubble") is door.ScheduleZBVZeroBubble
     copied = copy.copy(door.fallbacks)
     assert copied == []

@@ -89,6 +89,13 @@ def get_schedule_class(schedule_name: str) -> Any:
     return globals().get(theirs.__name__, theirs)
 
 
+def __getattr__(name: str) -> Any:
+    """torch's other names: a newer torch has more."""
+    if name in pipelining.__all__:
+        return getattr(pipelining, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 _installed: dict[type, Any] = {}  # torch's class -> its own method
 
 

@@ -16,9 +16,10 @@ which torch does not run by a table, are planned here.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules as torchs
 
 from zbpp.planning import plan
@@ -30,7 +31,18 @@ _OPS = {
     torchs.BACKWARD_WEIGHT: Op.W,
     torchs.FULL_BACKWARD: Op.BW,
 }
-_BESIDE = {torchs.SEND_F, torchs.RECV_F, torchs.SEND_B, torchs.RECV_B, torchs.REDUCE_GRAD}
+# Messages and reductions, which zbpp places itself. By name: torch 2.13 doesn't have all.
+_BESIDE = {
+    "SEND_F",
+    "RECV_F",
+    "SEND_B",
+    "RECV_B",
+    "WAIT_SEND_F",
+    "WAIT_SEND_B",
+    "REDUCE_GRAD",
+    "WAIT_REDUCE_GRAD",
+}
+_OF_SHARDS = {torchs.UNSHARD, torchs.RESHARD}
 _SINGLE: dict[Any, str] = {torchs.ScheduleGPipe: "gpipe", torchs.Schedule1F1B: "1f1b"}
 
 
@@ -44,7 +56,8 @@ def timetable_of(schedule: Any) -> Timetable:
         rows = orders_of(schedule)
         if not rows:
             raise NoTimetable("it has no order of actions")
-        return Timetable(_ascending(_actions(rows[rank])) for rank in sorted(rows))
+        sharded = {each.stage_index for each in schedule._stages if isinstance(each.submod, FSDPModule)}
+        return Timetable(_ascending(_actions(rows[rank], sharded)) for rank in sorted(rows))
     if isinstance(schedule, torchs._ScheduleForwardOnly):
         return plan("gpipe", schedule._num_stages, schedule._n_microbatches)
     for kind, name in _SINGLE.items():
@@ -73,12 +86,15 @@ def scales_gradients(schedule: Any) -> bool:
     return any(each.computation_type == torchs.REDUCE_GRAD for each in actions)
 
 
-def _actions(row: Iterable[Any]) -> Iterator[Action]:
+def _actions(row: Iterable[Any], sharded: Container[int]) -> Iterator[Action]:
+    """sharded: this rank's stages for which UNSHARD and RESHARD do something; torch writes them for all."""
     for each in row:
-        if each is None or each.computation_type in _BESIDE:
+        if each is None or each.computation_type.name in _BESIDE:
+            continue
+        if each.computation_type in _OF_SHARDS and each.stage_index not in sharded:
             continue
         if each.sub_actions is not None:
-            yield from _actions(each.sub_actions)
+            yield from _actions(each.sub_actions, sharded)
         elif each.computation_type in _OPS:
             yield Action(each.stage_index, _OPS[each.computation_type], each.microbatch_index)
         else:
