@@ -68,6 +68,7 @@ MAY_IMPORT = {
     "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     # torch's Schedule classes on a Pipeline. Nothing imports it but users.
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
+    "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     "zbpp/models/": {"models", "partition"} | _LEAVES,
@@ -88,6 +89,7 @@ MAY_IMPORT = {
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
+    "scripts/dev/bench_torch_pipelining.py": {"launch", "models", "torch_pipelining"} | _TRAINING,
     "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "families", "render", "partition"}
     | _TRAINING,
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
-"""The same Llama through torch's Schedule classes: on torch's runtime, and on zbpp's by zbpp.torch_pipelining.
+"""The same Llama through torch's Schedule classes, on torch's runtime and on zbpp.torch_pipelining.
 
-    python scripts/dev/bench_torch_pipelining.py                         # two ranks (gloo): about four minutes
+    python scripts/dev/bench_torch_pipelining.py                    # two ranks (gloo): about four minutes
     python scripts/dev/bench_torch_pipelining.py --blocks plain --repeats 15
 
 Blocks are plain, checkpointed (not reentrant) or compiled one by one. Both runtimes take turns of one step;
@@ -92,7 +92,9 @@ def made(runtime: Any, name: str, kind: str, rank: int, size: int) -> tuple[Call
     ]
     kind_of = getattr(runtime, name)
     schedule = kind_of(stages[0] if is_single else stages, MICROBATCHES, loss_fn=model.loss)
-    drawn = torch.randint(VOCAB, (MICROBATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0))
+    drawn = torch.randint(
+        VOCAB, (MICROBATCHES * ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(0)
+    )
     args = (drawn[:, :-1],) if 0 in numbers else ()
     target = drawn[:, 1:] if count - 1 in numbers else None
 

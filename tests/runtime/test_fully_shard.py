@@ -457,6 +457,7 @@ def compiled():
 def refusals(rank):
     """What is wrong on rank 1 of each pipeline alone, and what every process says."""
     mesh, replicas = make_mesh(shard=2), make_mesh(replicate=2)
+    bare = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "replicate"))
 
     def wrapped(on, *, root=True, ignored=False):
         stage = blocks(1)
@@ -465,7 +466,8 @@ def refusals(rank):
         return fully_shard(stage, mesh=on, ignored_params=parameters) if root else stage
 
     stages = {
-        "no shards": (replicas, lambda: wrapped(replicas["replicate"])),
+        "no shards": (bare, lambda: wrapped(bare["replicate"])),
+        "over replicas": (replicas, lambda: wrapped(replicas["replicate"])),
         "other mesh": (mesh, lambda: wrapped(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))),
         "no root": (mesh, lambda: wrapped(mesh["shard"], root=False)),
         "ignored": (mesh, lambda: wrapped(mesh["shard"], ignored=True)),
@@ -492,6 +494,7 @@ def refusals(rank):
 
 REFUSALS = {
     "no shards": r"stage 1 is wrapped in FSDP2 .* no shards: write Pipeline\(\.\.\., mesh=zbpp.make_mesh\(sh",
+    "over replicas": "stage 1 is wrapped in FSDP2 on another mesh .* write fully_shard",
     "other mesh": "stage . is wrapped in FSDP2 on another mesh .* write fully_shard",
     "no root": r"stage 1 has parts .* not wrapped itself: write fully_shard\(stage",
     "ignored": "stage 1 is wrapped in FSDP2 without its parameter 0.up.bias, whose gradients nobody .*: give",

@@ -3,18 +3,23 @@
 import copy
 import gc
 import warnings
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules as torchs
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.processes import open_things, outcomes, run_ranks
 from zbpp import torch_pipelining as door
+from zbpp import torchtitan
+from zbpp.schedule import Op
 
 SIZE, ROWS, MICROBATCHES = 8, 16, 4
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
@@ -411,3 +416,65 @@ def test_lists_nones_a_dw_builder_and_microbatches_of_several_sizes():
         ]
         assert_alike(losses, expected)
     assert first[1] == last[1] == 2 * MICROBATCHES
+
+
+def on_one_shard(rank):
+    """FSDP2 holds the stages on meshes of one process each, as torchtitan does for its mixed precision."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    blocks = [Block(each) for each in range(4)]
+    name = "ScheduleInterleavedZeroBubble"
+    schedule, stages = made(
+        door, name, rank, 2, blocks, lambda block: fully_shard(block, mesh=mesh["dp"]), mesh["pp"].get_group()
+    )
+    found = [stepped(schedule, stages, *batch())[1] for _ in range(2)][1]
+    whole = {key: grad.full_tensor() for key, grad in grads(blocks, placed(name, 2)[rank]).items()}
+    return found, whole, door.fallbacks
+
+
+def test_stages_on_a_mesh_of_one_process_run_here():
+    blocks = [Block(each) for each in range(4)]
+    x, y = batch()
+    expected = plain_losses(blocks, x, y)
+    for rank, (losses, found, listed) in enumerate(run_ranks(on_one_shard, 2)):
+        assert listed == []
+        assert_alike(losses, expected if rank else [])
+        assert all(each.abs().sum() > 0 for each in found.values())
+
+
+@dataclass
+class Spec:
+    """What zbpp.torchtitan reads of torchtitan's ModelSpec."""
+
+    name: str
+    pipelining_fn: Any
+
+
+@dataclass
+class Config:
+    """What zbpp.torchtitan reads of torchtitan's Trainer.Config."""
+
+    model_spec: Spec
+
+
+def through_torchtitan(rank):
+    def pipelining_fn(blocks):
+        schedule, stages = made(pipelining, "ScheduleInterleaved1F1B", rank, 2, blocks)
+        return schedule, stages, rank == 0, rank == 1
+
+    blocks = [Block(each) for each in range(4)]
+    config = torchtitan.on_zbpp(Config(Spec("llama3", pipelining_fn)), "interleaved_zb")
+    schedule, stages, *_ = config.model_spec.pipelining_fn(blocks)
+    losses = stepped(schedule, stages, *batch())[1]
+    engine = vars(schedule)["_zbpp_engine"]
+    has_w = any(action.op is Op.W for row in engine._pipeline.timetable.rows for action in row)
+    return losses, has_w, isinstance(schedule, pipelining.ScheduleInterleaved1F1B)
+
+
+def test_a_config_of_torchtitan_gets_a_plan_of_zbpp():
+    expected = plain_losses([Block(each) for each in range(4)], *batch())
+    for rank, (losses, has_w, is_torchs) in enumerate(run_ranks(through_torchtitan, 2)):
+        assert has_w
+        assert is_torchs
+        assert_alike(losses, expected if rank else [])
+    with pytest.raises(ValueError, match="torchtitan has no pipeline for flux"):
+        torchtitan.on_zbpp(Config(Spec("flux", None)))

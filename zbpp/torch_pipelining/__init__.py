@@ -7,6 +7,7 @@ merging of outputs and CSV files stay torch's. Only `_step_microbatches` is repl
 schedules go through: a step runs on a zbpp.Pipeline over the same stages, in torch's order.
 
     install()    replaces it in torch's own classes, for trainers that import these; uninstall() undoes that
+    on_zbpp      the same for one schedule object of torch's
     use_plan     a schedule of zbpp's in place of torch's order, with the same stages on the same ranks
     fallbacks    why schedules run on torch's runtime, one text per schedule object
 
@@ -16,7 +17,7 @@ schedules go through: a step runs on a zbpp.Pipeline over the same stages, in to
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from torch.distributed import pipelining
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline
@@ -39,6 +40,7 @@ __all__ = [
     "fallbacks",
     "get_schedule_class",
     "install",
+    "on_zbpp",
     "pipe_split",
     "pipeline",
     "uninstall",
@@ -81,6 +83,16 @@ class ScheduleZBVZeroBubble(_OnZbpp, pipelining.ScheduleZBVZeroBubble):
 
 class ScheduleDualPipeV(_OnZbpp, pipelining.ScheduleDualPipeV):
     """torch's ScheduleDualPipeV on zbpp."""
+
+
+Schedule = TypeVar("Schedule", bound=torchs._PipelineSchedule)
+
+
+def on_zbpp(schedule: Schedule) -> Schedule:
+    """Let this schedule object of torch's run its steps on zbpp from now on. Returns it."""
+    kind = type(schedule)
+    schedule.__class__ = type(kind.__name__, (kind,), {_STEP: _on_zbpp(getattr(kind, _STEP))})
+    return schedule
 
 
 def get_schedule_class(schedule_name: str) -> Any:

@@ -235,7 +235,7 @@ def _is_freed(tensor: Tensor) -> bool:
 def shard_stages(
     stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
 ) -> dict[int, FullyShardedStage]:
-    """{index: the stage as a FullyShardedStage}; {} if the mesh has no shards. Collective over the mesh.
+    """{index: the stage as a FullyShardedStage}; {} without a dimension "shard". Collective over the mesh.
 
     Plain stages are wrapped in fully_shard here. Before that, all processes that see different data get the
     values of the first of them. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError
@@ -243,13 +243,17 @@ def shard_stages(
     """
     if reshard not in RESHARD:
         raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
-    if SHARD not in place.groups:
-        if policy is not None:
-            raise ValueError(
-                "mp_policy is for stages that FSDP2 shards, and the mesh has no shards: write "
-                "mesh=zbpp.make_mesh(shard=2), or leave mp_policy out"
-            )
+    if SHARD not in place.groups and policy is not None:
+        raise ValueError(
+            "mp_policy is for stages that FSDP2 shards, and the mesh has no shards: write "
+            "mesh=zbpp.make_mesh(shard=2), or leave mp_policy out"
+        )
+    if not place.has(SHARD):
         return {}
+    if (
+        SHARD not in place.groups
+    ):  # the dimension has one process: FSDP2 may hold the weights, as for its policy
+        stages = {index: stage for index, stage in stages.items() if is_fully_sharded(stage)}
     plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
     for stage in plain.values():
         for name in (SHARD, REPLICATE):
@@ -308,7 +312,7 @@ def refusal_of(stage: nn.Module, place: Place) -> str:
     """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
     if not any(map(is_fully_sharded, stage.modules())):
         return ""
-    if SHARD not in place.groups:
+    if not place.has(SHARD):
         return (
             "is wrapped in FSDP2 (fully_shard), and the pipeline has no shards: write "
             "Pipeline(..., mesh=zbpp.make_mesh(shard=2)), and fully_shard(stage, mesh=mesh['shard']) if the "
@@ -338,9 +342,13 @@ def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
     """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's."""
     names = names_in(mesh)
     groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
-    return set(names) <= set(DIMENSIONS) and all(
-        _ranks(groups.get(name)) == _ranks(place.groups.get(name))
-        for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
+    return (
+        SHARD in names
+        and set(names) <= set(DIMENSIONS)
+        and all(
+            _ranks(groups.get(name)) == _ranks(place.groups.get(name))
+            for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
+        )
     )
 
 

@@ -82,6 +82,10 @@ class Place:
         }
         self.pipeline = group if mesh is None else mesh.get_group(PIPELINE)
 
+    def has(self, name: str) -> bool:
+        """Whether the mesh has this dimension, be it of one process."""
+        return self.mesh is not None and name in (self.mesh.mesh_dim_names or ())
+
     def size(self, name: str) -> int:
         """How many processes the group of a dimension has; `name` is any dimension but "pipeline"."""
         return dist.get_world_size(self.groups[name]) if name in self.groups else 1

@@ -1,0 +1,54 @@
+"""torchtitan's trainer on zbpp: its configs by name, with the pipeline's steps run by zbpp.
+
+    torchrun --nproc-per-node 8 -m torchtitan.train --module zbpp.torchtitan --config llama3_debugmodel \\
+        --parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule ZBVZeroBubble
+
+Every config of torchtitan's Llama 3 is here under its own name. For another model, or for a plan of zbpp's in
+place of torch's order, write a config of your own:
+
+    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+    from zbpp.torchtitan import on_zbpp
+
+    def qwen3():
+        return on_zbpp(qwen3_debugmodel(), "zb_auto", placement="v", memory_limit=8)
+
+Made for torchtitan 0.3.0, which needs torch 2.14 or newer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+from zbpp import torch_pipelining
+
+_REGISTRY = "torchtitan.models.llama3.config_registry"
+
+
+def on_zbpp(config: Any, plan: str | None = None, **options: Any) -> Any:
+    """A torchtitan Trainer.Config whose pipeline runs on zbpp.
+
+    plan, options: see `zbpp.torch_pipelining.use_plan`; without a plan the order is that of
+    parallelism.pipeline_parallel_schedule. Raises ValueError for a model without a pipeline.
+    """
+    spec = config.model_spec
+    if spec.pipelining_fn is None:
+        raise ValueError(f"torchtitan has no pipeline for {spec.name}")
+
+    def pipelining_fn(*args: Any, **kwargs: Any) -> Any:
+        schedule, *more = spec.pipelining_fn(*args, **kwargs)
+        torch_pipelining.on_zbpp(schedule)
+        if plan is not None:
+            torch_pipelining.use_plan(schedule, plan, **options)
+        return schedule, *more
+
+    return dataclasses.replace(config, model_spec=dataclasses.replace(spec, pipelining_fn=pipelining_fn))
+
+
+def __getattr__(name: str) -> Any:
+    """torchtitan's function of that name, whose config runs on zbpp."""
+    if name.startswith("__"):
+        raise AttributeError(name)
+    theirs = getattr(importlib.import_module(_REGISTRY), name)
+    return lambda: on_zbpp(theirs())
