@@ -437,14 +437,14 @@ class Tower:
 def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two_ranks(
     monkeypatch, tmp_path, warm, alone
 ):
-    """The model is named in a config folder of the user's, who trusts it; -n starts the ranks."""
+    """The model is named in a config folder of the user's; -n starts the ranks."""
     (tmp_path / "my_file.py").write_text(TOWER)
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/tower.yaml").write_text("_target_: my_file.Tower\nhidden_size: 16\n")
     monkeypatch.syspath_prepend(tmp_path)
     target = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
     train([*command_line.arguments(target), f"run_dir={tmp_path}/one"])
-    chosen = ["--config-dir", "conf", "model=tower", "trust_code=true", "data=regression", *TINY]
+    chosen = ["--config-dir", "conf", "model=tower", "data=regression", *TINY]
     command = warm.zbpp("train", "-n", "2", *chosen, "schedule=ZBVZeroBubble", "run_dir=two")
     done = warm.start(tmp_path, command)
     assert done.rc == 0, done.text

@@ -21,9 +21,6 @@ from zbpp.checkpoints import CheckpointError
 from zbpp.checkpoints.folders import manifest_of
 from zbpp.checkpoints.reading import read_metadata
 from zbpp.commands import compare, hang
-from zbpp.config import ConfigError, Trust, read_run_config
-from zbpp.config.known_code import is_known_name
-from zbpp.config.yaml_files import check_yaml
 from zbpp.data.prepared import HEADER, open_prepared
 from zbpp.planning import read_costs, read_memory_limit
 from zbpp.schedule import CostsInBytes, PlanError, read_timetable
@@ -66,12 +63,6 @@ def _limit(path: Path) -> object:
     return read_memory_limit(path.read_text(errors="replace"), CostsInBytes())
 
 
-def _override(path: Path) -> object:
-    """The command is the user's own, but a file may hold what looks like one."""
-    trust = Trust.typed(path.read_text(errors="replace").splitlines())
-    return [is_known_name(name) for _, name in trust.targets]
-
-
 PARSERS = {
     "plan": Parser(
         "plan.txt", (b"0F0 0F1 0BW0 0BW1\n1F0 1BW0 1F1 1BW1", b"0F0 0B0 0W0"), read_timetable, (PlanError,)
@@ -86,19 +77,6 @@ PARSERS = {
         read_costs, (PlanError,),
     ),
     "memory limit": Parser("limit", (b"12GiB", b"1.5e3 MB"), _limit, (PlanError,)),
-    "config": Parser(
-        "mine.yaml", (b"a: &x [1, {b: c}]\nd: [*x, *x]\ne: |\n  text\n", b"- 1\n- ? x\n  : y\n"), check_yaml,
-        (ConfigError,),
-    ),
-    "config of a run": Parser(
-        "config.yaml",
-        (b"model:\n  _target_: zbpp.models.mlp.Mlp\n  a: ${b}\nsteps: 3\ndata: {_target_: zbpp.data.x}",),
-        read_run_config, (ConfigError,),
-    ),
-    "overrides": Parser(
-        "overrides", (b"model._target_=my_file.A,b.C\nx={_target_: a.b, c: [1]}\n~a\n+b=${oc.env:X}",),
-        _override, (),
-    ),
     "manifest": Parser(
         "manifest.json",
         (b'{"format": 1, "files": {".metadata": [1, "ab"], "state.json": [2, "cd"]}}',),

@@ -4,7 +4,6 @@ scripts/dev/fuzz.py does the same for as long as one likes.
 """
 
 import json
-import os
 import random
 
 import pytest
@@ -65,40 +64,6 @@ def test_a_manifest_names_no_file_outside_its_folder(tmp_path, name):
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 1, "files": files}))
     with pytest.raises(ValueError, match="lists files of another folder"):
         manifest_of(tmp_path)
-
-
-IN_FOLDERS = [
-    "failure/flight-rank-0.json",
-    "profile/rank-0.json.tmp",
-    "adapter/adapter_model.tmp",
-    "wandb/id",
-]
-
-
-@pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", ".lock", "job.json", "checkpoints/latest.tmp", *IN_FOLDERS]
-)
-def test_a_run_writes_through_no_link(tmp_path, name):
-    """Somebody's run, unpacked, may have a link in place of a file that the run would write."""
-    precious = tmp_path / "precious"
-    precious.write_text("mine")
-    (tmp_path / "run" / name).parent.mkdir(parents=True)
-    (tmp_path / "run" / name).symlink_to(precious)
-    for options in ({"overwrite": True}, {"resume": "auto"}):
-        with pytest.raises(FolderError, match=r"is a link, and a run would write to .*precious: remove"):
-            check_free(tmp_path / "run", **options)
-    assert precious.read_text() == "mine"
-    os.unlink(tmp_path / "run" / name)
-    check_free(tmp_path / "run", overwrite=True)
-
-
-def test_wandbs_own_links_are_no_reason_to_refuse_a_run(tmp_path):
-    """wandb leaves links to its newest run: no run that had logger=wandb could be started again."""
-    run = tmp_path / "run"
-    (run / "wandb" / "run-1" / "logs").mkdir(parents=True)
-    (run / "wandb" / "debug.log").symlink_to(run / "wandb" / "run-1" / "logs" / "debug.log")
-    (run / "wandb" / "latest-run").symlink_to("run-1")
-    check_free(run, overwrite=True)
 
 
 def test_deep_json_in_a_run_folder_is_no_run(tmp_path):

@@ -13,8 +13,7 @@ from contextlib import contextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
 
-from zbpp.commands.shadowed import check_no_library_is_hidden
-from zbpp.config import Composed, Trust, add_current_folder, command, composition_error, config_folder
+from zbpp.config import Composed, command, composition_error, config_folder
 from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import (
     RankError,
@@ -58,8 +57,7 @@ def run(
             print(help_text(name, str(description), given))
         else:
             sys.argv = [f"zbpp {name}", *arguments(given, name)]  # where Hydra looks
-            if add_current_folder(Trust.typed(sys.argv[1:]), sys.path):
-                check_no_library_is_hidden(Path.cwd())
+            sys.path.append(os.getcwd())  # for classes of the user's; libraries are found first
             command(main, name, guard=_ended_in_order)()
 
 

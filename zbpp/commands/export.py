@@ -20,8 +20,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zbpp.commands.shadowed import check_no_library_is_hidden
-
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
@@ -47,21 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         action="store_true",
         help="merge the adapter of a LoRA run into its base model, which is then whole in memory",
     )
-    parser.add_argument(
-        "--trust-code",
-        action="store_true",
-        help="the run's config may name code of your own, which is then found in the current folder, too",
-    )
     given = parser.parse_args(arguments)
-    if given.trust_code:
-        sys.path.insert(0, os.getcwd())
+    sys.path.append(os.getcwd())  # the run's config may name a class of the user's
     try:
-        if given.trust_code:
-            check_no_library_is_hidden(Path.cwd())
         from zbpp.run.export import export  # torch: --help does without
 
         options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
-        options["trust_code"] = given.trust_code
         export(given.run, given.folder, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("ZBPP_TRACEBACK"):

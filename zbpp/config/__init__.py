@@ -6,7 +6,6 @@ Hydra and OmegaConf are known in this folder only. Plain objects leave it.
 from zbpp.config.compose import (
     Composed,
     as_yaml,
-    check_trusted,
     command,
     composition_error,
     config_folder,
@@ -33,7 +32,6 @@ from zbpp.config.tree import (
     ScheduleConfig,
     TrainConfig,
 )
-from zbpp.config.trust import Trust, add_current_folder
 from zbpp.ranges import ConfigError
 
 __all__ = [
@@ -54,10 +52,7 @@ __all__ = [
     "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
-    "Trust",
-    "add_current_folder",
     "as_yaml",
-    "check_trusted",
     "command",
     "composition_error",
     "config_folder",

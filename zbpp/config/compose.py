@@ -24,9 +24,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
 from zbpp.config import tree
-from zbpp.config.hydra_files import foreign_files_checked
-from zbpp.config.trust import Trust
-from zbpp.config.yaml_files import check_yaml
 from zbpp.ranges import ConfigError
 
 _TYPES = {
@@ -56,36 +53,19 @@ def command(
     """A function that composes configs/NAME.yaml with sys.argv and calls `main` with the checked config.
 
     guard: a context around the check and the call of `main`. It is entered inside Hydra, which would print a
-    line of its own about an error. Code that only a config file names is refused, see trust.py.
+    line of its own about an error.
     """
     register()
 
     def composed_and_checked() -> None:
-        trust = Trust.typed(sys.argv[1:])
-        trust.guard_environment()
-
         def checked(config: DictConfig) -> None:
             with guard():
-                check_trusted(config, trust)
                 main(Composed(typed(config), flat(config), as_yaml(config)))
 
         decorated: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(checked)
-        with (
-            nullcontext() if trust.everything else foreign_files_checked(name, config_folder(), sys.argv[1:])
-        ):
-            decorated()
+        decorated()
 
     return composed_and_checked
-
-
-def check_trusted(config: DictConfig, trust: Trust) -> None:
-    """Raise ConfigError for code that neither belongs to zbpp or torch nor was typed by the user."""
-    try:
-        plain = OmegaConf.to_container(config, resolve=True)
-    except Exception:  # a mistake in the config: `typed` raises it as a ConfigError
-        typed(config)
-        raise
-    trust.check(plain)
 
 
 def register() -> None:
@@ -244,12 +224,8 @@ def _no_list(text: str) -> str:
     return f"{given[1]}={given[2]}: write a list, {given[1]}=[{given[2]}]" if given else ""
 
 
-def read_run_config(path: Path, *, trust_code: bool = False) -> dict[str, Any]:
-    """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError.
-
-    trust_code: classes that the config names may be the user's own; else only those of zbpp and torch.
-    """
-    check_yaml(path)
+def read_run_config(path: Path) -> dict[str, Any]:
+    """The config.yaml that a run has left in its folder, as plain values. Raises ConfigError."""
     try:
         # The run wrote resolved values: what looks like an interpolation is a text, or was put there later.
         found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
@@ -257,7 +233,4 @@ def read_run_config(path: Path, *, trust_code: bool = False) -> dict[str, Any]:
         raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")
-    plain = {str(name): value for name, value in found.items() if name != "trust_code"}
-    if not trust_code:
-        Trust().check_run(path, plain)
-    return plain
+    return {str(name): value for name, value in found.items()}

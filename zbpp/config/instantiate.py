@@ -9,10 +9,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from pkgutil import resolve_name
 from types import ModuleType
 from typing import Any
 
-from zbpp.config.known_code import resolved
 from zbpp.ranges import ConfigError
 
 _OWN_KEYS = (
@@ -42,7 +42,7 @@ def instantiate_node(part: str, node: Mapping[str, Any], **extra: Any) -> Any:
         given = {name: _made(f"{part}.{name}", value) for name, value in given.items()}
         positional = _made(f"{part}._args_", positional)
     try:
-        found = resolved(target)
+        found = resolve_name(target)
         arguments = {**given, **_accepted(found, extra)}
         if node.get("_partial_"):
             return partial(found, *positional, **arguments)

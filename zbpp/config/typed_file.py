@@ -9,7 +9,6 @@ from typing import Any, TypeVar, get_type_hints
 
 from omegaconf import OmegaConf
 
-from zbpp.config.yaml_files import check_yaml
 from zbpp.ranges import ConfigError
 
 T = TypeVar("T")
@@ -28,7 +27,6 @@ def read_plain(path: Path) -> dict[str, Any]:
     """A YAML file's keys and values. Interpolations stay as they are. Raises ConfigError."""
     if not path.exists():
         raise ConfigError(f"{path}: there is no such file")
-    check_yaml(path)
     try:
         found = OmegaConf.to_container(OmegaConf.load(path))
     except Exception as error:  # OmegaConf lets errors of YAML and of the file system through

@@ -27,13 +27,11 @@ def export(
     dtype: str | None = None,
     bytes_per_file: int,
     is_merged: bool = False,
-    trust_code: bool = False,
 ) -> None:
     """Write the model that `run` has trained to `folder`. Raises ValueError or ConfigError.
 
     run: the run's folder, or that of one of its checkpoints. dtype: of the numbers in the files; None: as
     the run saved them. is_merged: for a run that trained adapters; else the adapter alone is written.
-    trust_code: the run's config may name a model that is not zbpp's.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder} is there already, and not empty: name another folder")
@@ -42,7 +40,7 @@ def export(
     )  # run: .../checkpoints/step-200
     if not run.is_dir() or not (of_run / "config.yaml").exists():
         weights_of_run(run)  # may say more
-    config = read_run_config(of_run / "config.yaml", trust_code=trust_code)
+    config = read_run_config(of_run / "config.yaml")
     if lora_options(config) is not None:
         if is_merged:
             export_merged(run, folder, config, dtype=_dtype(dtype), bytes_per_file=bytes_per_file)

@@ -14,7 +14,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from faults.job import ROOT, Job, curve_of, lines_of
+from faults.job import Job, curve_of, lines_of
 from faults.kinds import KINDS, Injected, Kind, small_disk
 from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 from zbpp.commands import hang
@@ -61,7 +61,7 @@ class Setting:
             f"num_microbatches={NUM_MICROBATCHES}", "microbatch_size=2", f"steps={self.steps}",
             "run_dir=run", f"checkpoint.every={EVERY}", "evaluate_every=0",
             "measure_every=0", "save_weights=false",
-            "print_every=1000", "parallel.device=cpu", f"parallel.timeout={self.timeout}", *_trusts_code(),
+            "print_every=1000", "parallel.device=cpu", f"parallel.timeout={self.timeout}",
         ]  # fmt: skip
 
     def job(self, folder: Path, *, is_real: bool = False, nan: int | None = None, **options: Any) -> Job:
@@ -76,12 +76,6 @@ class Setting:
         job = Job(folder, commands, self.num_ranks, self.arguments, environment=environment, **options)
         job.misbehave = plan
         return job
-
-
-def _trusts_code() -> list[str]:
-    """The argument without which a config names no class of the user's, where this zbpp knows it."""
-    is_known = re.search(r"^trust_code:", (ROOT / "configs" / "train.yaml").read_text(), re.M)
-    return ["trust_code=true"] if is_known else []
 
 
 def made(folder: Path) -> Path:

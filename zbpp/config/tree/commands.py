@@ -24,7 +24,6 @@ class WorkConfig(Checked):
     microbatch_size: int = ranged(4, least=1)  # rows
     seed: int = ranged(0, most=_LARGEST_SEED)
     precision: str = one_of(*PRECISIONS)
-    trust_code: bool = False  # true: config files may name any code; counts in the command only
 
 
 @dataclass(kw_only=True)

@@ -170,36 +170,6 @@ class RunFolder:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
 
 
-def _refuse_links(path: Path) -> None:
-    """Raise FolderError if a file that a run may write is a link: the run would write to another file.
-
-    A run folder from somebody else may hold such links. Links to folders are allowed, for checkpoints on
-    another disk. Links are not looked for in the folders of finished checkpoints, which are only read, and in
-    that of wandb, which makes links itself.
-    """
-    for file in _places_of_writing(path):
-        if file.is_symlink():
-            raise FolderError(
-                f"{shown_path(file)} is a link, and a run would write to {os.readlink(file)}: remove the "
-                "link, or write another run_dir"
-            )
-
-
-def _places_of_writing(path: Path) -> Iterator[Path]:
-    """The files below a run's folder, but those of finished checkpoints and of wandb."""
-    seen: set[Path] = set()
-    for place, folders, files in os.walk(path, followlinks=True):
-        if Path(place).resolve() in seen:  # a link to a folder above
-            folders.clear()
-            continue
-        seen.add(Path(place).resolve())
-        if _WANDB in folders:  # wandb's own links are there; this is the file that zbpp writes
-            folders.remove(_WANDB)
-            files.append(f"{_WANDB}/id")
-        folders[:] = sorted(each for each in folders if step_of(Path(each)) is None)
-        yield from (Path(place, each) for each in sorted(files))
-
-
 def _source(path: Path, resume: str, *, is_replaced: bool, has_begun: bool) -> Path | None:
     """A folder of checkpoints to go on from, or one checkpoint; None: there are none.
 
@@ -269,7 +239,6 @@ def claimed(
     made = [each for each in (folder, *folder.parents) if not each.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _refuse_links(folder)
         lock = FolderLock(folder)
     except OSError as error:
         raise FolderError(f"run_dir={path}: {error}; write another run_dir") from error
