@@ -418,6 +418,54 @@ def test_lists_nones_a_dw_builder_and_microbatches_of_several_sizes():
     assert first[1] == last[1] == 2 * MICROBATCHES
 
 
+class Expert(Block):
+    """A block with a part that is sharded by itself."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.expert = Block(number + 100)
+
+    def forward(self, x):
+        return super().forward(x) + self.expert(x)
+
+
+def with_experts(rank, expert_mesh):
+    """Stages on the user's mesh, their experts on a second one: of the same processes, or of this one."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    other = init_device_mesh("cpu", expert_mesh, mesh_dim_names=("pp", "edp", "ep"))
+    name, pp = "ScheduleInterleavedZeroBubble", mesh["pp"].get_group()
+
+    def wrap(block):
+        fully_shard(block.expert, mesh=other["edp"])
+        return fully_shard(block, mesh=mesh["dp"])
+
+    blocks = [Expert(each) for each in range(4)]
+    schedule, stages = made(door, name, dist.get_rank(pp), 2, blocks, wrap, pp)
+    x, y = batch(mesh["dp"].get_local_rank())
+    stepped(schedule, stages, x, y)
+    found = grads(blocks, placed(name, 2)[dist.get_rank(pp)])
+    return {key: grad.full_tensor() for key, grad in found.items()}, door.fallbacks
+
+
+def grads_of(seed):
+    """Plain autograd's gradients for one process's batch."""
+    blocks = [Expert(each) for each in range(4)]
+    for x, y in zip(*(each.chunk(MICROBATCHES) for each in batch(seed)), strict=True):
+        (loss_fn(nn.Sequential(*blocks)(x), y) / MICROBATCHES).backward()
+    return grads(blocks, range(4))
+
+
+@pytest.mark.parametrize("expert_mesh", [(2, 2, 1), (2, 1, 2)], ids=["same processes", "alone"])
+def test_experts_on_a_second_mesh(expert_mesh):
+    plain = [grads_of(seed) for seed in range(2)]
+    for rank, (found, listed) in enumerate(run_ranks(with_experts, 4, expert_mesh)):
+        assert listed == []
+        for key, grad in found.items():
+            is_own = ".expert." in key and expert_mesh[1] == 1  # FSDP2 averages over the expert's mesh
+            expected = plain[rank % 2][key] if is_own else (plain[0][key] + plain[1][key]) / 2
+            torch.testing.assert_close(grad, expected, rtol=1e-12, atol=1e-12)
+
+
 def on_one_shard(rank):
     """FSDP2 holds the stages on meshes of one process each, as torchtitan does for its mixed precision."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))

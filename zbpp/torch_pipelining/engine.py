@@ -323,12 +323,21 @@ def _data_groups(module: nn.Module) -> dict[str, dist.ProcessGroup]:
         return {REPLICATE: module.process_group}
     if not isinstance(module, FSDPModule):
         return {}
-    mesh = _mesh_of_shards(module)
+    mesh = _meshes_in(module)[0]
     return dict(zip((REPLICATE, SHARD)[-mesh.ndim :], mesh.get_all_groups(), strict=True))
 
 
-def _mesh_of_shards(module: nn.Module) -> DeviceMesh:
-    return next(each.device_mesh for each in module.parameters() if isinstance(each, DTensor))
+def _meshes_in(module: nn.Module) -> list[DeviceMesh]:
+    """The meshes that fully_shard has put a stage's parameters on: experts may have one of their own."""
+    if not isinstance(module, FSDPModule):
+        return []
+    return list(
+        {
+            id(each.device_mesh): each.device_mesh
+            for each in module.parameters()
+            if isinstance(each, DTensor)
+        }.values()
+    )
 
 
 def _mesh_of(stages: list[Any]) -> DeviceMesh | None:
@@ -341,8 +350,8 @@ def _mesh_of(stages: list[Any]) -> DeviceMesh | None:
     if not groups:
         return None
     if SHARD in groups:
-        for each in stages:
-            take_as(_mesh_of_shards(each.submod), tuple(groups))
+        for mesh in (mesh for each in stages for mesh in _meshes_in(each.submod)):
+            take_as(mesh, tuple(groups)[-mesh.ndim :])
     pipeline: Any = first.group or dist.group.WORLD
     ranks: Any = [dist.get_rank()]
     for group in reversed(groups.values()):

@@ -37,6 +37,7 @@ from zbpp.runtime.parallel.mesh import (
     Place,
     copy_to_replicas,
     is_fully_sharded,
+    is_taken,
     local_of,
     names_in,
 )
@@ -339,17 +340,19 @@ def refusal_of(stage: nn.Module, place: Place) -> str:
 
 
 def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
-    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's."""
+    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's.
+
+    A mesh that `take_as` has named may have some of them: FSDP2 reduces a user's experts by itself.
+    """
     names = names_in(mesh)
     groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
-    return (
-        SHARD in names
-        and set(names) <= set(DIMENSIONS)
-        and all(
-            _ranks(groups.get(name)) == _ranks(place.groups.get(name))
-            for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
-        )
-    )
+    if SHARD not in names or not set(names) <= set(DIMENSIONS):
+        return False
+    pairs = [
+        (_ranks(groups.get(name)), _ranks(place.groups.get(name)))
+        for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
+    ]
+    return all(set(own) <= set(whole) if is_taken(mesh) else own == whole for own, whole in pairs)
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:

@@ -288,6 +288,11 @@ def take_as(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
     setattr(mesh, _NAMES, names)
 
 
+def is_taken(mesh: DeviceMesh) -> bool:
+    """Whether `take_as` has named the mesh's dimensions."""
+    return hasattr(mesh, _NAMES)
+
+
 def names_in(mesh: DeviceMesh) -> tuple[str, ...]:
     """What the dimensions of a mesh are called here; () if they have no names."""
     names: tuple[str, ...] = getattr(mesh, _NAMES, mesh.mesh_dim_names or ())
