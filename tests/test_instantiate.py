@@ -32,7 +32,6 @@ def test_a_pickled_config_is_not_read(capsys):
 
 
 def test_a_config_of_the_users_names_code_of_the_current_folder(monkeypatch, tmp_path):
-    (tmp_path / "torch.py").write_text("raise RuntimeError")  # libraries are found first
     (tmp_path / "friend.py").write_text("class Model: ...\n")
     (tmp_path / "conf/model").mkdir(parents=True)
     (tmp_path / "conf/model/mine.yaml").write_text("_target_: friend.Model\nuser: ${oc.env:SECRET}\n")

@@ -57,7 +57,7 @@ def run(
             print(help_text(name, str(description), given))
         else:
             sys.argv = [f"zbpp {name}", *arguments(given, name)]  # where Hydra looks
-            sys.path.append(os.getcwd())  # for classes of the user's; libraries are found first
+            sys.path.insert(0, os.getcwd())  # for classes of the user's, as `python -m zbpp` does
             command(main, name, guard=_ended_in_order)()
 
 

@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="merge the adapter of a LoRA run into its base model, which is then whole in memory",
     )
     given = parser.parse_args(arguments)
-    sys.path.append(os.getcwd())  # the run's config may name a class of the user's
+    sys.path.insert(0, os.getcwd())  # the run's config may name a class of the user's
     try:
         from zbpp.run.export import export  # torch: --help does without
 
