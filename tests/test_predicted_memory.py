@@ -48,7 +48,7 @@ def trainer_of(rank, config):
     stages, cpu = build_stages(model, timetable, rank), torch.device("cpu")
     move_stages(stages, cpu, precision, stay_on_host=config.memory.offload_weights)
     if config.memory.offload_weights:
-        offload_weights(stages, cpu, config.memory)
+        offload_weights(stages, cpu)
     recompute_stages(stages, config.memory.recompute)
     loss_fn = precision.widened(model.loss)
     offload = build_offload(config.memory, config.schedule, timetable)

@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError, MemoryConfig, ParallelConfig, naming
+from zbpp.config import ConfigError, ParallelConfig, naming
 from zbpp.job.agreement import gather
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
@@ -53,11 +53,10 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
                 )
 
 
-def offload_weights(stages: Mapping[int, nn.Module], device: torch.device, memory: MemoryConfig) -> None:
+def offload_weights(stages: Mapping[int, nn.Module], device: torch.device) -> None:
     """Let the weights live outside the device. Raises ConfigError for stages that can't."""
-    budget = None if memory.weights_budget is None else int(memory.weights_budget * 2**30)
     with naming("memory.offload_weights=true"):
-        OffloadedWeights(stages, device, budget=budget)
+        OffloadedWeights(stages, device)
 
 
 def recompute_stages(

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.planning.receive_pool import pool_bytes
-from zbpp.planning.stage_bytes import StageBytes, num_buffers
+from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
 from zbpp.schedule.lower import Program, Reduce, Release, lower
@@ -193,7 +193,7 @@ class _RankRun:
             self._level[_OPTIMIZER] += each.optimizer
             self._level[_GRADIENTS] += each.gradients if each.keeps_gradients else 0.0
             self._host += each.host
-        self._level[_WEIGHTS] += num_buffers(own) * max(each.block for each in own)
+        self._level[_WEIGHTS] += 2 * max(each.block for each in own)
         self._most_on_host = self._host
         self._old_gradients = 0.0
         self._num_copied = sum(each.copies for each in own)

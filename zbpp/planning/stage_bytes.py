@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from zbpp.schedule.microbatch_bytes import MicrobatchBytes
@@ -21,8 +20,8 @@ class StageBytes(MicrobatchBytes):
         next step's gate.
     releases: whether the stage releases its gradients: behind its last W, or if `reduced` is given, at the
         end of the step.
-    block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size
-        of its largest block, or as many as `budget` allows for `num_blocks` (see `num_buffers`).
+    block: with offloaded weights, the bytes of the largest of `num_blocks` blocks. A rank has two device
+        buffers of the size of its largest block.
     on_host: the bytes of offloaded weights. host: all bytes in host memory, held all the time.
     """
 
@@ -38,7 +37,6 @@ class StageBytes(MicrobatchBytes):
     releases: bool = False
     block: float = 0.0
     num_blocks: int = 0
-    budget: float | None = None
     on_host: float = 0.0
     host: float = 0.0
 
@@ -69,14 +67,11 @@ def sharded(
     )
 
 
-def weights_on_host(
-    stage: StageBytes, *, parameters: float, block: float, num_blocks: int, budget: float | None = None
-) -> StageBytes:
+def weights_on_host(stage: StageBytes, *, parameters: float, block: float, num_blocks: int) -> StageBytes:
     """The stage with weights, gradients and optimizer states in host memory.
 
-    parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. budget: the most
-    bytes of weights and their gradients on a rank's device; None: the least. During a W the device holds one
-    block's gradients.
+    parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. During a W the
+    device holds one block's gradients.
     """
     f, b, w, whole = stage.rises
     moved = parameters + stage.gradients + stage.optimizer
@@ -88,7 +83,6 @@ def weights_on_host(
         update=0.0,
         block=block,
         num_blocks=num_blocks,
-        budget=budget,
         on_host=parameters,
         host=moved,
         rises=(f, b, w + block, whole + block),
@@ -112,15 +106,3 @@ def validated_later(stage: StageBytes, *, trained: float, copies_gradients: bool
     """
     copies = trained + stage.optimizer + (stage.gradients if copies_gradients else 0.0)
     return replace(stage, copies=copies)
-
-
-def num_buffers(stages: Sequence[StageBytes]) -> int:
-    """How many weight buffers a rank with these stages has.
-
-    zbpp.runtime.memory.weight_buffers.num_buffers computes the same number, and also checks the budget.
-    (Planning can't import the runtime, which needs torch; a test compares the two.)
-    """
-    largest, budget = max(each.block for each in stages), stages[0].budget
-    if budget is None or not largest:
-        return 2
-    return max(2, min(sum(each.num_blocks for each in stages), int(budget // largest) - 1))

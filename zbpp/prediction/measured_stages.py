@@ -72,14 +72,8 @@ class MeasuredStages(NamedTuple):
 
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
     if config.memory.offload_weights:
-        gib = config.memory.weights_budget
-        budget = None if gib is None else int(gib * 2**30)
         stage = weights_on_host(
-            stage,
-            parameters=weights.all,
-            block=weights.block,
-            num_blocks=weights.num_blocks,
-            budget=budget,
+            stage, parameters=weights.all, block=weights.block, num_blocks=weights.num_blocks
         )
     if config.memory.gradient_release == "step":
         parallel = config.parallel

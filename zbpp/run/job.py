@@ -141,7 +141,7 @@ def prepare_stages(
     with naming("model"):
         agree_on_ties(job.stages, job.timetable.rank_of, place, job.model)
     if config.memory.offload_weights:
-        offload_weights(job.stages, device, config.memory)
+        offload_weights(job.stages, device)
     with naming("data"):
         args, _ = batch_for(job.stages, job.timetable.num_stages, job.data.train, 0, device)
         num_microbatches = job.timetable.num_microbatches

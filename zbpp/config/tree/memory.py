@@ -22,8 +22,6 @@ class MemoryConfig(Checked):
     offload: which activations are in host memory between F and B, by the times in schedule.costs: "none";
         "auto": those whose copies make no action late; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
-    weights_budget: GiB of each rank's device for offloaded weights and their gradients: the more, the fewer
-        copies; null: the least, three times the largest block.
     gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
         after each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
         and the last microbatch's also update the weights.
@@ -36,7 +34,6 @@ class MemoryConfig(Checked):
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
     offload_weights: bool = False
-    weights_budget: float | None = ranged(None, above=0, unit="GiB")
     gradient_release: str = one_of("off", "step", "accumulate")
 
     def __post_init__(self) -> None:
@@ -53,9 +50,4 @@ class MemoryConfig(Checked):
             raise ConfigError(
                 f"memory.offload={self.offload}: write none, auto, or how many GiB of each rank may be away, "
                 "above 0"
-            )
-        if self.weights_budget is not None and not self.offload_weights:
-            raise ConfigError(
-                f"memory.weights_budget={self.weights_budget} is for offloaded weights: write "
-                "memory.offload_weights=true, too"
             )

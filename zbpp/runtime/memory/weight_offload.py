@@ -3,17 +3,16 @@
     OffloadedWeights(stages, device)    once, before the Pipeline and the optimizer are made
 
     F   While a block's forward runs, its weights are in a device buffer, and the weights of the next block
-        are copied to another buffer. After the forward, the weights that autograd has saved (a linear layer
-        needs its weight for dx) are packed as views without memory.
-    B   When autograd unpacks such a view, the block's weights are copied to a buffer again, and the copy of
+        are copied to the other buffer. A weight that autograd saves (a linear layer needs its weight for dx)
+        is packed as its place in the block, without memory.
+    B   When autograd unpacks such a weight, the block's weights are copied to a buffer again, and the copy of
         the previous block starts.
     W   Block by block: the block's gradients are copied to the device, W adds to them, and they are copied
         back to the host.
 
 At all other times, and whenever the caller looks, a parameter and its `.grad` are in host memory. So the
 optimizer updates on the host, and its states are there. The device holds two buffers of the largest block's
-size for weights, and during a W the gradients of one block, whatever the number of blocks. A larger budget
-gives more buffers: with one per block, the weights are copied once a step.
+size for weights, and during a W the gradients of one block, whatever the number of blocks.
 
 A parameter stays the same object: only `parameter.data` changes between host and device memory. Nothing may
 refer to a block's device memory after its forward. OffloadedWeights checks this by the number of references
@@ -26,7 +25,9 @@ the call: from there on the caller may read gradients and change weights.
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import MethodType
@@ -34,30 +35,18 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
+from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.models.recompute import recomputed, recomputing_by
+from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, bring, brought_by
 from zbpp.runtime.memory import weight_buffers
-from zbpp.runtime.memory.offloaded_gradients import OffloadedGradients
-from zbpp.runtime.memory.saved_weights import nodes_of, pack_views
-from zbpp.runtime.memory.weight_blocks import (
-    Block,
-    check_stages,
-    find_blocks,
-    move_buffers,
-    raise_held,
-    refuse_hooks,
-    refuse_shared,
-)
-from zbpp.runtime.memory.weight_buffers import (
-    DeviceBuffers,
-    OffloadError,
-    View,
-    num_buffers,
-)
+from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
+from zbpp.stage_api import blocks_of
+from zbpp.streams import Event, streams_of
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank
@@ -71,55 +60,46 @@ class OffloadedWeights(Extra):
     A block's forward then copies the block's weights to the device when it runs. A block is a child of a
     stage; a stage without children is one block.
 
-    stages: on the CPU, or on the device; their module buffers move to `device`. budget: how many bytes of the
-    device the weights and their gradients may take; as many device buffers are made as fit, and weights that
-    are still in a buffer are not copied again. None: two buffers, the least.
+    stages: {index: stage}, on the CPU or on the device; their module buffers move to `device`.
 
-    Raises ValueError for stages that can't be offloaded, and for a budget that is too small, with the least
-    budget that is enough. Raises OffloadError if the host has no room.
+    Raises ValueError for stages that can't be offloaded, OffloadError if the host has no room.
     """
 
     name = "weight_offload"
 
-    def __init__(
-        self,
-        stages: Mapping[int, nn.Module],
-        device: torch.device | str | None = None,
-        *,
-        budget: float | None = None,
-    ) -> None:
-        check_stages(stages)
+    def __init__(self, stages: Mapping[int, nn.Module], device: torch.device | str | None = None) -> None:
         self.device = torch.device(device or "cpu")
-        if self.device.type == "meta":
-            raise ValueError("device=meta has no memory for weights: write cpu, or a GPU such as cuda:0")
+        self._streams = streams_of(self.device)
         self._is_in_call = False
-        self._waits = True  # whether copies are waited for at once
-        blocks = [find_blocks(index, stage) for index, stage in sorted(stages.items())]
+        blocks = [_blocks(index, stage) for index, stage in sorted(stages.items())]
         self._blocks = [block for some in blocks for block in some]
-        refuse_shared(self._blocks)
-        largest = max((block.piece.nbytes for block in self._blocks), default=0)
-        number = num_buffers(budget, largest, len(self._blocks))
+        _refuse_shared(self._blocks)
+        self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
+        self._largest = max((block.piece.nbytes for block in self._blocks), default=0)
         # All host memory is allocated before any block moves: without room, the stages stay as they are.
-        homes = [self._empty(block.piece.nbytes) for block in self._blocks]
+        homes = [weight_buffers.host_memory(block.piece.nbytes, self.device) for block in self._blocks]
         for block, home in zip(self._blocks, homes, strict=True):
             block.move_to(home)
-        self._buffers = DeviceBuffers(largest, self.device, number)
-        self._largest = largest
-        self._gradients = OffloadedGradients(self._blocks, self._buffers, self.device, self._empty)
+        self._buffers = DeviceBuffers(self._largest, self.device)
+        self._gradients_copied: Event | None = None  # behind the last copy of gradients to the host
         self._running: Block | None = None  # the block whose forward runs
         for some in blocks:
             for block, following in pairwise(some):
-                block.beside[1], following.beside[-1] = following, block
-            for block in some:
-                block.module.forward = _OnDevice(self, block)
+                block.following, following.previous = following, block
+        for block in self._blocks:
+            block.module.forward = _OnDevice(self, block)
         bring(self, stages.values())
         for stage in stages.values():
-            move_buffers(stage, self.device)
+            for module in stage.modules():
+                moved = {
+                    name: each.to(self.device) for name, each in module._buffers.items() if each is not None
+                }
+                module._buffers.update(moved)
 
     @property
     def device_bytes(self) -> int:
         """The most bytes on the device: the buffers, and during a W the gradients of the largest block."""
-        return self._buffers.nbytes + self._largest
+        return 3 * self._largest
 
     @property
     def host_bytes(self) -> int:
@@ -137,79 +117,76 @@ class OffloadedWeights(Extra):
 
     def on_host(self) -> Iterator[Tensor]:
         """The host memory of weights and gradients."""
-        for block in self._blocks:
-            yield from (block.host, block.grads)
+        return (memory for block in self._blocks for memory in (block.host, block.grads))
+
+    # ---- As an extra
 
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError for ties, a mesh or a replaced forward."""
+        replaced = [block.name for block in self._blocks if not block.runs_on_device()]
         if any(isinstance(each, OffloadedWeights) for each in rank.extras):
             refusal = (
-                "this rank's stages have several OffloadedWeights: give all stages of a rank to a single one"
+                "a rank's stages have several OffloadedWeights: give all stages of a rank to a single one"
             )
         elif rank.ties:
             refusal = "stages with offloaded weights can't have tied parameters: untie them"
         elif rank.place.mesh is not None:
             refusal = "a pipeline with a mesh can't have offloaded weights: leave the mesh out"
+        elif replaced:
+            refusal = (
+                f"the forward of {replaced[0]} was replaced (compiled?) after OffloadedWeights, and would "
+                "find the weights on the host: only zbpp.autograd.recompute may wrap it"
+            )
         else:
-            refusal = self.replaced()
+            refusal = ""
         if refusal:
             raise ValueError(refusal)
         for worker in rank.workers.values():
-            worker.run_w = self.run_w
-
-    def replaced(self) -> str:
-        """A sentence about a block whose forward was replaced after OffloadedWeights; "" if none was.
-
-        Such a forward would find the weights on the host.
-        """
-        for block in self._blocks:
-            if not isinstance(recomputed(vars(block.module).get("forward")), _OnDevice):
-                return (
-                    f"the forward of {block.name} was replaced (compiled?) after its weights were offloaded: "
-                    "only zbpp.autograd.recompute may wrap it after OffloadedWeights"
-                )
-        return ""
+            worker.run_w = lambda _, weight_grads: self.accumulate(weight_grads)
 
     def begin(self, call: Call) -> None:
         """Take up what the caller has changed in the weights.
 
         Raises RuntimeError for hooks on weights, and for a weight that got another shape or dtype.
         """
-        self._is_in_call, self._waits = True, False
-        self._buffers.forget()
-        for block in self._blocks:
-            refuse_hooks(block)
-            block.take_in()
+        self._is_in_call = True
+        self._take_in(self._blocks)
 
     def end(self, call: Call, result: Result) -> None:
-        """See Extra."""
-        self._end()
+        """From here on the caller may change weights, also through `.data`."""
+        self._is_in_call = False
+        self._finish()
 
     def fail(self, error: BaseException) -> None:
         """See Extra."""
-        self._end()
+        self._is_in_call = False
+        self._finish()
 
-    def _end(self) -> None:
-        """From here on the caller may change weights, also through `.data`."""
-        self._is_in_call, self._waits = False, True
+    def _take_in(self, blocks: Iterable[Block]) -> None:
+        self._buffers.forget()
+        for block in blocks:
+            block.take_in()
+
+    def _finish(self) -> None:
+        """Let the host wait for all copies."""
         self._buffers.finish()
-        self._gradients.finish()
+        self._wait_for_gradients()
 
-    def run_w(self, microbatch: int, weight_grads: WeightGrads) -> None:
-        """W of a microbatch."""
-        self.accumulate(weight_grads)
+    def _wait_for_gradients(self) -> None:
+        if self._gradients_copied is not None:
+            self._gradients_copied.synchronize()
+            self._gradients_copied = None
 
-    def _load(self, block: Block, direction: int) -> Tensor:
-        """The device memory with a block's weights; the copy of the next or previous block starts."""
+    # ---- F and B
+
+    def _load(self, block: Block, neighbour: Block | None) -> Tensor:
+        """The device memory with a block's weights; the copy of the block that runs next starts."""
         memory = self._buffers.load(block)
-        self._buffers.prefetch(block.neighbours(direction))
-        if self._waits:  # outside of a call nobody says when the caller may change weights again
+        if neighbour is not None:
+            self._buffers.prefetch(neighbour)
+        if not self._is_in_call:  # nobody says when the caller may change weights again
             self._buffers.finish()
         return memory
-
-    def accumulate(self, weight_grads: WeightGrads) -> None:
-        """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
-        self._gradients.accumulate(weight_grads, waits=self._waits)
 
     def run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a block's forward with the block's weights on the device."""
@@ -218,73 +195,225 @@ class OffloadedWeights(Extra):
                 f"{block.name} is called within the forward of {self._running.name}, and the weights of both "
                 "would be needed at the same time: make the two one block, that is, one child of the stage"
             )
+        if not self._is_in_call:  # the caller calls the stage outside of a step: `begin` has not run
+            self._take_in([block])
         self._running = block
+        version = block.version()
+        memory = self._load(block, block.following)
+        references = _references(memory)
         try:
-            return self._run(block, forward, args, kwargs)
+            with self._on_device(block, memory), auxiliary_losses() as found:
+                output = forward(*args, **kwargs)
         finally:
             self._running = None
-
-    def _run(self, block: Block, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if not self._is_in_call:  # the caller calls the stage outside of a step: `begin` has not run
-            self._buffers.forget()
-            block.take_in()
-        version = block.version()
-        memory = self._load(block, 1)
-        references = _references(memory)
-        # Found before the forward, which may change its input in place.
-        below = nodes_of(tree_leaves([args, kwargs]))
-        rerun = partial(self._rerun, block)
-        with block.in_memory(memory), auxiliary_losses() as found, recomputing_by(rerun):
-            output = forward(*args, **kwargs)
-            if torch.is_grad_enabled():  # while the parameters are in `memory`: a node may save a parameter
-                self._pack(block, memory, tree_leaves([output, *found.values()]), below)
         if block.version() != version:
             raise RuntimeError(
                 f"the forward of {block.name} changes a weight in place, and the change would be lost: make "
                 "the weight a module buffer, or do not offload weights"
             )
         if _references(memory) > references and gc.collect() >= 0 and _references(memory) > references:
-            raise_held(block)
+            raise RuntimeError(
+                f"after the forward of {block.name}, something refers to a weight or to a view of one: its "
+                "output, an attribute, an autograd Function (ctx.x in place of save_for_backward) or "
+                "saved-tensor hooks. The weight's device memory is needed for other blocks: let the forward "
+                "return or keep a clone"
+            )
         for name, value in found.items():
             auxiliary_loss(name, value)
         return output
 
     def _rerun(self, block: Block, forward: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
         """Run a checkpoint inside a block's forward again, in B, with the block's weights on the device."""
-        memory = self._load(block, -1)
-        with block.in_memory(memory), recomputing_by(partial(self._rerun, block)):
-            outputs = forward()
-            self._pack(block, memory, tree_leaves(outputs), [])
-        return outputs
+        with self._on_device(block, self._load(block, block.previous)):
+            return forward()
 
-    def _empty(self, nbytes: int) -> Tensor:
-        """Memory outside the device. Raises OffloadError if there is no room."""
-        try:
-            return weight_buffers.host_memory(nbytes, self.device)
-        except (RuntimeError, MemoryError, OSError) as error:
-            raise OffloadError(
-                f"no room for {nbytes} more bytes of offloaded weights or gradients: use more ranks: {error}"
-            ) from error
+    @contextmanager
+    def _on_device(self, block: Block, memory: Tensor) -> Iterator[None]:
+        """Within this context the block's weights are in this memory; autograd saves their places only."""
+        load = partial(self._load, block, block.previous)
+        start, version = memory.untyped_storage().data_ptr(), block.version()
 
-    def _pack(self, block: Block, memory: Tensor, outputs: list[Any], below: list[Any]) -> None:
-        """Pack the weights of the block that autograd has saved, as views without memory.
+        def pack(tensor: Tensor) -> PackedTensor:
+            return _SavedWeight(tensor, block, load, version) if _starts_at(tensor, start) else Stays(tensor)
 
-        below: the nodes that computed the block's inputs.
+        rerun = partial(self._rerun, block)
+        with block.in_memory(memory), recomputing_by(rerun), saved_tensors_hooks(pack, unpack):
+            yield
+
+    # ---- W
+
+    def accumulate(self, weight_grads: WeightGrads) -> None:
+        """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
+        for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
+            if block is None:  # of a loss
+                part.accumulate()
+                continue
+            with self._gradients_on_device(block, part):
+                part.accumulate()
+            if not self._is_in_call:
+                self._finish()
+
+    @contextmanager
+    def _gradients_on_device(self, block: Block, part: WeightGrads) -> Iterator[None]:
+        """Within this context, the gradients that W adds to are on the device.
+
+        W reads a weight's shape, layout and device, but not its values: the block's weights are in a buffer
+        with any content.
         """
-        version = block.version()
-
-        def unpack(view: View) -> Tensor:
-            if block.version() != version:
-                raise RuntimeError(
-                    f"a weight of {block.name} was changed in place between F and B, but B needs the values "
-                    "that F used: let the optimizer step after the last backward"
-                )
-            return view.of(self._load(block, -1))
-
-        pack_views(outputs, below, memory, unpack)
+        trained = {id(leaf) for leaf in part.leaves()}
+        with block.in_memory(self._buffers.any_memory()):
+            homes = block.take_gradients()
+            for parameter, home in zip(block.parameters, homes, strict=True):
+                if id(parameter) in trained and home is not None:
+                    parameter.grad = torch.empty_like(home, device=self.device)
+                    parameter.grad.copy_(home, non_blocking=True)
+            try:
+                yield
+            finally:
+                found = block.take_gradients()
+                block.go_home()
+                for number, (home, gradient) in enumerate(zip(homes, found, strict=True)):
+                    if gradient is not None:
+                        home = block.gradient_home(number, self.device) if home is None else home
+                        # A copy to another layout has a temporary tensor, and can't be put off.
+                        is_alike = (gradient.dtype, gradient.stride()) == (home.dtype, home.stride())
+                        home.copy_(gradient, non_blocking=is_alike)
+                    block.parameters[number].grad = home
+                if self._streams is not None:
+                    # Not on a stream of its own: `found` is freed here, so that one block's gradients are on
+                    # the device.
+                    self._gradients_copied = self._streams.current().record_event()
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
+
+
+class Block:
+    """The weights of one block, and their place in host memory.
+
+    piece: the place of each weight in host memory and in a buffer. host: the host memory of all weights;
+    homes: the weights as views of it. grads: host memory of the same layout for the gradients; empty until
+    the first W. following, previous: the blocks beside it in the stage.
+    """
+
+    def __init__(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
+        self.name, self.module, self.parameters = name, module, parameters
+        self.piece, self.host, self.grads = Piece(parameters), torch.empty(0), torch.empty(0)
+        self.homes: list[Tensor] = []
+        self._given: dict[int, weakref.ref[Tensor]] = {}  # number of a parameter -> its gradient in `grads`
+        self.following: Block | None = None
+        self.previous: Block | None = None
+
+    def version(self) -> int:
+        """A number that grows when a weight is changed in place."""
+        return sum([each._version for each in self.parameters])
+
+    def runs_on_device(self) -> bool:
+        """Whether the forward of the module is the one that OffloadedWeights has put there."""
+        return isinstance(recomputed(vars(self.module).get("forward")), _OnDevice)
+
+    def move_to(self, host: Tensor) -> None:
+        """Copy the weights to this host memory, and let the parameters refer to it."""
+        self.host, self.homes = host, self.piece.views(host)
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            home.copy_(parameter.detach())
+            parameter.data = home
+
+    def take_in(self) -> None:
+        """Copy to `host` the weights that got other memory (`parameter.data = ...`).
+
+        Raises RuntimeError for a weight that got another shape or dtype, a hook or a main_grad.
+        """
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            if (parameter.shape, parameter.dtype) != (home.shape, home.dtype):
+                wrong = "got another shape or dtype after OffloadedWeights was made: change these before"
+            elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+                wrong = "has a hook, which would not find the weight's values on the device: remove the hook"
+            elif getattr(parameter, "main_grad", None) is not None:
+                wrong = "has a main_grad, which offloaded weights can't have: remove it"
+            else:
+                if parameter.data_ptr() != home.data_ptr():
+                    home.copy_(parameter.detach())
+                    parameter.data = home
+                continue
+            raise RuntimeError(f"a weight of {self.name} {wrong}")
+
+    def gradient_home(self, number: int, device: torch.device) -> Tensor:
+        """Host memory for a parameter's gradient: its place in `grads`.
+
+        New memory if the caller still holds an earlier gradient in that place.
+        """
+        given = self._given.get(number)
+        if given is not None and given() is not None:
+            piece = Piece([self.parameters[number]])
+            return piece.views(weight_buffers.host_memory(piece.nbytes, device))[0]
+        if not self.grads.nbytes:
+            self.grads = weight_buffers.host_memory(self.piece.nbytes, device)
+        home = self.piece.views(self.grads)[number]
+        self._given[number] = weakref.ref(home)
+        return home
+
+    def take_gradients(self) -> list[Tensor | None]:
+        """The gradients of the parameters, which are taken off the parameters."""
+        taken = [each.grad for each in self.parameters]
+        for each in self.parameters:
+            each.grad = None
+        return taken
+
+    @contextmanager
+    def in_memory(self, memory: Tensor) -> Iterator[None]:
+        """Within this context the parameters are in this memory; afterwards they are in host memory."""
+        for parameter, view in zip(self.parameters, self.piece.views(memory), strict=True):
+            parameter.data = view
+        del parameter, view
+        try:
+            yield
+        finally:
+            self.go_home()
+
+    def go_home(self) -> None:
+        """Let the parameters refer to host memory."""
+        for parameter, home in zip(self.parameters, self.homes, strict=True):
+            parameter.data = home
+
+
+class _SavedWeight:
+    """A saved tensor that is a view of a block's weights: a PackedTensor without memory.
+
+    load: copies the block's weights to a device buffer, and returns the buffer's memory. version: of the
+    block, when its forward began.
+    """
+
+    stays = False
+
+    def __init__(self, tensor: Tensor, block: Block, load: Callable[[], Tensor], version: int) -> None:
+        self.shape = tensor.shape
+        self._view = View(tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        self._is_conj, self._is_neg = tensor.is_conj(), tensor.is_neg()
+        self._block, self._load, self._saved_version = block, load, version
+
+    @property
+    def _version(self) -> int:
+        return self._block.version()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a weight of the block was changed in place since F."""
+        if self._version != self._saved_version:
+            raise RuntimeError(
+                f"a weight of {self._block.name} was changed in place between F and B, but B needs the "
+                "values that F used: let the optimizer step after the last backward"
+            )
+
+    def unpack(self) -> Tensor:
+        """The tensor, in a device buffer."""
+        self.check()
+        tensor = self._view.of(self._load())
+        tensor = tensor.conj() if self._is_conj else tensor
+        return torch._neg_view(tensor) if self._is_neg else tensor
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Nothing is kept alive."""
+        return iter(())
 
 
 class _OnDevice:
@@ -309,3 +438,72 @@ def _references(memory: Tensor) -> int:
     """The number of references to the storage of this memory."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
     return count
+
+
+def _starts_at(tensor: Tensor, start: int) -> bool:
+    try:
+        return tensor.untyped_storage().data_ptr() == start
+    except (RuntimeError, NotImplementedError):  # a tensor without a storage
+        return False
+
+
+# ---- What can be offloaded
+
+
+def _blocks(index: int, stage: nn.Module) -> list[Block]:
+    """The blocks of a stage that have parameters. Raises ValueError for a stage that can't be offloaded."""
+    if brought_by([stage]):
+        raise ValueError(f"the weights of stage {index} are offloaded already: call OffloadedWeights once")
+    names = {id(module): name for name, module in stage.named_modules()}
+    blocks = []
+    for module in [*blocks_of(stage)] or [stage]:
+        name = f"{names[id(module)] or type(module).__name__} of stage {index}"
+        parameters = [*module.parameters()]
+        refusal = _refusal_of(module, parameters)
+        if refusal:
+            raise ValueError(f"{name} can't be offloaded: {refusal}")
+        if parameters:
+            blocks.append(Block(name, module, parameters))
+    inside = {id(each) for block in blocks for each in block.parameters}
+    outside = [name for name, each in stage.named_parameters() if id(each) not in inside]
+    if outside:
+        raise ValueError(
+            f"{', '.join(outside)} of stage {index} belongs to no block of the stage, so no forward tells "
+            "when it is needed: put it into a module that is a child of the stage"
+        )
+    return blocks
+
+
+def _refusal_of(module: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
+    """Why a block can't be offloaded; "" if it can."""
+    if "forward" in vars(module):
+        return "it recomputes, is compiled or has another forward of its own: make OffloadedWeights before"
+    if any(getattr(each, "sparse", False) for each in module.modules()):
+        return "it makes sparse gradients: write sparse=False"
+    for each in parameters:
+        if type(each.data) is not Tensor or each.layout is not torch.strided or not _is_dense(each):
+            return "a parameter is no plain dense tensor (sharded over a mesh?)"
+        if getattr(each, "main_grad", None) is not None:
+            return "a parameter has a main_grad: write precision=float32 or bfloat16, without master weights"
+        if each.grad is not None:
+            return "a parameter has a gradient already: set it to None"
+    return ""
+
+
+def _is_dense(parameter: nn.Parameter) -> bool:
+    """Whether the parameter's elements fill its memory without gaps, in any order of dimensions."""
+    places = zip(parameter.shape, parameter.stride(), strict=True)
+    return parameter.numel() in (0, 1 + sum((size - 1) * stride for size, stride in places))
+
+
+def _refuse_shared(blocks: Iterable[Block]) -> None:
+    """Raise ValueError if two blocks share a parameter or its memory."""
+    owner: dict[int, Block] = {}
+    for block in blocks:
+        for parameter in block.parameters:
+            other = owner.setdefault(parameter.data_ptr() or id(parameter), block)
+            if other is not block:
+                raise ValueError(
+                    f"{other.name} and {block.name} share a parameter or its memory, which would have to be "
+                    "in two buffers: untie them, or do not offload weights"
+                )
