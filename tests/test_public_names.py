@@ -30,7 +30,7 @@ NAMES = [
     "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
-    "clip_grad_norm_", "find_non_finite", "load", "lower", "make_mesh",
+    "clip_grad_norm_", "find_non_finite", "linear_cross_entropy", "load", "lower", "make_mesh",
     "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
     "split_sequential", "trace_stages",
 ]  # fmt: skip

@@ -36,7 +36,14 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses, backward_input, checkpoint
+    from zbpp.autograd import (
+        WeightGrads,
+        auxiliary_loss,
+        auxiliary_losses,
+        backward_input,
+        checkpoint,
+        linear_cross_entropy,
+    )
     from zbpp.checkpoints import load, save
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.partition import split_layers
@@ -89,6 +96,7 @@ _HOME = {
     "checkpoint": "zbpp.autograd",
     "clip_grad_norm_": "zbpp.runtime",
     "find_non_finite": "zbpp.runtime",
+    "linear_cross_entropy": "zbpp.autograd",
     "load": "zbpp.checkpoints",
     "lower": "zbpp.schedule",
     "make_mesh": "zbpp.runtime",
@@ -127,6 +135,7 @@ __all__ = [
     "checkpoint",
     "clip_grad_norm_",
     "find_non_finite",
+    "linear_cross_entropy",
     "load",
     "lower",
     "make_mesh",

@@ -22,7 +22,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
 
 These files import none of the folders, which are extras:
 
-    models/            recompute, auxiliary losses, weights on a device mesh
+    models/            recompute, auxiliary losses, weights on a device mesh, the loss of a language model
     offload/           saved tensors that leave device memory between F and B
     compiled/          F, B and W of a module compiled by Inductor
 
@@ -35,6 +35,7 @@ from zbpp.autograd.capture import Capture, keep, saved
 from zbpp.autograd.collector import defer
 from zbpp.autograd.explain import Explanation, explain
 from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
+from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy
 from zbpp.autograd.models.recompute import checkpoint, recompute
 from zbpp.autograd.models.sharded import capture_shards
 from zbpp.autograd.rules import register_subclass, rule
@@ -54,6 +55,7 @@ __all__ = [
     "defer",
     "explain",
     "keep",
+    "linear_cross_entropy",
     "recompute",
     "rule",
     "saved",

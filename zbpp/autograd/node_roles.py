@@ -60,6 +60,14 @@ def node_name(node: Node) -> str:
     return type(node).__name__
 
 
+def changes_no_gradient(node: Any) -> bool:
+    """Whether a Function says of itself that its backward changes no gradient in place.
+
+    B then needs no GradientGuard for it.
+    """
+    return getattr(type(node)._forward_cls, "changes_no_gradient", False)
+
+
 def is_leaf(node: Node) -> bool:
     """Whether gradients that reach this node accumulate into a leaf tensor."""
     return role_of_type[type(node)] == "leaf"

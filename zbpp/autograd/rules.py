@@ -14,6 +14,7 @@ to teach it weights of a subclass of Tensor, see `register_subclass`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -65,6 +66,8 @@ class Rule(NamedTuple):
     shards: Mapping[int, ShardTable] = MappingProxyType({})
     ready: Callable[[Any], bool] | None = None
 
+
+_WIDENED = 2**26  # bytes of float32 numbers
 
 _RULES: dict[str, Rule] = {}
 _Capturing = Callable[[Any, int], Capture | None]
@@ -132,7 +135,14 @@ def capture_of_subclass(
 # target has another dtype.
 
 
-def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+def is_product(node: Any) -> bool:
+    """Whether a node is a matrix product. It saves its factors, and not the product itself."""
+    rule = rule_of(type(node).__name__)
+    return rule is not None and bool(rule.direct)
+
+
+def add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
+    """target += left @ right."""
     if target.dtype != left.dtype:
         _add_widened(target, left, right, fresh)
     elif target.dim() == 3:
@@ -144,30 +154,39 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 
 def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """A product of bf16 factors added to a float32 target: rounded once, at the end."""
+    """A product of bf16 factors added to a float32 target, some rows at a time: temporaries stay small."""
     if left.is_cuda and target.dim() == 2:
-        product = torch.mm(left, right, out_dtype=target.dtype)
-    else:  # mm takes an out_dtype only on CUDA, and only for matrices
-        product = left.to(target.dtype) @ right.to(target.dtype)
-    add_or_copy(target, product, fresh)
+        rows = _rows_of(target)
+        for part, some in zip(target.split(rows), left.split(rows), strict=True):
+            add_or_copy(part, torch.mm(some, right, out_dtype=target.dtype), fresh)
+        return
+    right = right.to(target.dtype)  # mm takes an out_dtype only on CUDA, and only for matrices
+    rows = _rows_of(left)
+    for part, some in zip(target.split(rows), left.split(rows), strict=True):
+        add_product(part, some.to(target.dtype), right, fresh)
+
+
+def _rows_of(factor: Tensor) -> int:
+    """How many rows of a factor, or of a product, are widened at a time."""
+    return max(1, _WIDENED // max(1, 4 * math.prod(factor.shape[1:])))
 
 
 def add_left_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     """target += a.H @ dy, held = (a,)."""
-    _add_product(target, held[0].mH, dy, fresh)
+    add_product(target, held[0].mH, dy, fresh)
 
 
 def add_right_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     """target += dy @ b.H, held = (b,)."""
-    _add_product(target, dy, held[0].mH, fresh)
+    add_product(target, dy, held[0].mH, fresh)
 
 
 def _add_left_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, dy.mT, held[0].conj(), fresh)
+    add_product(target, dy.mT, held[0].conj(), fresh)
 
 
 def _add_right_product_transposed(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-    _add_product(target, held[0].conj(), dy.mT, fresh)
+    add_product(target, held[0].conj(), dy.mT, fresh)
 
 
 # For y = a @ b with matrices a and b. If an operand is sharded along the dimension that the product sums

@@ -39,7 +39,7 @@ from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
 from zbpp.autograd.hooks import multi_grad_hook_error, num_hooks_made
-from zbpp.autograd.node_roles import node_name
+from zbpp.autograd.node_roles import changes_no_gradient, node_name
 from zbpp.autograd.reentrant import is_reentrant, whole_backward
 from zbpp.autograd.weight_grads import (
     ChangedInPlace,
@@ -145,8 +145,8 @@ def _captured(
     for function in found.functions:
         function.zbpp_collector = collector
     # Functions and hooks are the only Python code in the pass: nothing else can change a captured gradient.
-    runs_python = found.functions or is_hooked
-    guard = _guard(found) if runs_python else None
+    may_change = is_hooked or not all(map(changes_no_gradient, found.functions))
+    guard = _guard(found) if may_change else None
     try:
         captured = _run(roots, root_grads, targets, keep)
     finally:

@@ -1,0 +1,246 @@
+"""linear_cross_entropy beside torch's linear and cross_entropy, in values, gradients and memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from helpers.split import float64
+from zbpp import backward_input, checkpoint, linear_cross_entropy
+from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
+from zbpp.autograd.weight_grads import ChangedInPlace
+from zbpp.runtime.measure.live_tensors import LiveTensors
+
+TOKENS, HIDDEN, WORDS = 64, 16, 101
+FORMS = pytest.mark.parametrize("keep_logits", [True, False], ids=["keep logits", "logits again"])
+
+
+def torch_losses(x, weight, target, label_smoothing=0.0, z_loss=0.0):
+    """In float32 at least, as token_loss has computed them."""
+    logits = F.linear(x, weight)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits, target, reduction="none", label_smoothing=label_smoothing)
+    return losses + z_loss * logits.logsumexp(-1).square() * (target != -100)
+
+
+def drawn(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (
+        torch.randn(size, HIDDEN, generator=generator, dtype=torch.float64) for size in (TOKENS, WORDS)
+    )
+    target = torch.randint(0, WORDS, (TOKENS,), generator=generator)
+    target[::7] = -100
+    return (x / 2).to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(), target
+
+
+def by_split(losses, x, weight, *, num_targets=64):
+    (dx,), weight_grads = backward_input(losses.sum() / num_targets, None, x)
+    assert weight.grad is None
+    weight_grads.accumulate()
+    return losses.detach(), dx, weight.grad
+
+
+def by_torch(x, weight, target, dtype=None, **options):
+    dtype = dtype or x.dtype
+    x, weight = (each.detach().to(dtype).requires_grad_() for each in (x, weight))
+    losses = torch_losses(x, weight, target, **options)
+    (losses.sum() / 64).backward()
+    return losses.detach(), x.grad, weight.grad
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
+@pytest.mark.parametrize("is_split", [True, False], ids=["B and W", "one backward"])
+@FORMS
+def test_losses_and_gradients_are_torchs(keep_logits, is_split, options, monkeypatch):
+    monkeypatch.setattr("zbpp.autograd.models.linear_cross_entropy._CPU_CACHE", 10 * 8 * WORDS)  # 7 chunks
+    x, weight, target = drawn()
+    losses = linear_cross_entropy(x, weight, target, keep_logits=keep_logits, **options)
+    if is_split:
+        found = by_split(losses, x, weight)
+    else:
+        (losses.sum() / 64).backward()
+        found = losses.detach(), x.grad, weight.grad
+    for mine, expected in zip(found, by_torch(x, weight, target, **options), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@FORMS
+def test_rounding_errors_are_torchs(keep_logits, dtype):
+    """With 64 targets, dy is a power of two, and dx is rounded once in either form."""
+    x, weight, target = drawn(dtype)
+    found = by_split(linear_cross_entropy(x, weight, target, keep_logits=keep_logits), x, weight)
+    plain, exact = by_torch(x, weight, target), by_torch(x, weight, target, torch.float64)
+    for mine, other, right in zip(found, plain, exact, strict=True):
+        assert (mine - right).norm() <= 1.05 * (other - right).norm()
+
+
+# ---------------------------------------------------------------- composition
+
+
+class Head(nn.Module):
+    """An embedding, a linear layer and a head; loss(x, weight, target) -> losses."""
+
+    def __init__(self, is_tied=False):
+        super().__init__()
+        self.embedding, self.linear = nn.Embedding(WORDS, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.head = nn.Linear(HIDDEN, WORDS, bias=False)
+        if is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens, loss=linear_cross_entropy, **options):
+        hidden = self.linear(self.embedding(tokens))
+        return loss(hidden, self.head.weight, tokens.roll(1, -1), **options).mean()
+
+
+def freeze(*names):
+    def change(model):
+        for name in names:
+            model.get_parameter(name).requires_grad_(False)
+        return model
+
+    return change
+
+
+def with_hooks(model):
+    model.head.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+CASES = {
+    "plain": lambda model: model,
+    "tied": lambda model: Head(is_tied=True),
+    "frozen head": freeze("head.weight"),
+    "frozen input": freeze("embedding.weight", "linear.weight", "linear.bias"),
+    "hooks": with_hooks,
+}
+
+
+def made(name):
+    with float64():
+        torch.manual_seed(0)
+        return CASES[name](Head())
+
+
+@pytest.mark.parametrize("name", CASES)
+@FORMS
+def test_it_composes(keep_logits, name):
+    """With two kept passes over one graph: the second finds the logits that the first has read."""
+    model, plain = (made(name) for _ in range(2))
+    tokens = torch.randint(0, WORDS, (3, 11), generator=torch.Generator().manual_seed(1))
+    loss = model(tokens, keep_logits=keep_logits)
+    first, second = (backward_input(loss, None, (), keep=keep)[1] for keep in (True, False))
+    first.accumulate()
+    second.accumulate()
+    reference = plain(tokens, torch_of_any_shape)
+    for keep in (True, False):
+        reference.backward(retain_graph=keep)
+    for (_, mine), (_, expected) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        if expected.grad is None:
+            assert mine.grad is None
+        else:
+            torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-10, atol=1e-12)
+
+
+def torch_of_any_shape(x, weight, target):
+    return torch_losses(x.flatten(0, -2), weight, target.flatten())
+
+
+@FORMS
+def test_it_is_recomputed_and_runs_under_autocast(keep_logits):
+    x, weight, target = drawn(torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = checkpoint(linear_cross_entropy, x, weight, target, keep_logits=keep_logits)
+        expected = torch_losses(x, weight, target)
+    assert losses.dtype == torch.float32
+    found = by_split(losses, x, weight)
+    (expected.sum() / 64).backward(inputs=[x])
+    torch.testing.assert_close(found[0], expected.detach())
+    torch.testing.assert_close(found[1], x.grad, rtol=0.02, atol=1e-4)
+    assert weight.grad.dtype == torch.float32
+
+
+@FORMS
+def test_a_main_grad_gets_the_sum_in_float32(keep_logits):
+    x, weight, target = drawn(torch.bfloat16)
+    weight.main_grad = torch.zeros(WORDS, HIDDEN)
+    loss = linear_cross_entropy(x, weight, target, keep_logits=keep_logits).sum() / 64
+    backward_input(loss, None, x)[1].accumulate()
+    assert weight.grad is None
+    *_, expected = by_torch(x, weight, target, torch.float64)
+    assert (weight.main_grad - expected).norm() <= 0.01 * expected.norm()
+
+
+def test_without_kept_logits_w_reads_the_weight():
+    x, weight, target = drawn()
+    losses = linear_cross_entropy(x, weight, target, keep_logits=False)
+    _, weight_grads = backward_input(losses.sum(), None, x)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(ChangedInPlace, match="weight of shape"):
+        weight_grads.accumulate()
+
+
+@FORMS
+def test_a_second_derivative_is_refused(keep_logits):
+    x, weight, target = drawn()
+    losses = linear_cross_entropy(x, weight, target, keep_logits=keep_logits)
+    with pytest.raises(RuntimeError, match="create_graph=True goes through linear_cross_entropy"):
+        torch.autograd.grad(losses.sum(), x, create_graph=True)
+
+
+def test_logits_are_overwritten_only_if_nobody_else_has_saved_them():
+    """tanh has saved its output, and a leaf is the caller's."""
+    x, weight, target = drawn()
+    leaf = torch.randn(TOKENS, WORDS, dtype=torch.float64, requires_grad=True)
+    for logits in (F.linear(x, weight), F.linear(x, weight).tanh(), leaf):
+        before = logits.detach().clone()
+        backward_input(logits_cross_entropy(logits, target).sum(), None, (x, leaf))
+        is_product = logits is not leaf and "Tanh" not in str(logits.grad_fn)
+        assert torch.equal(logits.detach(), before) == (not is_product)
+
+
+# ---------------------------------------------------------------- what it costs
+
+
+@FORMS
+def test_b_watches_no_gradients_for_it(keep_logits, monkeypatch):
+    """A Function of a user may change gradients in place, and costs hooks on every site."""
+    made = []
+    monkeypatch.setattr("zbpp.autograd.split.num_hooks_made", lambda: 0)
+    monkeypatch.setattr("zbpp.autograd.split.GradientGuard", lambda *args: made.append(args))
+    x, weight, target = drawn()
+    by_split(linear_cross_entropy(x, weight, target, keep_logits=keep_logits), x, weight)
+    assert made == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@FORMS
+def test_memory(keep_logits, dtype, monkeypatch):
+    """With chunks of 1 MiB. The weight has 1 MiB in float32, and W makes nothing of that size."""
+    monkeypatch.setattr("zbpp.autograd.rules._WIDENED", 2**18)
+    tokens, hidden, words = 512, 64, 4096
+    chunk, token_bytes, logits = 2**20, tokens * hidden * dtype.itemsize, tokens * words * dtype.itemsize
+    weight = torch.randn(words, hidden, dtype=dtype).requires_grad_()
+    if dtype == torch.bfloat16:
+        weight.main_grad = torch.zeros(words, hidden)
+    else:
+        weight.grad = torch.zeros(words, hidden)
+    target = torch.randint(0, words, (tokens,))
+    few = 64 * tokens  # some numbers for each token
+    with LiveTensors() as live:
+        x = torch.randn(tokens, hidden, dtype=dtype).requires_grad_()
+        loss = linear_cross_entropy(x, weight, target, keep_logits=keep_logits, chunk_mib=1).mean()
+        kept = token_bytes + (logits if keep_logits else token_bytes)
+        assert live.now <= kept + few
+        (dx,), weight_grads = backward_input(loss, None, x)
+        del loss
+        assert live.now <= (logits if keep_logits else 0) + 2 * token_bytes + few
+        del x, dx
+        assert weight_grads.held_bytes <= (logits if keep_logits else 0) + token_bytes + few
+        assert live.highest <= (logits if keep_logits else 0) + 3 * token_bytes + 2 * chunk + few
+        live.mark()
+        weight_grads.accumulate()
+    widened = 0 if dtype == torch.float32 else 2 * token_bytes + 2**18
+    again = 0 if keep_logits else 2 * chunk
+    assert live.highest <= (logits if keep_logits else 0) + token_bytes + again + widened + few

@@ -1,0 +1,263 @@
+"""The cross-entropy of a language model's head, without logits in float32 between actions.
+
+    x [T, H] --- product with the weight [V, H] ---> logits [T, V] ---> losses [T]
+
+T tokens, V words. torch's cross_entropy keeps the logits in float32 from F to B, and makes their gradient dz
+beside them. Here float32 numbers exist for some tokens at a time. There are two forms:
+
+    keep_logits   F                                   B                             W
+    True          logits, losses                      dz overwrites logits; dz @ w  dz.T @ x
+    False         some logits at a time: losses, dx   dx times dy                   logits again; dz.T @ x
+
+With keep_logits the product is an ordinary linear layer, and one Function computes the losses of its output.
+Without keep_logits nothing of size [T, V] outlives an action. Then two Functions share the work, since the
+backward of one can't know whether W computes its weight's gradient: `_WeightOfHead` leads to the weight
+alone and has a rule, `_InputOfHead` above it leads to x.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from zbpp.autograd.capture import Capture, HeldTensors, is_kept
+from zbpp.autograd.collector import collector_of, refuse_create_graph
+from zbpp.autograd.rules import add_product, is_product, rule
+
+_CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
+
+
+def linear_cross_entropy(
+    x: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    keep_logits: bool = True,
+    chunk_mib: int = 64,
+) -> Tensor:
+    """The cross-entropy of each token's logits `x @ weight.T`, in nats; take their mean or sum for the loss.
+
+    x: [..., H]; weight: [V, H], without a bias; target: [...], whole numbers below V, or ignore_index: such
+    tokens have the loss 0. label_smoothing: as in torch's cross_entropy. z_loss: this times the square of
+    logsumexp(logits) is added to each loss. Returns losses in the shape of target, in float32 at least.
+
+    keep_logits: whether the logits stay from F to B, and their gradient from B to W, in the dtype of x. If
+    not, F and W compute them, chunk_mib MiB in float32 at a time: 4 products instead of 3, and little
+    memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice.
+    A backward with create_graph=True is refused.
+    """
+    if torch.compiler.is_compiling():
+        from zbpp.autograd.compiled.dynamo import break_graph
+
+        break_graph()
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    loss = _Loss(ignore_index, label_smoothing, z_loss, chunk_mib * 2**20)
+    tokens, labels = (x, target) if x.dim() == 2 else (x.flatten(0, -2), target.flatten())
+    with torch.autocast(x.device.type, enabled=False):
+        if keep_logits:
+            losses = _apply(_LossesOfLogits, F.linear(tokens, weight), labels, loss, True)
+        else:
+            wants_dx = x.requires_grad and torch.is_grad_enabled()
+            losses, dx = _apply(_WeightOfHead, weight, tokens.detach(), labels, loss, wants_dx)
+            if wants_dx:
+                losses = _apply(_InputOfHead, losses, tokens, dx)
+    return losses if x.dim() == 2 else losses.view(target.shape)
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
+    """`linear_cross_entropy` of logits that a model has computed; B may overwrite them.
+
+    B overwrites them if they are the output of a product, which no node of the graph has saved.
+    """
+    loss = _Loss(ignore_index, 0.0, 0.0, 2**26)
+    found = _apply(_LossesOfLogits, logits.flatten(0, -2), target.flatten(), loss, _is_own_product(logits))
+    return found.view(target.shape)
+
+
+def _is_own_product(logits: Tensor) -> bool:
+    node: Any = logits.grad_fn
+    while type(node).__name__ in ("ViewBackward0", "UnsafeViewBackward0"):
+        node = node.next_functions[0][0]
+    return node is not None and is_product(node)
+
+
+class _Loss(NamedTuple):
+    """The options of `linear_cross_entropy`. chunk: the bytes of logits that a chunk of tokens may have."""
+
+    ignored: int
+    smoothing: float
+    z_loss: float
+    chunk: int
+
+    def labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """(a word for each token [T, 1], which tokens are ignored [T, 1])."""
+        target = target[:, None]
+        is_ignored = target == self.ignored
+        return target.masked_fill(is_ignored, 0), is_ignored
+
+    def chunks(self, num_words: int, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The tensors [T, ...], some tokens at a time, each time with memory for logits [., V]."""
+        first = of_tokens[0]
+        dtype = _precise(first)
+        rows = max(1, self.chunk // (num_words * dtype.itemsize))
+        memory = first.new_empty(min(rows, len(first)), num_words, dtype=dtype)
+        split = [(each,) if rows >= len(first) else each.split(rows) for each in of_tokens]
+        for parts in zip(*split, strict=True):
+            yield memory[: len(parts[0])], *parts
+
+    def products(self, weight: Tensor, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """`chunks`, with the logits between the memory and the tensors, the first of which is x."""
+        buffer = None
+        for memory, x, *others in self.chunks(len(weight), *of_tokens):
+            buffer = x.new_empty(memory.shape) if buffer is None else buffer
+            yield memory, torch.mm(x, weight.T, out=buffer[: len(x)]), x, *others
+
+    def forward(self, memory: Tensor, logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor) -> None:
+        """Write the losses, and logsumexp of the logits; both [T, 1]."""
+        torch.log_softmax(logits, -1, dtype=memory.dtype, out=memory)
+        picked = memory.gather(1, labels)
+        torch.sub(logits.gather(1, labels), picked, out=lse)
+        torch.neg(picked, out=losses)
+        if self.smoothing:
+            losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing)
+        if self.z_loss:
+            losses.add_(self.z_loss * lse.square())
+
+    def backward(
+        self, memory: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, dy: Tensor, dz: Tensor
+    ) -> None:
+        """Write the logits' gradient to dz, which may be the logits. dy [T, 1]: of the losses."""
+        torch.softmax(logits, -1, dtype=memory.dtype, out=memory)
+        memory.mul_(dy * (1 + 2 * self.z_loss * lse) if self.z_loss else dy)
+        if self.smoothing:
+            memory.sub_(dy * (self.smoothing / logits.shape[1]))
+        # In float32: 16 bits would round softmax - 1 to 0 for a token that is nearly sure.
+        memory.scatter_add_(1, labels, dy * (self.smoothing - 1))
+        dz.copy_(memory)
+
+
+def _precise(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+def _column(like: Tensor) -> Tensor:
+    """Memory for a number per token, [T, 1]."""
+    return like.new_empty(len(like), 1, dtype=_precise(like))
+
+
+class _LossesOfLogits(torch.autograd.Function):
+    """keep_logits: (logits [T, V], target [T]) -> losses [T]. is_own: whether B may overwrite the logits."""
+
+    changes_no_gradient = True  # see node_roles.py
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss, is_own: bool) -> Tensor:
+        if logits.device.type == "cpu":
+            loss = loss._replace(chunk=min(loss.chunk, _CPU_CACHE))
+        labels, is_ignored = loss.labels(target)
+        losses, lse = _column(logits), _column(logits)
+        for each in loss.chunks(logits.shape[1], logits, labels, losses, lse):
+            loss.forward(*each)
+        ctx.loss, ctx.is_own = loss, is_own
+        ctx.save_for_backward(logits, labels, is_ignored, lse)
+        return losses.masked_fill_(is_ignored, 0)[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
+        logits, labels, is_ignored, lse = ctx.saved_tensors
+        logits = logits.detach()
+        dy = dy[:, None].masked_fill(is_ignored, 0)
+        collector = collector_of(ctx)
+        may_overwrite = ctx.is_own and collector is not None and not collector.keep
+        dz = logits if may_overwrite else torch.empty_like(logits)
+        for each in ctx.loss.chunks(logits.shape[1], logits, labels, lse, dy, dz):
+            ctx.loss.backward(*each)
+        return dz, None, None, None
+
+
+class _WeightOfHead(torch.autograd.Function):
+    """Without keep_logits: (weight, x, target) -> (losses [T], gradient of their sum with respect to x)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: Tensor, x: Tensor, target: Tensor, loss: _Loss, wants_dx: bool
+    ) -> tuple[Tensor, Tensor]:
+        labels, is_ignored = loss.labels(target)
+        dx = torch.empty_like(x) if wants_dx else x.new_empty(len(x), 0)
+        losses, lse = _column(x), _column(x)
+        dy = torch.ones_like(losses).masked_fill_(is_ignored, 0)
+        for memory, logits, _, *parts in loss.products(weight, x, labels, losses, lse, dy, dx):
+            some_labels, some_losses, some_lse, some_dy, some_dx = parts
+            loss.forward(memory, logits, some_labels, some_losses, some_lse)
+            if wants_dx:
+                loss.backward(memory, logits, some_labels, some_lse, some_dy, logits)
+                torch.mm(logits, weight, out=some_dx)
+        ctx.loss = loss
+        ctx.save_for_backward(weight, x, target, lse)
+        ctx.mark_non_differentiable(dx)
+        ctx.set_materialize_grads(False)  # dx has none
+        return losses.masked_fill_(is_ignored, 0)[:, 0], dx
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
+        weight, *held = ctx.saved_tensors
+        gradient = torch.empty_like(weight)
+        _AddHeadGradient(ctx.loss)(gradient, (weight.detach(), *held), dy, True)
+        return gradient, None, None, None, None
+
+
+@rule("_WeightOfHeadBackward", weights=(0,))
+def _weight_of_head(node: Any, operand: int) -> Capture | None:
+    if not all(map(is_kept, node._raw_saved_tensors)):
+        return None
+    held = tuple([each.detach() for each in node.saved_tensors])
+    return Capture(held, _AddHeadGradient(node.loss))
+
+
+class _AddHeadGradient:
+    """Computes logits and dz again, some tokens at a time, and adds dz.T @ x."""
+
+    def __init__(self, loss: _Loss) -> None:
+        self.loss = loss
+
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
+        weight, x, indices, lse = held
+        labels, is_ignored = self.loss.labels(indices)
+        dy = dy[:, None].masked_fill(is_ignored, 0)
+        for memory, logits, some_x, *parts in self.loss.products(weight, x, labels, lse, dy):
+            some_labels, some_lse, some_dy = parts
+            self.loss.backward(memory, logits, some_labels, some_lse, some_dy, logits)
+            add_product(target, logits.T, some_x, fresh)
+            fresh = False
+
+
+class _InputOfHead(torch.autograd.Function):
+    """Without keep_logits: the losses, with their gradient with respect to x."""
+
+    changes_no_gradient = True
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, x: Tensor, dx: Tensor) -> Tensor:
+        ctx.save_for_backward(dx)
+        return losses.view_as(losses)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
+        (dx,) = ctx.saved_tensors
+        return dy, (dx * dy[:, None]).to(dx.dtype), None
