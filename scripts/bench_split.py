@@ -38,7 +38,7 @@ from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.memory import Level, live_bytes
+from zbpp.runtime.measure.live_tensors import Level, live_bytes
 from zbpp.training.measured_steps import machine
 
 MIB = 2**20

@@ -60,7 +60,7 @@ from zbpp.runtime import ActivationOffload, Pipeline
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, StepRecord
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, PlanError, Timetable
 
 ROOT = Path(__file__).resolve().parent.parent

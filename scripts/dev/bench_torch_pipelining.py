@@ -35,7 +35,7 @@ from zbpp.launch import on_ranks
 from zbpp.models.llama import Llama
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 BLOCKS = ("plain", "checkpointed", "compiled")

@@ -13,7 +13,7 @@ from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.layout import TensorLayout
 from zbpp.runtime.links import BufferPool
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 
 CPU = torch.device("cpu")
 ROWS, SIZE = 64, 32

@@ -6,14 +6,8 @@ from torch import nn
 
 from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.memory import (
-    Level,
-    StageMemory,
-    first_inputs,
-    live_bytes,
-    memory_per_stage,
-    stage_memory,
-)
+from zbpp.runtime.measure.live_tensors import Level, live_bytes
+from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, memory_per_stage, stage_memory
 
 CPU = torch.device("cpu")
 ROWS, HIDDEN = 4, 8

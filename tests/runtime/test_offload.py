@@ -16,7 +16,7 @@ from zbpp.autograd import recompute
 from zbpp.builders.plan import build_offload
 from zbpp.config import ConfigError, MemoryConfig, ScheduleConfig
 from zbpp.families import FAMILIES
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory.activation_offload import offload_of, offload_plan_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.mesh import local_of

@@ -9,7 +9,7 @@ from optimi import AdamW
 from helpers.processes import run_ranks
 from zbpp import GradientRelease, OptimizerAccumulation, Pipeline, plan
 from zbpp.models.mlp import Mlp
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 
 SIZE = 256
 BOUNDARY = 4 * SIZE  # bytes of what passes between two stages for one microbatch of one row

@@ -17,7 +17,7 @@ from zbpp.autograd import checkpoint, recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory import weight_buffers
 from zbpp.runtime.memory.weight_buffers import OffloadError
 from zbpp.runtime.memory.weight_offload import OffloadedWeights

@@ -14,7 +14,7 @@ from zbpp.benchmark.workload import Workload
 from zbpp.error_text import first_cause
 from zbpp.job.agreement import gather
 from zbpp.runtime.measure import clock_offset, measured_costs
-from zbpp.runtime.measure.memory import live_bytes
+from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 
 

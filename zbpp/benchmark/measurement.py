@@ -11,7 +11,12 @@ from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
 from zbpp.benchmark.runner import ZbppRunner
 from zbpp.benchmark.workload import Workload
 from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.measure.memory import StageMemory, first_inputs, memory_per_stage, static_per_stage
+from zbpp.runtime.measure.microbatch_memory import (
+    StageMemory,
+    first_inputs,
+    memory_per_stage,
+    static_per_stage,
+)
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
 from zbpp.schedule.costs import PerStage

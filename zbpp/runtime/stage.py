@@ -85,7 +85,7 @@ class StageWorker:
     ) -> None:
         self.run_w: RunW = add_weight_gradients
         self.around_w: AroundW | None = None
-        self.index, self.module, self._device = index, module, device or torch.device("cpu")
+        self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
         self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
@@ -229,7 +229,7 @@ class StageWorker:
 
     def seed(self, microbatch: int) -> None:
         """Seed the generators for an F that does not do so itself."""
-        _seed_generator(self._device, self._feed.seeds[microbatch])
+        _seed_generator(self.device, self._feed.seeds[microbatch])
 
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
@@ -255,7 +255,7 @@ class StageWorker:
         return (self._loss(microbatch, output),) if self._is_last else checked_outputs(self.index, output)
 
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
-        self.seed_generator(self._device, self._feed.seeds[microbatch])
+        self.seed_generator(self.device, self._feed.seeds[microbatch])
         try:
             return self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:

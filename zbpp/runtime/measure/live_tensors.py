@@ -1,15 +1,16 @@
 """The bytes of live tensors at any moment: by CUDA's allocator, or counted without an allocator's help.
 
-LiveTensors is a dispatch mode. It sees the tensors that every operator returns, and counts each storage once,
-until it is freed. So it works on the CPU, whose allocator has no counter, and on fake tensors, which have no
-memory. It does not see the memory that an operator allocates for itself and frees.
+`counter_of` a device: AllocatedBytes for a GPU, else LiveTensors, a dispatch mode. LiveTensors sees the
+tensors that every operator returns, and counts each storage once, until it is freed. So it works on the CPU,
+whose allocator has no counter, and on fake tensors, which have no memory. It does not see the memory that an
+operator allocates for itself and frees.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
-from typing import Any, Self
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -38,11 +39,15 @@ class LiveTensors(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for tensor in _tensors((args, kwargs)):
-            self._see(tensor, counted=False)
+        for each in tree_leaves((args, kwargs)):
+            if isinstance(each, Tensor):
+                self._see(storages_of(each), counted=False)
+            elif isinstance(each, torch.UntypedStorage):  # of set_
+                self._see([each], counted=False)
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            self._see(tensor, counted=True)
+        for each in tree_leaves(result):
+            if isinstance(each, Tensor):
+                self._see(storages_of(each), counted=True)
         return result
 
     @property
@@ -69,13 +74,13 @@ class LiveTensors(TorchDispatchMode):
         """Count these tensors, though they are from before the with block."""
         for tensor in tensors:
             self.forget(tensor)
-            self._see(tensor, counted=True)
+            self._see(storages_of(tensor), counted=True)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never count these tensors."""
         for tensor in tensors:
             self.forget(tensor)
-            self._see(tensor, counted=False)
+            self._see(storages_of(tensor), counted=False)
 
     def forget(self, tensor: Tensor) -> None:
         """Stop counting the tensor's storages."""
@@ -87,8 +92,8 @@ class LiveTensors(TorchDispatchMode):
         found = (storage() for storage, counted in list(self._seen.values()) if counted is not None)
         return [each for each in found if each is not None]
 
-    def _see(self, tensor: Tensor, *, counted: bool) -> None:
-        for storage in storages_of(tensor):
+    def _see(self, storages: Iterable[torch.UntypedStorage], *, counted: bool) -> None:
+        for storage in storages:
             address = storage._cdata
             if address in self._seen:
                 continue
@@ -104,10 +109,16 @@ class LiveTensors(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """What CUDA's allocator counts on a device, with the properties of LiveTensors."""
+    """What CUDA's allocator counts on a device, with the methods of LiveTensors: it counts all tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
 
     @property
     def now(self) -> int:
@@ -124,6 +135,34 @@ class AllocatedBytes:
         torch.cuda.reset_peak_memory_stats(self._device)
         return self.now
 
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do."""
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [each for each in tree_leaves(tree) if isinstance(each, Tensor)]
+    def ignore(self, tensors: Iterable[Tensor]) -> None:
+        """Nothing to do: host memory is not the allocator's."""
+
+
+Counter = LiveTensors | AllocatedBytes
+
+
+def counter_of(device: torch.device) -> Counter:
+    """What counts the live bytes on a device; to be entered."""
+    return AllocatedBytes(device) if device.type == "cuda" else LiveTensors()
+
+
+class Level(NamedTuple):
+    """Bytes of live tensors beyond those before a run: the most during it, and those left after it."""
+
+    highest: int
+    after: int
+
+
+def live_bytes(run: Callable[[], object], device: torch.device) -> Level:
+    """Call `run` and measure the live tensors on `device`, which slows it down.
+
+    On the CPU, a tensor that was allocated before measuring began is not counted when it is freed.
+    """
+    with counter_of(device) as counter:
+        before = counter.mark()
+        run()
+        return Level(counter.highest - before, counter.now - before)

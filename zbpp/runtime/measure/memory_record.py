@@ -21,7 +21,7 @@ from torch import Tensor
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime.measure import Recorder, StepRecord
-from zbpp.runtime.measure.live_tensors import AllocatedBytes, LiveTensors
+from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
 
@@ -38,7 +38,7 @@ class Span(NamedTuple):
 class MemoryLevels(StepRecord):
     """A record of the bytes held, where a plain StepRecord has the times."""
 
-    def __init__(self, device: torch.device, counter: LiveTensors | AllocatedBytes) -> None:
+    def __init__(self, device: torch.device, counter: Counter) -> None:
         super().__init__(device)
         self._counter, self._levels = counter, list[tuple[int, int]]()
         self._of: Sequence[Instruction | None] = ()
@@ -84,8 +84,7 @@ class MemoryRecord:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._live = None if device.type == "cuda" else LiveTensors()
-        self._counter = self._live or AllocatedBytes(device)
+        self._counter = counter_of(device)
         self._levels = MemoryLevels(device, self._counter)
         self.recorder = Recorder(self._levels)
         self.spans: list[Span] = []
@@ -94,12 +93,12 @@ class MemoryRecord:
     @property
     def how(self) -> str:
         """How the bytes were counted, in words."""
-        return "the CUDA allocator" if self._live is None else "a count of live tensors on the CPU"
+        is_counted = isinstance(self._counter, LiveTensors)
+        return "a count of live tensors on the CPU" if is_counted else "the CUDA allocator"
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors of this step that no operator returned (the batch). CUDA's allocator counts all."""
-        if self._live is not None:
-            self._live.count(tensors)
+        self._counter.count(tensors)
 
     @contextmanager
     def step(
@@ -112,26 +111,15 @@ class MemoryRecord:
         static(): the tensors that stay from step to step: weights, gradients, optimizer states, buffers.
         on_host(): tensors in host memory, which don't count.
         """
-        live = self._live
-        if live is None:
-            self.before = self._counter.now
+        with self._counter as counter:
+            counter.ignore(on_host())
+            counter.count(static())
+            self.before = counter.now
             yield
-            self.after = self._counter.now
-            self.spans = list(self._levels.spans())
-        else:
-            with live:
-                live.ignore(on_host())
-                live.count(static())
-                self.before = live.now
-                yield
-                gc.collect()
-                self.after = live.now
-                self.spans = list(self._levels.spans())
-            self.outliving = _outliving(live, [*static(), *on_host()])
+            gc.collect()
+            self.after = counter.now
+        self.spans = list(self._levels.spans())
+        if isinstance(counter, LiveTensors):
+            staying = {storage._cdata for each in (*static(), *on_host()) for storage in storages_of(each)}
+            self.outliving = sum(each.nbytes() for each in counter.alive() if each._cdata not in staying)
         self.highest = max([self.before, self.after, *(each.highest for each in self.spans)])
-
-
-def _outliving(live: LiveTensors, static: Iterable[Tensor]) -> int:
-    """The bytes of storages that are alive and don't belong to the tensors that stay."""
-    staying = {storage._cdata for each in static for storage in storages_of(each)}
-    return sum(each.nbytes() for each in live.alive() if each._cdata not in staying)

@@ -6,25 +6,28 @@ Works on real tensors and inside FakeTensorMode, where a stage takes no memory a
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
-from zbpp.autograd.storages import storages_of
+from zbpp.autograd.storages import bytes_of, storages_of
+from zbpp.job.agreement import gather
 from zbpp.runtime.call import Feed
-from zbpp.runtime.layout import layout_of
-from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.memory import gradient_for, received
+from zbpp.runtime.layout import Layout, TensorLayout, layout_of
+from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, RunW, StageWorker, add_weight_gradients
 from zbpp.schedule import Op
 from zbpp.schedule.microbatch_bytes import MicrobatchBytes
 
-_CPU = torch.device("cpu")
+_Found = TypeVar("_Found")
 
 
 class MicrobatchMemory(NamedTuple):
@@ -52,12 +55,245 @@ def microbatch_memory(
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     worker.run_w = run_w
-    feed = Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1])
-    worker.begin(feed)
+    worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1]))
     _MicrobatchRun(worker, live, inputs, 0).measured()
-    found = _MicrobatchRun(worker, live, inputs, 1).measured()
+    outputs: list[Any] = []
+
+    def keep(found: tuple[Any, ...]) -> None:
+        for each in map(received, found):
+            outputs.append(each)
+            if isinstance(each, Tensor):
+                live.forget(each)
+
+    found = _MicrobatchRun(worker, live, inputs, 1, keep).measured()
     worker.end()
-    return found
+    return MicrobatchMemory(found, tuple(outputs))
+
+
+class StageMemory(NamedTuple):
+    """The bytes that one microbatch holds on a stage: saved, from F until B; deferred, from B until W."""
+
+    saved: int
+    deferred: int
+
+
+def stage_memory(
+    index: int,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    device: torch.device,
+    *,
+    loss_fn: Loss | None = None,
+    target: Any = None,
+    is_last: bool = False,
+) -> StageMemory:
+    """Run F and B of one microbatch on a stage, and measure the bytes that stay. inputs: of F.
+
+    The inputs of stage 1 and later count, since each microbatch has its own receive buffer. The inputs of
+    stage 0 do not count, since the batch is there anyway. Module buffers, gradients and random numbers are
+    restored afterwards.
+    """
+    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
+    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
+    with _restored(module, device), counter_of(device) as live:
+        run = _MicrobatchRun(worker, live, inputs, 0)
+        saved, deferred = run.forward().held, run.backward_input().held
+        worker.abandon()
+    return StageMemory(saved, deferred)
+
+
+class _Half(NamedTuple):
+    """F or B of a microbatch.
+
+    held: the bytes of this microbatch that are alive after it. message: the bytes that it was given. sent:
+    the bytes that it gave. start: the level before it; rise: the most above that level. keeps_x, keeps_g:
+    whether the messages that F and B were given are alive after it.
+    """
+
+    held: int
+    message: int
+    sent: int
+    start: int
+    rise: int
+    keeps_x: bool
+    keeps_g: bool = False
+
+
+class _MicrobatchRun:
+    """Runs F, B and W of one microbatch, and measures them. keep: called with the outputs of F."""
+
+    def __init__(
+        self,
+        worker: StageWorker,
+        live: Counter,
+        inputs: tuple[Any, ...],
+        microbatch: int,
+        keep: Callable[[tuple[Any, ...]], None] = lambda outputs: None,
+    ) -> None:
+        self._worker, self._live, self._inputs, self._microbatch = worker, live, inputs, microbatch
+        self._keep, self._before = keep, live.now
+        self._layout: Layout = ()
+
+    def measured(self) -> MicrobatchBytes:
+        """Run F, B and W."""
+        f, b = self.forward(), self.backward_input()
+        start = self._live.mark()
+        self._worker.backward_weight(self._microbatch)
+        rise = self._live.highest - start
+        return MicrobatchBytes(
+            saved=f.held - f.message * f.keeps_x,
+            deferred=b.held - f.message * b.keeps_x - b.message * b.keeps_g,
+            x=f.message,
+            g=b.message,
+            sent_x=f.sent,
+            sent_g=b.sent,
+            x_until=Op.W if b.keeps_x else Op.B if f.keeps_x else Op.F,
+            g_until=Op.W if b.keeps_g else Op.B,
+            rises=(f.rise, b.rise, rise, max(b.rise, start + b.sent - b.start + rise)),
+        )
+
+    def forward(self) -> _Half:
+        """Run F."""
+        message: tuple[Any, ...] = tuple(map(received, self._inputs)) if self._worker.index else ()
+        self._keeps_x, x = _watch(message)
+        start = self._live.mark()
+        outputs = self._worker.forward(self._microbatch, message)
+        rise = self._live.highest - start
+        del message
+        self._layout = layout_of(outputs)
+        self._keep(outputs)
+        with_outputs = self._live.now
+        del outputs
+        now = self._live.now
+        return _Half(now - self._before, x, with_outputs - now, start, rise, self._keeps_x())
+
+    def backward_input(self) -> _Half:
+        """Run B."""
+        message = tuple(each and gradient_for(each, self._worker.device) for each in self._layout)
+        keeps_g, g = _watch(message)
+        start = self._live.mark()
+        given = self._worker.backward_input(self._microbatch, message)
+        rise = self._live.highest - start
+        del message
+        with_given = self._live.now
+        del given
+        now = self._live.now
+        return _Half(now - self._before, g, with_given - now, start, rise, self._keeps_x(), keeps_g())
+
+
+def _watch(tensors: Sequence[Any]) -> tuple[Callable[[], bool], int]:
+    """(a function that says whether any of the tensors' storages is still alive, the storages' bytes)."""
+    found = [storage for each in tensors if isinstance(each, Tensor) for storage in storages_of(each)]
+    references = [weakref.ref(storage) for storage in found]
+    return lambda: any(each() is not None for each in references), sum(each.nbytes() for each in found)
+
+
+def received(value: Any) -> Any:
+    """A copy, as if it had just been received into a buffer."""
+    return value.detach().clone().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+def gradient_for(layout: TensorLayout, device: torch.device) -> Tensor | None:
+    """A gradient of an output with this layout; None for an output of integers."""
+    is_real = layout.dtype.is_floating_point or layout.dtype.is_complex
+    return torch.ones(layout.shape, dtype=layout.dtype, device=device) if is_real else None
+
+
+@contextmanager
+def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
+    """Restore module buffers, gradients and random numbers at the end of this context."""
+    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
+    for parameter, _ in grads:
+        parameter.grad = None
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        yield
+    with torch.no_grad():
+        for buffer, before in buffers:
+            buffer.copy_(before)
+    for parameter, grad in grads:
+        parameter.grad = grad
+
+
+@contextmanager
+def first_inputs(stages: Mapping[int, nn.Module]) -> Iterator[dict[int, tuple[Any, ...]]]:
+    """{stage: a copy of the inputs of its first forward}, filled while this context is active."""
+    found: dict[int, tuple[Any, ...]] = {}
+
+    def keep(index: int, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        if index not in found:
+            found[index] = tuple(map(received, inputs))
+
+    handles = [stage.register_forward_pre_hook(partial(keep, index)) for index, stage in stages.items()]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ---- All stages of a pipeline
+
+
+def memory_per_stage(
+    stages: Mapping[int, nn.Module],
+    inputs: Mapping[int, tuple[Any, ...]],
+    num_stages: int,
+    device: torch.device,
+    *,
+    loss_fn: Loss | None,
+    target: Any,
+    group: dist.ProcessGroup | None = None,
+) -> list[StageMemory]:
+    """`stage_memory` of every stage of the pipeline, in stage order. Collective.
+
+    stages: this rank's stages. inputs: the inputs of each stage, from `first_inputs`. target: the target of
+    one microbatch, on the rank with the last stage.
+    """
+    last = num_stages - 1
+    mine = {
+        index: stage_memory(
+            index, stage, inputs[index], device, loss_fn=loss_fn, target=target, is_last=index == last
+        )
+        for index, stage in stages.items()
+    }
+    return _of_all_stages(mine, num_stages, group)
+
+
+def static_per_stage(
+    stages: Mapping[int, nn.Module], num_stages: int, group: dist.ProcessGroup | None = None
+) -> list[int]:
+    """The bytes that each stage of the pipeline holds all the time, in stage order. Collective.
+
+    These are weights and module buffers, and for each trained weight a gradient and two optimizer states, as
+    AdamW has them. stages: this rank's stages.
+    """
+    mine = {index: static_bytes(stage) for index, stage in stages.items()}
+    return _of_all_stages(mine, num_stages, group)
+
+
+def _of_all_stages(
+    mine: Mapping[int, _Found], num_stages: int, group: dist.ProcessGroup | None
+) -> list[_Found]:
+    """What was found of each stage of the pipeline, in stage order. Collective."""
+    found = {index: each for of_rank in gather(mine, group) for index, each in of_rank.items()}
+    return [found[index] for index in range(num_stages)]
+
+
+def static_bytes(stage: nn.Module) -> int:
+    """The bytes that one stage holds all the time on this rank.
+
+    A weight with a main_grad counts with its main_grad, a master and two states, all in float32.
+    """
+    trained = {each for each in stage.parameters() if each.requires_grad}
+    held = bytes_of([*stage.parameters(), *stage.buffers()])
+    for each in trained:
+        main = getattr(each, "main_grad", None)
+        held += 3 * bytes_of([each]) if main is None else 4 * bytes_of([main])
+    return held
+
+
+# ---- What may leave the device
 
 
 def bytes_that_leave(
@@ -113,75 +349,3 @@ def _addresses(tensors: Sequence[Any]) -> set[int]:
 
 def _unchanged(tensor: Tensor) -> Tensor:
     return tensor
-
-
-class _MicrobatchRun:
-    """Runs F, B and W of one microbatch, and measures them."""
-
-    def __init__(
-        self,
-        worker: StageWorker,
-        live: LiveTensors,
-        inputs: tuple[Any, ...],
-        microbatch: int,
-    ) -> None:
-        self._worker, self._live, self._inputs, self._microbatch = worker, live, inputs, microbatch
-
-    def measured(self) -> MicrobatchMemory:
-        before, x, x_is_kept = self._live.now, 0, None
-        message: tuple[Any, ...] = ()
-        if self._worker.index:
-            message = tuple(map(received, self._inputs))
-            x_is_kept, x = _watch(message)
-        # ---- F
-        start = self._live.mark()
-        outputs = self._worker.forward(self._microbatch, message)
-        rise_f = self._live.highest - start
-        del message
-        layout = layout_of(outputs)
-        copies = tuple([None if each is None else received(each) for each in outputs])
-        for copy in copies:
-            if copy is not None:
-                self._live.forget(copy)
-        held = self._live.now
-        del outputs
-        sent_x = held - self._live.now
-        after_f = self._live.now - before
-        kept_after_f = bool(x_is_kept and x_is_kept())
-        # ---- B
-        grads = tuple(each and gradient_for(each, _CPU) for each in layout)
-        g_is_kept, g = _watch(grads)
-        start = self._live.mark()
-        given = self._worker.backward_input(self._microbatch, grads)
-        rise_b = self._live.highest - start
-        del grads
-        held = self._live.now
-        del given
-        sent_g = held - self._live.now
-        after_b = self._live.now - before
-        kept_after_b = bool(x_is_kept and x_is_kept())
-        g_kept_after_b = g_is_kept()
-        # ---- W
-        start_w = self._live.mark()
-        self._worker.backward_weight(self._microbatch)
-        rise_w = self._live.highest - start_w
-        rise_whole = max(rise_b, start_w + sent_g - start + rise_w)
-        found = MicrobatchBytes(
-            saved=after_f - x * kept_after_f,
-            deferred=after_b - x * kept_after_b - g * g_kept_after_b,
-            x=x,
-            g=g,
-            sent_x=sent_x,
-            sent_g=sent_g,
-            x_until=Op.W if kept_after_b else Op.B if kept_after_f else Op.F,
-            g_until=Op.W if g_kept_after_b else Op.B,
-            rises=(rise_f, rise_b, rise_w, rise_whole),
-        )
-        return MicrobatchMemory(found, copies)
-
-
-def _watch(tensors: Sequence[Any]) -> tuple[Any, int]:
-    """(a function that says whether any of the tensors' storages is still alive, the storages' bytes)."""
-    found = [storage for each in tensors if isinstance(each, Tensor) for storage in storages_of(each)]
-    references = [weakref.ref(storage) for storage in found]
-    return lambda: any(each() is not None for each in references), sum(each.nbytes() for each in found)
