@@ -236,22 +236,6 @@ def test_inductors_code_gets_the_gradients_of_plain_autograd(case):
     assert said == []
 
 
-LAYERS = {
-    "resnet": (models.resnet, False),
-    "vit": (models.vit, False),
-    "gpt2": (models.hf_gpt2, False),
-    "blocks compiled by torch": (compile.compiled_blocks, True),
-    "a graph break": (compile.block_with_graph_break, True),
-}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_layers_compiled_one_by_one_get_the_gradients_of_plain_autograd(name):
-    make_case, falls_back = LAYERS[name]
-    _, said = compare(make_case(), backend="eager", whole=False)
-    assert bool(said) == falls_back
-
-
 def test_a_tensor_parallel_module_stays_eager_by_its_hooks():
     """On a mesh of one process."""
 
@@ -324,14 +308,7 @@ class Rebinding(Two):
         return super().forward(x) + self.mean
 
 
-class Drawing(Two):
-    """Python's random numbers are nobody's business but Python's."""
-
-    def forward(self, x):
-        return super().forward(x) * random.random()
-
-
-@pytest.mark.parametrize("kind", [Counting, Losing, Listing, Rebinding, Drawing])
+@pytest.mark.parametrize("kind", [Counting, Losing, Listing, Rebinding])
 def test_a_forward_that_does_more_than_compute_stays_eager(kind):
     def make():
         random.seed(0)
@@ -339,7 +316,7 @@ def test_a_forward_that_does_more_than_compute_stays_eager(kind):
 
     module, said = compare(Case(make, lambda: leaf(5, 4)), backend="eager")
     (line,) = said
-    assert "forward sets attributes or changes objects" in line or kind is Drawing
+    assert "forward sets attributes or changes objects" in line
     assert (module.calls, len(module.seen)) == (2 * (kind is Counting), 2 * (kind is Listing))
 
 
@@ -351,19 +328,6 @@ def test_a_forward_may_change_buffers_in_place():
             return super().forward(x) + self.mean
 
     _, said = compare(Case(Averaging, lambda: leaf(5, 4)), backend="eager")
-    assert said == []
-
-
-@pytest.mark.parametrize("change", ["a dropout's p", "a factor"])
-def test_numbers_in_attributes_may_change_between_steps(change):
-    def call(module, x):
-        if change == "a factor":
-            module.factor += 1
-        else:
-            module.drop.p /= 2
-        return module(x)
-
-    _, said = compare(Case(Two, lambda: leaf(5, 4), call), backend="eager")
     assert said == []
 
 

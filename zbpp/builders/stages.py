@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import socket
-import sys
 from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, ParallelConfig, naming
-from zbpp.job.agreement import gather
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
-from zbpp.runtime.parallel.node_placement import placement_warning
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
 from zbpp.training.optim.precision import Precision, check_device
@@ -109,18 +104,11 @@ def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
-    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective.
-
-    Rank 0 says in a line if groups that talk much span nodes.
-    """
+    """The mesh; None if all degrees are 1: then the pipeline stands alone. Collective."""
     degrees = _degrees(parallel)
     if set(degrees.values()) == {1}:
         return None
-    mesh = make_mesh(**degrees, device_type=device_type)
-    warning = placement_warning(gather(socket.gethostname()), degrees)
-    if warning and dist.get_rank() == 0:
-        print(f"warning: {warning}", file=sys.stderr, flush=True)
-    return mesh
+    return make_mesh(**degrees, device_type=device_type)
 
 
 def split_stages(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import local_of, part_for
 from zbpp.runtime.parallel.ties import Tie
-from zbpp.seeding import seed_of
 
 _LOSS = "loss."
 _CHUNK = 2**22  # words of a digest at a time: bounds the memory that it takes
@@ -84,10 +83,6 @@ class StageParameters:
         """The parameters that the loss doesn't share with a stage."""
         own = {id(each) for stage in self._stages.values() for each in stage.parameters()}
         return [each for each in self._loss.parameters() if id(each) not in own]
-
-    def fingerprint(self) -> int:
-        """A number that depends on the values of the parameters, but not on DTensors, whose parts differ."""
-        return seed_of(*(int(digest(each)) for _, each in self.named() if not hasattr(each, "to_local")))
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.

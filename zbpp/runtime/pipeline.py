@@ -382,12 +382,11 @@ class Pipeline:
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
         stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
-        values. Collective if ranks have copies of a tied parameter. The next step raises AgreementError if
-        copies of a stage in a mesh were given different values.
+        values. Collective if ranks have copies of a tied parameter. All copies of a stage in a mesh
+        must be given the same values: zbpp.check_replicas compares them.
         """
         self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
-        self._rank.loaded = self._parameters.fingerprint()
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.

@@ -65,7 +65,7 @@ class Rank:
 
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
-    `rebind`. num_steps: see Pipeline. loaded: a hash of the values that load_state_dict has loaded.
+    `rebind`. num_steps: see Pipeline.
     over: why no call may follow; empty until then.
     """
 
@@ -86,7 +86,7 @@ class Rank:
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
-        self.num_steps, self.loaded, self.over = 0, 0, ""
+        self.num_steps, self.over = 0, ""
         self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         last = timetable.num_stages - 1

@@ -27,7 +27,7 @@ from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
 
-_MAX_CHANGES = 3  # of one number that the Python code reads
+_MOST_VERSIONS = 8  # of calls with equal arguments
 
 # The dispatch modes of torch.utils.checkpoint with a policy: one in its forward, one in its recompute.
 _SELECTIVE_MODES = tuple(map(type, create_selective_checkpoint_contexts([])))
@@ -168,7 +168,6 @@ class _Bound(NamedTuple):
     guards: Guards
     split: CompiledSplit
     tensors_of: Callable[[nn.Module], tuple[Tensor, ...]]
-    changed: str | None  # the number whose change made the CompiledSplit before no longer fit
 
 
 class CompiledForward:
@@ -220,27 +219,30 @@ class CompiledForward:
             return None
         try:
             _refuse_selective_checkpoint()
-            changed = None
             if known and self.call is not None:
                 variables = self.call.variables(args, kwargs)
                 for bound in reversed(known):
                     if bound.guards.fit(variables):
                         return bound
-                changed = known[-1].guards.changed_value(variables)
-                _refuse_changing([bound.changed for bound in known], changed)
-            known.append(self._bind(args, kwargs, changed))
+            if len(known) == _MOST_VERSIONS:
+                raise CaptureError(
+                    f"what its Python code reads has changed {_MOST_VERSIONS} times, and each time it was "
+                    "compiled anew: keep a number that changes in a tensor (register_buffer, and fill_ it "
+                    "between steps)"
+                )
+            known.append(self._bind(args, kwargs))
         except CaptureError as error:
             self.bound[key] = None
             self._fall_back_to_eager(str(error))
             return None
         return known[-1]
 
-    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any], changed: str | None) -> _Bound:
+    def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
         with self._own_forward():
             _refuse_hooks(self.module)
             self.call = Call(self.module)
             guards, split = self.compiler.split_for(self.name, self.module, self.call, args, kwargs)
-        return _Bound(guards, split, _getter(self.module, split.tensors), changed)
+        return _Bound(guards, split, _getter(self.module, split.tensors))
 
     @contextmanager
     def _own_forward(self) -> Iterator[None]:
@@ -282,15 +284,6 @@ def _getter(module: nn.Module, names: Iterable[str]) -> Callable[[nn.Module], tu
         f"lambda m: ({''.join(f'{place(name)}, ' for name in names)})"
     )
     return find
-
-
-def _refuse_changing(before: list[str | None], changed: str | None) -> None:
-    """Raise CaptureError if the same number has changed too often: each value is compiled into the graphs."""
-    if changed is not None and before.count(changed) == _MAX_CHANGES:
-        raise CaptureError(
-            f"{changed} has changed {_MAX_CHANGES + 1} times, and each value is compiled anew: keep it in a "
-            "tensor (register_buffer, and fill_ it between steps)"
-        )
 
 
 def _refuse_selective_checkpoint() -> None:

@@ -84,12 +84,6 @@ class Guards:
         # The manager is read at each call: Dynamo replaces it when an object that it watches is gone.
         return bool(self._built.guard_manager.check(variables))
 
-    def changed_value(self, variables: dict[str, Any]) -> str | None:
-        """The name of a number, text or tuple that is no longer the graph's; None for other changes."""
-        failed = self._built.guard_manager.check_verbose(variables).verbose_code_parts
-        found = [re.match(r"([LG]\[\S+) == ", each) for each in failed]
-        return next((_readable(each[1]) for each in found if each), None)
-
 
 def has_compiled(module: nn.Module) -> bool:
     """Whether torch.compile was asked to compile this module."""

@@ -2,7 +2,7 @@
 
 Two kinds of neighbours are compared: ranks of a pipeline that have a link, and processes that have copies of
 the same stages and see different data. Copies must train the same parameters, too, since their gradients are
-reduced in one order, and `load_state_dict` must have given them the same values.
+reduced in one order.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -14,8 +14,9 @@ NCCL ignores them. The check through the store costs one write per call and one 
 and nothing per message.
 
 On CUDA a step returns before its messages have arrived, so a rank may be several calls ahead of its
-neighbour. Its entry stands for all consecutive calls of one kind. Before the first call of another kind
-replaces the entry, the rank waits for its device: by then its neighbours have made all earlier calls.
+neighbour. One entry covers a run of equal calls: kind, first and last number. Before the first call of
+another kind replaces the entry, the rank waits for its device: by then its neighbours have made all earlier
+calls.
 """
 
 from __future__ import annotations
@@ -48,9 +49,7 @@ class _Announced(NamedTuple):
     first: int  # the number of the first of the consecutive calls of this kind
     kind: str
     rows: int | None  # of the batch; None if this rank was given no part of it
-    # Of copies of stages; 0 between ranks of a pipeline:
-    parameters: int = 0  # a hash of the trained ones
-    loaded: int = 0  # a hash of the values that load_state_dict has loaded
+    parameters: int = 0  # a hash of the trained ones of a copy of stages; 0 between ranks of a pipeline
 
 
 class CallOrder:
@@ -72,24 +71,24 @@ class CallOrder:
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
-    def begin(self, kind: str, rows: int | None, parameters: int = 0, loaded: int = 0) -> None:
+    def begin(self, kind: str, rows: int | None, parameters: int = 0) -> None:
         """Announce the next call. Raises AgreementError if a neighbour's call of this number is another."""
         number, first, previous, *_ = self._current
         if kind != previous:
             first = number + 1
             if self._device.type == "cuda":
                 torch.cuda.synchronize(self._device)
-        self._current = _Announced(number + 1, first, kind, rows, parameters, loaded)
+        self._current = _Announced(number + 1, first, kind, rows, parameters)
         self._write()
         self.check()
 
-    def meet(self, kind: str, parameters: int = 0, loaded: int = 0) -> None:
+    def meet(self, kind: str, parameters: int = 0) -> None:
         """As `begin`, for a collective call that is rare: its ranks will wait for each other behind this.
 
         So that this rank does not wait for one that makes another call and has not come to it, it looks again
         for some seconds. It looks no longer, since it can't see here whether a process has died.
         """
-        self.begin(kind, None, parameters, loaded)
+        self.begin(kind, None, parameters)
         end = time.monotonic() + _PATIENCE
         while time.monotonic() < end and any(
             self._number_of(each) < self._current.number for each in self._neighbours
@@ -102,7 +101,7 @@ class CallOrder:
         mine, what = self._current, self._what
         for rank in self._neighbours:
             with communicating(f"{what} {self._rank}, looking up the call of {what} {rank}"):
-                number, first, kind, rows, parameters, loaded = self._store.get(str(rank)).decode().split()
+                number, first, kind, rows, parameters = self._store.get(str(rank)).decode().split()
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
@@ -119,11 +118,6 @@ class CallOrder:
                     f"{what} {rank} trains other parameters than {what} {self._rank}: freeze and unfreeze "
                     "the same ones on all copies of a stage"
                 )
-            if int(number) == mine.number and int(loaded) != mine.loaded:
-                raise AgreementError(
-                    f"load_state_dict gave {what} {rank} other values than {what} {self._rank}: load "
-                    "the same ones on all copies of a stage"
-                )
 
     def _number_of(self, rank: int) -> int:
         with communicating(f"{self._what} {self._rank}, looking up the call of {self._what} {rank}"):
@@ -136,7 +130,7 @@ class CallOrder:
 class SameCalls(Extra):
     """Raises AgreementError where linked ranks, or processes with copies of one stage, make different calls.
 
-    Between copies, the trained parameters and what load_state_dict has loaded are compared, too.
+    Between copies, the trained parameters are compared, too.
     """
 
     name = "same_calls"
@@ -162,14 +156,14 @@ class SameCalls(Extra):
         if self._ranks is not None:
             self._ranks.begin(name, call.rows)
         if self._copies is not None:
-            self._copies.begin(name, call.rows, self._hash_of_trained(), self._rank.loaded)
+            self._copies.begin(name, call.rows, self._hash_of_trained())
 
     def meet(self, name: str) -> None:
         """See Extra."""
         if self._ranks is not None:
             self._ranks.meet(name)
         if self._copies is not None:
-            self._copies.meet(name, self._hash_of_trained(), self._rank.loaded)
+            self._copies.meet(name, self._hash_of_trained())
 
     def fail(self, error: BaseException) -> None:
         """A peer may have closed its links because it is in another call: raise that error instead."""
