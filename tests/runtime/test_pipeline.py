@@ -156,12 +156,6 @@ def test_gradients_are_added_to_what_was_there(schedule):
         assert_close(together, {name: gradient + 1.5 for name, gradient in alone.items()})
 
 
-def test_two_stages_of_a_v_on_one_rank_are_the_whole_model():
-    timetable = plan("zb_v", 1, 4)
-    assert timetable.rank_of == (0, 0)
-    assert_close(piped(0, timetable)[1], plain())
-
-
 def delayed(method, rng):
     """A method of StageWorker that begins 0 to 3 ms late."""
 
@@ -253,16 +247,6 @@ def test_pipelines_of_one_rank_in_a_larger_job_know_nothing_of_each_other():
     for rank, (found, group) in enumerate(run_ranks(each_by_itself, 2)):
         assert_close(found, plain())
         assert group == [rank]
-
-
-def in_a_group_of_two(rank):
-    timetable = plan("zb_h1", 1, 4)
-    Pipeline(stages_for(timetable, 0), timetable, F.mse_loss, dist.group.WORLD)
-
-
-def test_a_group_too_large_for_one_rank_is_refused():
-    expected = "ValueError: the timetable is for 1 ranks, the process group has 2"
-    assert failures(in_a_group_of_two, 2) == [expected] * 2
 
 
 # ---------------------------------------------------------------- random numbers
@@ -474,27 +458,34 @@ def failures(function, num_ranks, *args):
     return [[line for line in lines if not note.match(line)][-1] for lines in of_ranks]
 
 
-def build_wrong_stages(rank):
-    timetable = plan("1f1b", 3, 4)
-    stages = stages_for(timetable, rank)
-    if rank == 1:
-        stages = {0: stages[1]}
-    Pipeline(stages, timetable, F.mse_loss)
+def build_wrongly(rank):
+    """What is said on this rank of three about each wrong pipeline."""
+    said, three = [], plan("1f1b", 3, 4)
+    wrong = {0: stages_for(three, 1)[1]} if rank == 1 else stages_for(three, rank)
+    other = plan("zb_h1" if rank == 2 else "1f1b", 3, 4)
+    alone, four = plan("zb_h1", 1, 4), plan("1f1b", 4, 4)
+    for stages, timetable in (
+        (wrong, three),
+        (stages_for(other, rank), other),
+        (stages_for(alone, 0), alone),
+        (stages_for(four, rank), four),
+    ):
+        with pytest.raises(Exception, match="rank") as caught:
+            Pipeline(stages, timetable, F.mse_loss, dist.group.WORLD)
+        said.append(f"{type(caught.value).__name__}: {caught.value}")
+    return said
 
 
-def test_wrong_stages_on_one_rank_are_an_error_on_every_rank():
-    expected = "ValueError: rank 1 owns stages [1] of this timetable, got modules for [0]"
-    assert failures(build_wrong_stages, 3) == [expected] * 3
-
-
-def build_for_another_world_size(rank):
-    timetable = plan("1f1b", 3, 4)
-    Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
-
-
-def test_a_group_of_another_size_is_an_error_on_every_rank():
-    expected = "ValueError: the timetable is for 3 ranks, the process group has 2"
-    assert failures(build_for_another_world_size, 2) == [expected] * 2
+def test_stages_timetables_and_groups_that_do_not_fit_are_an_error_on_every_rank():
+    first, *others = run_ranks(build_wrongly, 3)
+    assert others == [first, first]
+    stages, timetables, alone, four = first
+    assert stages == "ValueError: rank 1 owns stages [1] of this timetable, got modules for [0]"
+    assert " on rank 0, 1; " in timetables
+    assert timetables.startswith("AgreementError: ")
+    assert timetables.endswith(" on rank 2")
+    assert alone == "ValueError: the timetable is for 1 ranks, the process group has 3"
+    assert four == "ValueError: the timetable is for 4 ranks, the process group has 3"
 
 
 def test_more_ranks_than_one_need_a_process_group():
@@ -502,16 +493,6 @@ def test_more_ranks_than_one_need_a_process_group():
     stages = stages_for(timetable, 0)
     with pytest.raises(ValueError, match="for 2 ranks, but there is no process group: start the job with t"):
         Pipeline(stages, timetable, F.mse_loss)
-
-
-def build_for_different_timetables(rank):
-    timetable = plan(["1f1b", "zb_h1"][rank == 2], 3, 4)
-    Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
-
-
-def test_timetables_that_differ_are_an_error_on_every_rank_which_says_where():
-    lines = failures(build_for_different_timetables, 3)
-    assert all(" on rank 0, 1; " in line and line.endswith(" on rank 2") for line in lines)
 
 
 def step_with_misfits(rank):

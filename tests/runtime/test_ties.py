@@ -471,19 +471,6 @@ def test_a_model_that_shares_nothing_is_not_refused_and_no_random_number_is_draw
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_main_grad_is_refused_since_the_trainer_reads_grad():
-    """The norm was 0 and nothing was trained, without a word."""
-    stage = nn.Linear(2, 2)
-    stage.bias.main_grad = torch.zeros(2)
-    with pytest.raises(ValueError, match=r"bias has a main_grad, .*leave main_grad out"):
-        Trainer(
-            pipeline=Pipeline({0: stage}, plan("1f1b", 1, M), F.mse_loss),
-            optimizer=torch.optim.SGD(stage.parameters()),
-            data=Data(Tokens(), Tokens(), 0, 1, fingerprint=""),
-            learning_rate=lambda step: 1.0,
-        )
-
-
 # ---------------------------------------------------------------- two ranks: refusals, and a step that fails
 
 
