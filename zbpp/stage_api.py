@@ -36,8 +36,8 @@ has the same losses under all schedules of one cut; a model without dropout also
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -63,6 +63,18 @@ class PipelineModel(Protocol):
         Or {name: scalar}: the loss is their sum, and each is logged under its name. No name is "loss".
         """
         ...
+
+
+Function = TypeVar("Function", bound=Callable[..., object])
+
+
+def widens_itself(function: Function) -> Function:
+    """Mark a model's loss or metrics: it computes in float32 whatever the dtype of the output.
+
+    A mixed precision casts the output of the last stage to float32 for all other functions.
+    """
+    function.widens_itself = True  # type: ignore[attr-defined]  # a function takes attributes
+    return function
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

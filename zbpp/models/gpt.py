@@ -25,6 +25,7 @@ from zbpp.models.layers import (
     transformer_std,
 )
 from zbpp.models.tensor_parallel import BlockPlan, ShardedDropout, parallelize
+from zbpp.stage_api import widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -113,10 +114,12 @@ class Gpt:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
         return self._blueprint.layer_counts(num_stages)
 
+    @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 
+    @widens_itself
     def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}

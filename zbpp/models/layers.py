@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 
@@ -156,16 +156,16 @@ def merge_heads(x: Tensor) -> Tensor:
 def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are. A target of -100 is left out; a microbatch without
-    another target has the loss 0. target may be (target, totals), see zbpp/data/chat.py: then the mean over
-    the microbatches of all replicas, which have different numbers of targets, is the mean over all targets.
+    Computed in float32 at least, whatever the logits are; B may overwrite the logits. A target of -100 is
+    left out; a microbatch without another target has the loss 0. target may be (target, totals), see
+    zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have different numbers of
+    targets, is the mean over all targets.
     """
-    precise = logits if logits.dtype == torch.float64 else logits.float()
     labels = target if isinstance(target, Tensor) else target[0]
-    total = F.cross_entropy(precise.flatten(0, 1), labels.flatten(), reduction="sum")
+    total = logits_cross_entropy(logits, labels, ignore_index=_IGNORED).sum()
     if isinstance(target, Tensor):
         return total / (target != _IGNORED).sum().clamp(min=1)
-    num_targets, num_rows = target[1][0].clamp(min=1).to(precise.dtype)
+    num_targets, num_rows = target[1][0].clamp(min=1).to(total.dtype)
     return total * num_rows / (num_targets * len(labels))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from zbpp.models.layers import Blueprint, DocumentStage, token_accuracy, token_loss, transformer_std
 from zbpp.models.llama_layer import LlamaSizes, default_intermediate
 from zbpp.models.tensor_parallel import BlockPlan, parallelize
+from zbpp.stage_api import widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -129,10 +130,12 @@ class Llama:
         module, _, leaf = rest.rpartition(".")
         return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
 
+    @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 
+    @widens_itself
     def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}

@@ -141,12 +141,16 @@ class _Loss(NamedTuple):
     ) -> None:
         """Write the logits' gradient to dz, which may be the logits. dy [T, 1]: of the losses."""
         torch.softmax(logits, -1, dtype=memory.dtype, out=memory)
-        memory.mul_(dy * (1 + 2 * self.z_loss * lse) if self.z_loss else dy)
+        scale = dy * (1 + 2 * self.z_loss * lse) if self.z_loss else dy
+        # In 16 bits, softmax - 1 would be 0 for a token that is nearly sure.
+        at_label = memory.gather(1, labels).mul_(scale).sub_(dy, alpha=1 - self.smoothing)
         if self.smoothing:
-            memory.sub_(dy * (self.smoothing / logits.shape[1]))
-        # In float32: 16 bits would round softmax - 1 to 0 for a token that is nearly sure.
-        memory.scatter_add_(1, labels, dy * (self.smoothing - 1))
-        dz.copy_(memory)
+            everywhere = dy * (self.smoothing / logits.shape[1])
+            at_label.sub_(everywhere)
+            torch.sub(memory.mul_(scale), everywhere, out=dz)
+        else:
+            torch.mul(memory, scale, out=dz)
+        dz.scatter_(1, labels, at_label.to(dz.dtype))
 
 
 def _precise(like: Tensor) -> torch.dtype:

@@ -26,6 +26,7 @@ from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.ties import aliases_of
 from zbpp.models.layers import check_positive, token_loss
 from zbpp.partition import split_layers
+from zbpp.stage_api import widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -118,6 +119,7 @@ class HuggingFace:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))
 
+    @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)

@@ -8,7 +8,7 @@
     float64        float64         float64     float64
 
 Norms and softmax compute in float32 inside torch's kernels, whatever they are given. The loss and the metrics
-of a mixed run get the last stage's output in float32.
+of a mixed run get the last stage's output in float32, unless they compute in float32 themselves.
 """
 
 from __future__ import annotations
@@ -39,8 +39,12 @@ class Precision(NamedTuple):
         return torch.float32 if self.is_mixed else self.compute
 
     def widened(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A loss or metrics function (output, target), whose output mixed precision casts to float32."""
-        return InFloat32(function) if self.is_mixed else function
+        """A loss or metrics function (output, target), whose output mixed precision casts to float32.
+
+        Not if the function does so itself, see `zbpp.stage_api.widens_itself`.
+        """
+        is_cast = self.is_mixed and not getattr(function, "widens_itself", False)
+        return InFloat32(function) if is_cast else function
 
 
 _ALL = (
