@@ -30,7 +30,6 @@ from helpers.split import (
     linear_weights,
 )
 from zbpp import backward_input, checkpoint
-from zbpp.autograd import recompute
 
 
 @pytest.fixture(autouse=True)
@@ -67,13 +66,6 @@ def test_each_block_runs_forward_once_more_for_b_and_w_together(forwards):
     assert len(forwards) == 8
     weight_grads.accumulate()
     assert len(forwards) == 8
-
-
-def test_each_block_runs_forward_once_more_in_a_plain_backward(forwards):
-    module = Checkpointed(checkpoint, *(Block() for _ in range(4)))
-    module(torch.randn(5, 8)).sum().backward()
-    assert len(forwards) == 8
-    assert len(grads_of(module)) == 4 * 6
 
 
 def test_stage_0_trains_though_no_input_needs_grad():
@@ -142,10 +134,6 @@ def test_a_parameter_may_be_used_inside_and_outside():
     assert_equals_without(cases.parameter_used_inside_and_outside)
 
 
-def test_a_parameter_may_be_passed_as_an_argument():
-    assert_equals_without(cases.parameter_as_argument)
-
-
 @pytest.mark.parametrize("frozen", ["all of it", "its first half"])
 def test_a_frozen_block_gets_no_gradient(frozen):
     facts = assert_equals_without(partial(cases.frozen_block, frozen=frozen))
@@ -200,13 +188,6 @@ def test_autocast_is_in_the_recompute_what_it_was():
     assert dtypes == [torch.bfloat16, torch.bfloat16]
 
 
-def test_without_gradients_it_is_the_function_itself():
-    module = Checkpointed(checkpoint, Block())
-    x = torch.randn(5, 8)
-    with torch.no_grad():
-        assert torch.equal(module(x), module[0](x))
-
-
 def test_between_f_and_b_only_a_blocks_input_is_kept():
     """And between B and W what its own split keeps."""
     module = Checkpointed(checkpoint, Block())
@@ -218,28 +199,6 @@ def test_between_f_and_b_only_a_blocks_input_is_kept():
     _, weight_grads = backward_input(output, torch.ones(5, 8), x)
     # x and dy of `up` and `down`, the two gradients of the norm.
     assert weight_grads.held_bytes == 4 * (5 * (8 + 16) + 5 * (16 + 8) + 2 * 8)
-
-
-def test_recompute_checkpoints_a_module_and_keeps_its_names(forwards):
-    module = nn.Sequential(Block(), Block())
-    names = dict(module.named_parameters()).keys()
-    for block in module:
-        recompute(block)
-    assert dict(module.named_parameters()).keys() == names
-    module(torch.randn(5, 8)).sum().backward()
-    assert len(forwards) == 4
-
-
-def test_a_block_that_fails_in_the_recompute_raises_its_error(forwards):
-    class Failing(Block):
-        def forward(self, x):
-            if forwards:
-                raise KeyError("second time")
-            return super().forward(x)
-
-    output = checkpoint(Failing(), torch.randn(5, 8))
-    with pytest.raises(KeyError, match="second time"):
-        backward_input(output, torch.ones(5, 8), ())
 
 
 class Decoder(nn.Module):
@@ -294,17 +253,6 @@ def test_two_checkpoints_that_close_over_a_computed_tensor_are_refused(settings)
         backward_input(output, torch.ones_like(output), ())[1].accumulate()
 
 
-def test_hooks_on_a_checkpointed_blocks_parameters_fire():
-    module = Checkpointed(checkpoint, Block())
-    seen, after = CountCalls(), CountCalls()
-    module[0].up.weight.register_hook(seen)
-    module[0].down.weight.register_post_accumulate_grad_hook(after)
-    _, weight_grads = backward_input(module(torch.randn(5, 8)), torch.ones(5, 8), ())
-    assert after.number == 0
-    weight_grads.accumulate()
-    assert (seen.number, after.number) == (1, 1)
-
-
 # ---------------------------------------------------------------- torch.utils.checkpoint
 
 
@@ -323,10 +271,6 @@ def test_torchs_checkpoint_recomputes_each_block_once(forwards):
 def test_layers_beside_torchs_checkpoint_are_deferred():
     facts = cases.layers_beside_torchs_checkpoint().compare()
     assert {"first.weight", "last.weight"} <= facts.deferred
-
-
-def test_stage_0_trains_under_torchs_checkpoint():
-    cases.torchs_checkpoint_on_stage_0().compare()
 
 
 @pytest.mark.parametrize("needs_grad", [True, False])

@@ -9,7 +9,7 @@ from helpers.cases import functions as cases
 from helpers.cases.checkpoint import torchs
 from helpers.cases.functions import Deferring, Layer, OfTripled
 from helpers.cases.saved_hooks import under
-from helpers.split import assert_close, assert_equals_plain, call_module, double, float64, grads_of, leaf
+from helpers.split import assert_equals_plain, call_module, double, float64, grads_of, leaf
 from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
 from zbpp.autograd.offload.host_copier import copier_for
 from zbpp.autograd.offload.saved_activations import SavedActivations
@@ -60,10 +60,6 @@ def test_defer_on_a_weight_that_is_no_leaf_computes_at_once():
     assert facts.computed == {"weight"}
 
 
-def test_defer_on_a_frozen_weight_computes_nothing_for_w():
-    assert cases.deferring_function_of_frozen_weight().compare().deferred == set()
-
-
 def test_a_weight_may_be_deferred_by_a_function_and_used_by_a_layer():
     """Each part is added once: the layer's by W or B, the Function's by W."""
     cases.weight_of_function_and_layer().compare()
@@ -112,16 +108,6 @@ def test_defer_obeys_the_chosen_parameters(hooks):
     )
     weight_grads.accumulate()
     assert grads_of(module).keys() == {"1.weight", "2.weight"}
-
-
-def test_defer_computes_at_once_for_a_weight_that_is_an_input():
-    """Then its gradient is asked for in B."""
-    layer = Layer(Deferring)
-    x = torch.randn(5, 4)
-    (grad,), weight_grads = backward_input(layer(x), torch.ones(5, 4), layer.weight)
-    weight_grads.accumulate()
-    torch.testing.assert_close(grad, torch.ones(5, 4).t() @ x)
-    assert layer.weight.grad is None
 
 
 def test_defer_holds_no_graph(runs):
@@ -187,23 +173,3 @@ def test_a_new_node_is_one_rule():
 
     node_roles.role_of_type.clear()
     assert assert_equals_plain(Scale, lambda: leaf(5, 4)).deferred == {"weight"}
-
-
-@pytest.mark.usefixtures("_restored_rules")
-def test_a_rule_may_decline():
-    """None leaves the operand to B."""
-
-    @rule("MulBackward0", weights=(1,))
-    def mul(node, operand):
-        return None
-
-    assert assert_equals_plain(Scale, lambda: leaf(5, 4)).computed == {"weight"}
-
-
-def test_plain_backward_of_a_function_that_defers_is_plain():
-    layer = Layer(Deferring).double()
-    x, dy = double(5, 4), double(5, 4, seed=1)
-    layer(x).backward(dy)
-    assert_close(grads_of(layer), {"weight": dy.t() @ x})
-    (grad,) = torch.autograd.grad(layer(x), layer.weight, dy)
-    torch.testing.assert_close(grad, dy.t() @ x)

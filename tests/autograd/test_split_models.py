@@ -79,14 +79,6 @@ def test_llama_of_hugging_face():
     assert facts.deferred == linears | {"model.embed_tokens.weight"}
 
 
-def test_llama_of_hugging_face_as_it_returns():
-    """Its ModelOutput is a mapping; a Cache and a loss of None would be passed over."""
-    make_model = hugging_face("Llama", **LLAMA_LIKE)
-    assert_equals_plain(
-        make_model, tokens, lambda model, ids: model(input_ids=ids, output_hidden_states=False)
-    )
-
-
 def test_llama_of_hugging_face_from_embeddings():
     """A middle stage: what comes in needs grad."""
     make_model = hugging_face("Llama", **LLAMA_LIKE)

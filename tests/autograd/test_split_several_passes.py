@@ -1,7 +1,5 @@
 """Several backward passes through one graph, against plain autograd with retain_graph=True."""
 
-import copy
-import itertools
 import weakref
 
 import pytest
@@ -162,16 +160,6 @@ def test_after_the_last_pass_another_is_refused_and_told_of_keep():
         backward_input(y, torch.ones_like(y), x)
 
 
-def test_a_weight_that_changed_between_passes_is_refused():
-    layer, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), leaf(5, 4)
-    y = layer(x)
-    _, later = backward_input(y, torch.ones_like(y), x, keep=True)
-    later.accumulate()
-    torch.optim.SGD(layer.parameters(), lr=0.1).step()
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward_input(y, torch.ones_like(y), x)
-
-
 @pytest.mark.parametrize("late", [False, True], ids=["before the second B", "after it"])
 def test_an_input_that_changed_between_passes_is_refused(late):
     """x belongs to the graph and to the W's of both passes."""
@@ -251,16 +239,6 @@ def test_hooks_fire_once_per_pass():
         assert {each.number for each in fired.values()} == {number + 1}, fired
 
 
-def test_a_recompute_runs_once_per_pass():
-    calls = CountCalls()
-    block, x = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), leaf(5, 4)
-    block.register_forward_pre_hook(calls)
-    y = checkpoint(block, x)
-    for keep in (True, True, False):
-        backward_input(y, torch.ones_like(y), x, keep=keep)[1].accumulate()
-    assert calls.number == 1 + 3
-
-
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_compiled_stage_serves_several_passes(order):
     """Cut as for Inductor, run as it is; dropout and running statistics included."""
@@ -312,17 +290,6 @@ def test_after_the_last_pass_only_what_w_needs_is_alive(name):
         assert {key: what for key, what in watch.alive().items() if key not in gradients} == {}
 
 
-def test_the_last_pass_frees_the_graph_although_the_output_lives():
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with without_garbage_collection(), Watch() as watch:
-        x = torch.randn(5, 4, requires_grad=True)
-        loss = module(x).square().mean()
-        for keep in (True, False):
-            backward_input(loss, None, x, keep=keep)[1].accumulate()
-    wanted = {each.untyped_storage()._cdata for each in (x, loss, *(p.grad for p in module.parameters()))}
-    assert {key: what for key, what in watch.alive().items() if key not in wanted} == {}
-
-
 @pytest.mark.parametrize("name", MODULES)
 def test_an_abandoned_graph_dies_with_its_outputs(name):
     """W of the pass that was run is still possible, and holds x and dy alone."""
@@ -350,18 +317,6 @@ def test_an_abandoned_graph_dies_with_its_outputs(name):
         kept = {tensor.untyped_storage()._cdata for tensor in later.tensors()}
         assert {key: what for key, what in watch.alive().items() if key not in kept} == {}
         later.accumulate()
-
-
-def test_a_further_pass_holds_its_dys_and_shares_the_inputs():
-    layer, x = nn.Linear(8, 4), torch.randn(5, 8)
-    y = layer(x)
-    first, second = (backward_input(y, torch.ones(5, 4), (), keep=keep)[1] for keep in (True, False))
-    assert first.held_bytes == second.held_bytes == 4 * 5 * (8 + 4)
-    storages = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for tensor in itertools.chain(first.tensors(), second.tensors())
-    }
-    assert sum(storages.values()) == 4 * 5 * (8 + 4 + 4)
 
 
 # ---------------------------------------------------------------- gradient penalties
@@ -432,21 +387,6 @@ def test_a_gradient_penalty_inside_forward_is_part_of_the_graph(name, penalized)
     assert_close(sides[1], sides[0])
 
 
-def test_a_penalty_and_a_loss_may_be_two_passes():
-    with float64():
-        torch.manual_seed(0)
-        module = Critic()
-    x = double(5, 4).requires_grad_()
-    y = module(x)
-    losses = y.square().mean(), penalty(y, x)
-    expected = [torch.autograd.grad(each, [*module.parameters()], retain_graph=True) for each in losses]
-    for loss, keep, gradients in zip(losses, (True, False), expected, strict=True):
-        module.zero_grad()
-        backward_input(loss, None, x, keep=keep)[1].accumulate()
-        for parameter, gradient in zip(module.parameters(), gradients, strict=True):
-            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
-
-
 def test_the_weight_gradient_of_a_function_that_defers_can_be_differentiated_again():
     x, weight = double(5, 4).requires_grad_(), double(4, seed=1).requires_grad_()
     y = torch.tanh(Scaled.apply(x, weight)).sum()
@@ -472,46 +412,3 @@ def test_a_penalty_through_what_has_no_second_derivative_is_refused(kind):
     with pytest.raises(RuntimeError, match=f"create_graph=True goes through (a )?{kind}"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
     assert grads_of(module) == {}
-
-
-class PenalizedStage(nn.Module):
-    """A stage that reports the penalty of its own part, where gradients are on."""
-
-    def __init__(self, index):
-        super().__init__()
-        torch.manual_seed(index)
-        self.up, self.down = nn.Linear(4, 8).double(), nn.Linear(8, 4).double()
-
-    def forward(self, x):
-        if torch.is_grad_enabled() and not x.requires_grad:  # stage 0: the batch
-            x = x.detach().requires_grad_()
-        y = self.down(torch.tanh(self.up(x)))
-        if torch.is_grad_enabled():
-            zbpp.auxiliary_loss("penalty", penalty(y, x))
-        return y
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_a_pipeline_trains_with_a_penalty_on_every_stage_and_a_loss_of_several_parts(schedule):
-    """Losses on inner stages, and a dict of losses at the end, against one backward of their sum."""
-
-    def losses_of(y, target):
-        return {"error": F.mse_loss(y, target), "size": 0.1 * y.square().mean()}
-
-    stages = {index: PenalizedStage(index) for index in range(2 if schedule == "zb_v" else 1)}
-    reference = copy.deepcopy(stages)
-    x, target = double(6, 4), double(6, 4, seed=1)
-    timetable = zbpp.plan(schedule, num_ranks=1, num_microbatches=2)
-    pipeline = zbpp.Pipeline(stages, timetable, loss_fn=losses_of)
-    pipeline.step(x, target=target)
-    total = 0.0
-    for part, wanted in zip(x.chunk(2), target.chunk(2), strict=True):
-        with zbpp.auxiliary_losses() as found:
-            y = part
-            for stage in reference.values():
-                y = stage(y)
-        total = total + (sum(losses_of(y, wanted).values()) + sum(found.values())) / 2
-    total.backward()
-    for index, stage in stages.items():
-        assert_close(grads_of(stage), grads_of(reference[index]))
-    pipeline.evaluate(x, target=target)

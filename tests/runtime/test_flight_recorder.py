@@ -19,7 +19,6 @@ from zbpp import Pipeline, plan
 from zbpp.commands import hang
 from zbpp.runtime import CommunicationError, FlightRecorder
 from zbpp.runtime.call import Call
-from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.failures import watchdog
 from zbpp.schedule import Action, Op
 
@@ -79,22 +78,6 @@ def test_a_rank_for_which_nobody_waits_writes_nothing(tmp_path):
     flight = recorder(tmp_path, num_ranks=1)
     flight.fail(ValueError("planted"))
     assert not [*tmp_path.iterdir()]
-
-
-def test_a_step_that_begins_again_has_not_failed(tmp_path):
-    flight = recorder(tmp_path)
-    flight.fail(BeginAgain())
-    assert not [*tmp_path.iterdir()]
-    flight.close()
-
-
-def test_an_error_about_a_message_says_where_the_user_finds_more(tmp_path):
-    flight, error = recorder(tmp_path), CommunicationError("timed out")
-    flight.begin(STEP)
-    flight.fail(error)
-    flight.fail(ValueError("a second one"))
-    assert record_in(tmp_path)["gave_up"]
-    assert error.__notes__ == [f"in step 1: `zbpp hang {tmp_path}` shows which rank the others waited for"]
 
 
 def wait_until(condition):
@@ -160,11 +143,6 @@ def test_code_that_holds_pythons_lock_is_ended_with_its_stack(tmp_path):
     assert done.returncode == 1
     assert "in endless_loop" in done.stderr
     assert "Timeout" in done.stderr
-
-
-def test_a_process_that_is_not_to_be_ended_goes_on(tmp_path):
-    done = run_loop(tmp_path, f"not list(Path({str(tmp_path)!r}).glob('flight*'))", ends_process=False)
-    assert (done.returncode, done.stdout) == (0, "it came back\n"), done.stderr
 
 
 # ---------------------------------------------------------------- three ranks

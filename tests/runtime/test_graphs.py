@@ -17,13 +17,8 @@ from helpers.graph_runs import SIZE, STEPS, Block, M, Run, arguments, assert_sam
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import (
-    ActivationOffload,
-    Costs,
     CudaGraphs,
-    GradientRelease,
     Pipeline,
-    PostValidation,
-    Recorder,
     Timetable,
     find_non_finite,
     make_mesh,
@@ -33,8 +28,6 @@ from zbpp import (
 )
 from zbpp.autograd import auxiliary_loss, recompute
 from zbpp.families import FAMILIES
-from zbpp.runtime.call import Feed
-from zbpp.runtime.graphs.inputs import StaticInputs
 
 
 @pytest.mark.parametrize("schedule", sorted(FAMILIES))
@@ -148,27 +141,6 @@ def test_mixed_precision_sums_in_the_main_grad():
     assert found.graphs.num_replays == STEPS - 2
 
 
-def other_rows(number):
-    x, y = batch(number, M * (3 if number in (4, 6) else 2))
-    return (x,), y, {}
-
-
-def test_a_call_of_another_layout_is_eager_between_replays():
-    found = captured(steps={"numbers": range(8), "given": other_rows})
-    assert found.graphs.num_replays == 4
-
-
-def test_a_measured_step_is_replayed_action_by_action():
-    run = Run(True, "zb_h1")
-    for number in range(3):
-        run.step(*arguments(number))
-    with run.pipeline.using(Recorder()) as recorder:
-        run.step(*arguments(3))
-    assert run.graphs.num_replays == 2
-    assert len(recorder.timeline().timetable.rows[0]) == len(run.timetable.rows[0])
-    run.pipeline.close()
-
-
 # ------------------------------------------------------------------------------- what can't be captured
 
 
@@ -223,45 +195,10 @@ def test_a_step_that_cannot_be_captured_says_where_and_changes_no_gradient(case)
     run.pipeline.close()
 
 
-@pytest.mark.parametrize(
-    ("x", "text"),
-    [
-        (torch.ones(M, SIZE, requires_grad=True), "a tensor that requires grad"),
-        (torch.ones(M, SIZE, device="meta"), "a tensor on meta, and the stages are on cpu"),
-        (torch.ones(M, SIZE).to_sparse(), "not a plain dense tensor"),
-    ],
-)
-def test_inputs_that_no_buffer_can_hold_are_refused(x, text):
-    feed = Feed([(x,)], [{}], None, [0])
-    with pytest.raises(ValueError, match=text):
-        StaticInputs({0: feed}, torch.device("cpu"))
-
-
 def test_on_the_cpu_a_line_says_that_graphs_need_a_gpu(caplog):
     with Pipeline({0: Block(0)}, plan("zb_h1", 1, M), F.mse_loss, extras=[CudaGraphs()]) as pipeline:
         pipeline.step(batch(0)[0], target=batch(0)[1])
     assert "CUDA graphs need a GPU: running eagerly" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("extras", "options", "text"),
-    [
-        ([], {"dynamic_shapes": True}, "doesn't go with dynamic_shapes"),
-        ([ActivationOffload(Costs(host=1))], {}, "cuda_graphs doesn't go with activation_offload"),
-    ],
-)
-def test_what_does_not_go_with_graphs_is_refused(extras, options, text):
-    with pytest.raises(ValueError, match=text):
-        Pipeline({0: Block(0)}, plan("zb_h1", 1, M), F.mse_loss, extras=[*extras, CudaGraphs()], **options)
-
-
-def test_switches_that_come_later_are_refused_too():
-    run = Run(True, "zb_h1")
-    with pytest.raises(ValueError, match="cuda_graphs doesn't go with gradient_release"):
-        run.pipeline.use(GradientRelease(run.optimizer))
-    with pytest.raises(ValueError, match="cuda_graphs doesn't go with post_validation"):
-        PostValidation(run.pipeline, run.optimizer)
-    run.pipeline.close()
 
 
 def test_an_evaluation_and_a_search_for_non_finite_values_run_between_replays():

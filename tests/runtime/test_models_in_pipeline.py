@@ -79,14 +79,6 @@ def experts():
     return [stage(), stage()], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
 
 
-def keywords():
-    def scaled(self, x, mask, scale):
-        return torch.tanh(self.linear(x)) * mask * scale
-
-    stages = [Stage(scaled, linear=nn.Linear(6, 6)) for _ in range(2)]
-    return stages, (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {"mask": drawn(ROWS, 6, seed=2), "scale": 0.5}
-
-
 def tuples_at_the_boundary():
     """A view, an integer, one without grad, one that only a loss uses; all cross."""
 
@@ -129,17 +121,6 @@ def frozen_upstream():
     )
 
 
-def lora():
-    def adapt(self, x):
-        return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-    def stage():
-        return Stage(adapt, base=nn.Linear(6, 6).requires_grad_(False),
-                     down=nn.Linear(6, 2, bias=False), up=nn.Linear(2, 6, bias=False))  # fmt: skip
-
-    return [stage(), stage()], (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
-
-
 def auxiliary_loss():
     """On a detached input of the last stage, and on parameters alone."""
 
@@ -167,58 +148,6 @@ def checkpointed():
 
     stages = [Stage(first, a=block(), b=block(), c=block()), Stage(last, a=block(), b=block())]
     return stages, (drawn(ROWS, 6),), drawn(ROWS, 6, seed=1), {}
-
-
-def recurrent():
-    def first(self, x):
-        return self.lstm(x)[0]
-
-    def last(self, x):
-        return self.attention(x, x, x)[0].mean(1)
-
-    stages = [Stage(first, lstm=nn.LSTM(3, 6, batch_first=True)),
-              Stage(last, attention=nn.MultiheadAttention(6, 2, batch_first=True))]  # fmt: skip
-    return stages, (drawn(ROWS, 5, 3),), drawn(ROWS, 6, seed=1), {}
-
-
-class _Square(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return (x @ weight.t()).square()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        grad = 2 * grad * (x @ weight.t())
-        return grad @ weight, grad.t() @ x
-
-
-def custom_function():
-    def run(self, x):
-        return _Square.apply(x, self.linear.weight)
-
-    return (
-        [Stage(run, linear=nn.Linear(6, 6, bias=False)) for _ in range(2)],
-        (drawn(ROWS, 6),),
-        drawn(ROWS, 6),
-        {},
-    )
-
-
-def packed_on_the_host():
-    from torch.autograd.graph import save_on_cpu
-
-    def run(self, x):
-        with save_on_cpu():
-            return self.linear(torch.tanh(self.linear(x)))
-
-    return (
-        [Stage(run, linear=nn.Linear(6, 6)) for _ in range(2)],
-        (drawn(ROWS, 6),),
-        drawn(ROWS, 6, seed=1),
-        {},
-    )
 
 
 def hugging_face_llama():
@@ -254,16 +183,11 @@ MODELS = [
     convnet,
     tied_inside_a_stage,
     experts,
-    keywords,
     tuples_at_the_boundary,
     several_inputs,
     frozen_upstream,
-    lora,
     auxiliary_loss,
     checkpointed,
-    recurrent,
-    custom_function,
-    packed_on_the_host,
     hugging_face_llama,
 ]
 

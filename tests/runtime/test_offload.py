@@ -1,24 +1,17 @@
 """Activations that leave between F and B: results equal to the last bit, less memory, nothing left over."""
 
-import gc
-import json
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from helpers.configs import composed
 from helpers.processes import run_ranks
-from zbpp import ActivationOffload, Costs, Pipeline, Recorder, Timetable, make_mesh, plan, simulate
+from zbpp import ActivationOffload, Costs, Pipeline, Timetable, make_mesh, plan, simulate
 from zbpp.autograd import recompute
-from zbpp.builders.plan import build_offload
-from zbpp.config import ConfigError, MemoryConfig, ScheduleConfig
 from zbpp.families import FAMILIES
 from zbpp.runtime.measure.live_tensors import live_bytes
-from zbpp.runtime.memory.activation_offload import offload_of, offload_plan_of
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.activation_offload import offload_of
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import choose_offload
 
@@ -261,36 +254,6 @@ def test_a_copy_that_fails_is_raised_where_it_is_waited_for():
     assert losses == expected[0][:M]
 
 
-def test_nothing_outlives_a_step_with_the_garbage_collector_off():
-    timetable = plan("gpipe", 1, M)
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
-
-        def steps(number):
-            for _ in range(number):
-                pipeline.step(batch(), target=batch())
-
-        live_bytes(lambda: steps(3), CPU)  # the first one imports modules, which leave frames
-        gc.collect()
-        gc.disable()
-        try:
-            before = census()
-            level = live_bytes(lambda: steps(10), CPU)
-            assert census() == before
-            assert level.after == 0
-        finally:
-            gc.enable()
-
-
-def census():
-    objects = gc.get_objects()
-    kinds = [type(each).__name__ for each in objects]
-    names = ("SavedActivations", "SavedTensor", "_Memory", "Stays", "WeightGrads", "GradientEdge", "frame")
-    return {
-        "tensors": sum(issubclass(type(each), torch.Tensor) for each in objects),
-        **{name: kinds.count(name) for name in names},
-    }
-
-
 @pytest.mark.parametrize("gib", [0, -1, True, "some", float("nan")])
 def on_a_mesh(rank):
     """(equal losses and gradients, bytes that left) of shards (FSDP2), and of tensor-parallel parts."""
@@ -326,14 +289,6 @@ def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_
         assert 0 < rank["tensor"][1] < plain  # DTensors stay
 
 
-def test_activations_and_weights_that_leave_are_refused_together():
-    timetable = plan("gpipe", 1, M)
-    stages = stages_for(0, timetable)
-    OffloadedWeights(stages, CPU)
-    with pytest.raises(ValueError, match="activation_offload doesn't go with weight_offload"):
-        Pipeline(stages, timetable, F.mse_loss, extras=[EVERYTHING])
-
-
 REFUSED = [
     ({"costs": Costs()}, "nothing would leave: give costs that `zbpp measure` has written"),
     ({"costs": None}, "costs=None: write Costs"),
@@ -346,41 +301,3 @@ REFUSED = [
 def test_options_with_which_nothing_could_be_planned_are_refused(options, words):
     with pytest.raises(ValueError, match=words):
         ActivationOffload(**options)
-
-
-@pytest.mark.parametrize("wrong", [0, -1.5, "all", True])
-def test_the_config_refuses_what_is_no_offload(wrong):
-    with pytest.raises(ConfigError, match=f"memory.offload={wrong}: write"):
-        MemoryConfig(offload=wrong)
-
-
-def test_the_config_becomes_options_with_measured_costs(tmp_path):
-    """The costs of two ranks, for two stages on each."""
-    timetable = plan("zb_v", 2, M)
-    measured = {"f": 4.0, "host": 2.0, "saved": 600.0, "memory_unit": "bytes"}
-    (tmp_path / "costs.json").write_text(json.dumps(measured))
-    schedule = ScheduleConfig(costs=str(tmp_path / "costs.json"))
-    assert build_offload(MemoryConfig(), schedule, timetable) is None
-    found = build_offload(MemoryConfig(offload=0.5), schedule, timetable)
-    costs = found.costs.per_stage(4)
-    assert (found.gib, costs.host, costs.held["saved"]) == (0.5, [1.0] * 4, [300.0] * 4)
-    (tmp_path / "costs.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"memory.offload=auto, schedule.costs=.*: .*nothing would leave"):
-        build_offload(MemoryConfig(offload="auto"), schedule, timetable)
-
-
-def test_the_config_refuses_offload_without_measured_costs():
-    with pytest.raises(ConfigError, match=r"memory.offload=auto plans .*: run zbpp measure, and write sched"):
-        composed("memory.offload=auto")
-
-
-def test_copies_are_in_the_measured_timeline_beside_the_actions():
-    timetable = plan("gpipe", 1, M)
-    with Pipeline(stages_for(0, timetable), timetable, F.mse_loss, extras=[EVERYTHING]) as pipeline:
-        pipeline.step(batch(), target=batch())
-        with pipeline.using(Recorder()) as recorder:
-            pipeline.step(batch(), target=batch())
-        measured, chosen = recorder.timeline(), offload_plan_of(pipeline)
-    planned = simulate(timetable, COSTS, chosen)
-    assert len(planned.copies) >= 2
-    assert [each[:3] for each in measured.copies] == [each[:3] for each in planned.copies]

@@ -121,13 +121,6 @@ def test_two_ranks_and_parts_of_layers_accumulate_as_one_process_does():
     assert in_parts == pytest.approx(split_over_two_processes("StableAdamW", None), rel=1e-12)
 
 
-def test_kahan_summation_of_bfloat16_weights_is_optimis_own():
-    losses, weights = accumulated(OPTIMIZERS["AdamW"], torch.bfloat16)
-    expected, expected_weights = by_optimi(OPTIMIZERS["AdamW"], torch.bfloat16)
-    assert losses == pytest.approx(expected, rel=0.01)
-    torch.testing.assert_close(weights, expected_weights)
-
-
 def peak_gradients(release):
     """(the most bytes of `.grad` that existed at a time in a step, the largest layer's bytes)."""
     pipeline = pipeline_of("zb_h1")
@@ -232,14 +225,6 @@ def test_an_optimizer_that_would_lose_gradients_is_refused(make, words):
     pipeline = pipeline_of()
     with pytest.raises(ValueError, match=words):
         pipeline.use(OptimizerAccumulation(make(pipeline.parameters())))
-
-
-def test_a_parameter_of_two_stages_is_refused():
-    first, *others = layers()
-    pipeline = pipeline_of("zb_v", [first, *others[:2], first])
-    optimizer = OPTIMIZERS["AdamW"](pipeline.parameters())
-    with pytest.raises(ValueError, match="several stages share.*write gradient_release=step"):
-        pipeline.use(OptimizerAccumulation(optimizer))
 
 
 def test_a_learning_rate_set_after_loading_a_state_is_used():

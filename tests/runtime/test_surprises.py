@@ -102,46 +102,6 @@ def test_a_stage_can_not_be_exchanged_in_the_mapping():
         pipeline.stages[0] = nn.Linear(SIZE, SIZE)
 
 
-def trainer():
-    modules = stages()
-    modules[0][2].bias.requires_grad_(False)
-    pipeline = Pipeline(modules, plan("zb_v", 1, M), F.mse_loss)
-    trained = [each for each in pipeline.parameters() if each.requires_grad]
-    return modules, Trainer(
-        pipeline=pipeline,
-        optimizer=torch.optim.SGD(trained, lr=0.1),
-        data=regression_data(in_features=SIZE, out_features=SIZE, batch_size=M, seed=0),
-        learning_rate=lambda step: 1.0,
-    )
-
-
-def unfrozen(modules):
-    modules[0][2].bias.requires_grad_(True)
-
-
-@pytest.mark.parametrize(
-    ("change", "name"), [(replaced, "0.weight"), (module_added, "new.weight"), (unfrozen, "2.bias")]
-)
-def test_a_parameter_that_the_optimizer_does_not_have_is_refused(change, name):
-    """It got gradients, counted in the norm, and was never updated."""
-    modules, made = trainer()
-    list(made.run(1))
-    change(modules)
-    with pytest.raises(RuntimeError, match=rf"{name} was replaced, added or made trainable"):
-        list(made.run(2))
-
-
-def test_a_new_parameter_that_the_optimizer_was_given_is_trained():
-    modules, made = trainer()
-    list(made.run(1))
-    replaced(modules)
-    weight = modules[0][0].weight
-    made.optimizer.param_groups[0]["params"].append(weight)
-    before = weight.detach().clone()
-    list(made.run(2))
-    assert not torch.equal(weight, before)
-
-
 # ---------------------------------------------------------------- changes inside a step
 
 
