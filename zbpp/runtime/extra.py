@@ -15,7 +15,6 @@ A pipeline calls its extras in the order of the list:
     begin      before each call of step, evaluate and predict
     end        after each such call
     fail       instead of `end`, after an error
-    meet       before a function that all ranks call, such as clip_grad_norm_
     close      once, at the end
 
 Extras are bound when a program is resolved, so an extra that is not there costs nothing. The first extra's
@@ -104,9 +103,6 @@ class Extra:
 
         What it raises is raised instead of the error.
         """
-
-    def meet(self, name: str) -> None:
-        """Called before a function that all ranks call together, with the function's name."""
 
     def close(self) -> None:
         """Free groups and buffers: the pipeline is closed, has failed, or is used without this extra."""
@@ -229,11 +225,6 @@ class Extras(list[Extra]):
     def released(self) -> Mapping[int, Tensor] | None:
         """See Extra."""
         return next((each.released for each in self if each.released is not None), None)
-
-    def meet(self, name: str) -> None:
-        """See Extra."""
-        for each in self:
-            each.meet(name)
 
     def close(self) -> None:
         """See Extra. The last one is closed first, since it may have wrapped what the others made."""

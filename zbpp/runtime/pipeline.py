@@ -300,13 +300,6 @@ class Pipeline:
         """
         self.validation.settle()
 
-    def meet(self, name: str) -> None:
-        """Before a collective function of this name: see whether other ranks make another call.
-
-        If one does, the pipeline ends, and AgreementError is raised.
-        """
-        self._rank.meet(name)
-
     # ---- Extras
 
     @property

@@ -221,15 +221,6 @@ class Rank:
         executor.run()
         return cutter
 
-    def meet(self, name: str) -> None:
-        """See Pipeline.meet."""
-        self.check_not_over()
-        try:
-            self.extras.meet(name)
-        except BaseException as error:  # another rank may wait for a message of this one
-            self.end(f"an earlier call failed ({error_text(error)})")
-            raise
-
     def receive_buffers(self) -> list[Tensor]:
         """The buffers that messages of `step` are received into: as many as are in use at once."""
         return self.executors["step"].receive_buffers()

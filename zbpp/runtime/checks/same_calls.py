@@ -21,7 +21,6 @@ calls.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING, NamedTuple
@@ -38,8 +37,6 @@ from zbpp.schedule import Timetable
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank
-
-_POLL, _PATIENCE = 0.005, 10.0  # s
 
 
 class _Announced(NamedTuple):
@@ -82,20 +79,6 @@ class CallOrder:
         self._write()
         self.check()
 
-    def meet(self, kind: str, parameters: int = 0) -> None:
-        """As `begin`, for a collective call that is rare: its ranks will wait for each other behind this.
-
-        So that this rank does not wait for one that makes another call and has not come to it, it looks again
-        for some seconds. It looks no longer, since it can't see here whether a process has died.
-        """
-        self.begin(kind, None, parameters)
-        end = time.monotonic() + _PATIENCE
-        while time.monotonic() < end and any(
-            self._number_of(each) < self._current.number for each in self._neighbours
-        ):
-            time.sleep(_POLL)
-        self.check()
-
     def check(self) -> None:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
         mine, what = self._current, self._what
@@ -118,10 +101,6 @@ class CallOrder:
                     f"{what} {rank} trains other parameters than {what} {self._rank}: freeze and unfreeze "
                     "the same ones on all copies of a stage"
                 )
-
-    def _number_of(self, rank: int) -> int:
-        with communicating(f"{self._what} {self._rank}, looking up the call of {self._what} {rank}"):
-            return int(self._store.get(str(rank)).decode().split()[0])
 
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
@@ -157,13 +136,6 @@ class SameCalls(Extra):
             self._ranks.begin(name, call.rows)
         if self._copies is not None:
             self._copies.begin(name, call.rows, self._hash_of_trained())
-
-    def meet(self, name: str) -> None:
-        """See Extra."""
-        if self._ranks is not None:
-            self._ranks.meet(name)
-        if self._copies is not None:
-            self._copies.meet(name, self._hash_of_trained())
 
     def fail(self, error: BaseException) -> None:
         """A peer may have closed its links because it is in another call: raise that error instead."""

@@ -91,7 +91,6 @@ class PostValidatedUpdate(Update):
             raise ValueError(f"clip_norm={clip_norm!r}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
-        pipeline.meet("PostValidation")
         self._switch = ValidationSwitch(validation.after)
         _check_agreed(pipeline, {"clip_norm": clip_norm, "optimizer.validation_after": validation.after})
         pipeline.validation.posts()
