@@ -1,7 +1,6 @@
 """auxiliary_loss without a pipeline: who collects a value, and what checkpoints and compilers make of it."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -82,22 +81,6 @@ def test_values_of_one_name_are_summed_in_the_innermost_block():
     assert inner["balance"].shape == ()
 
 
-def test_an_error_ends_the_block():
-    with pytest.raises(KeyError), auxiliary_losses() as outer, auxiliary_losses():
-        raise KeyError
-    auxiliary_loss("z", ONE)
-    assert outer == {}
-
-
-def test_a_block_is_of_one_thread():
-    """Another thread trains another model, perhaps."""
-    with auxiliary_losses() as found:
-        thread = threading.Thread(target=auxiliary_loss, args=("z", ONE))
-        thread.start()
-        thread.join()
-    assert found == {}
-
-
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
@@ -111,12 +94,6 @@ def test_a_block_is_of_one_thread():
 def test_what_is_no_named_scalar_is_refused(name, value, said):
     with pytest.raises(ValueError, match=said):
         auxiliary_loss(name, value)
-
-
-def test_a_value_need_not_be_finite():
-    with auxiliary_losses() as found:
-        auxiliary_loss("z", torch.tensor(float("inf")))
-    assert found == {"z": float("inf")}
 
 
 def test_gradients_turned_off_inside_the_block_are_an_error():
@@ -195,50 +172,6 @@ def test_outside_a_block_a_checkpoint_trains_what_a_plain_call_trains(backward):
     checkpointed, plain = map(grads_of, found)
     assert_close(checkpointed, plain)
     assert "layers.0.branch.weight" not in plain
-
-
-class OnlyOnce(Reporting):
-    """Reports in its first call alone."""
-
-    calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls == 1:
-            auxiliary_loss("z", x.square().mean())
-        return self.linear(x)
-
-
-def test_a_checkpoint_that_reports_other_losses_in_its_recompute_is_refused():
-    with float64():
-        module = OnlyOnce()
-    y = checkpoint(module, double(5, 4))
-    with pytest.raises(RuntimeError, match=r"losses \['z'\] in its forward and \[\] in its recompute"):
-        y.sum().backward()
-
-
-def returns_its_argument(a):
-    auxiliary_loss("given", a)
-    return a
-
-
-def returns_what_it_reports(a):
-    value = a.sin()
-    auxiliary_loss("z", value)
-    return value, a.cos()
-
-
-def test_a_checkpoint_may_report_what_it_returns_or_was_given():
-    for function in (returns_its_argument, returns_what_it_reports):
-        grads = []
-        for call in (checkpoint, lambda function, *args: function(*args)):
-            a = double().requires_grad_()
-            with auxiliary_losses() as found:
-                output = call(function, a)
-            outputs = output if isinstance(output, tuple) else (output,)
-            (sum(outputs) + 3 * sum(found.values())).backward()
-            grads.append(a.grad)
-        assert grads[0] == grads[1]
 
 
 # ---------------------------------------------------------------- compilers

@@ -190,24 +190,6 @@ def test_a_change_in_place_between_b_and_w_is_noticed():
         weight_grads.accumulate()
 
 
-def test_an_activation_that_is_never_used_gives_its_host_memory_back():
-    module, copier = layers(), copier_for(CPU)
-    saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
-    saved.offload()
-    saved.drop()
-    nbytes = saved.nbytes
-    assert free_bytes(copier) == 0
-    del output
-    assert free_bytes(copier) == nbytes
-    saved, _output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
-    saved.offload()
-    assert free_bytes(copier) == 0  # the same memory is in use again
-
-
-def free_bytes(copier):
-    return sum(each.nbytes for some in copier._free.values() for each in some)
-
-
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
@@ -232,19 +214,6 @@ def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
 
     expected, found = grads(False), grads(True)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
-
-
-def test_memory_is_kept_for_the_next_step_while_shapes_stay():
-    copier = copier_for(CPU)
-    first = copier.host_memory(1000)
-    copier.give_back(first)
-    copier.end_step()
-    again = copier.host_memory(1000)
-    assert again is first
-    copier.give_back(again)
-    copier.end_step()
-    copier.end_step()  # a step without this size
-    assert copier.host_memory(1000) is not first
 
 
 def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it():

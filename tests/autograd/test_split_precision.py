@@ -98,18 +98,3 @@ def test_a_float32_product_of_bfloat16_factors_is_rounded_once():
     expected = dy.double().t() @ x.double()
     error = (module.weight.main_grad - expected).abs().max()
     assert error <= 1e-6 * (dy.double().abs().t() @ x.double().abs()).max()
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_a_main_grad_may_have_the_parameters_dtype(dtype):
-    """Then it is `.grad` under another name."""
-    torch.manual_seed(0)
-    module = network().to(dtype)
-    x, dy = torch.randn(6, 8, dtype=dtype), torch.randn(6, 4, dtype=dtype)
-    module(x).backward(dy)
-    expected = grads_of(module)
-    module.zero_grad()
-    _, weight_grads = backward_input(with_main_grads(module).to(dtype)(x), dy, ())
-    weight_grads.accumulate()
-    for name, parameter in module.named_parameters():
-        torch.testing.assert_close(parameter.main_grad.to(dtype), expected[name], rtol=1e-5, atol=1e-5)

@@ -129,27 +129,6 @@ def test_shapes_may_differ_between_microbatches():
     assert_close(first[1], second[1], tolerance=0)
 
 
-def test_on_one_rank_shapes_may_always_differ():
-    """No message, nothing to agree on."""
-    found = piped(0, pruners, of_different_lengths(), "zb_v", 1)
-    assert_equals_plain([found], pruners, of_different_lengths(), 2)
-
-
-def disagree(rank):
-    timetable = plan("1f1b", 2, 2)
-    try:
-        Pipeline({rank: linear(0)}, timetable, F.mse_loss, dynamic_shapes=rank == 1)
-    except ValueError as error:
-        return str(error)
-
-
-def test_ranks_must_agree_on_dynamic_shapes():
-    expected = (
-        "the ranks of this job have different pipelines:\n  dynamic_shapes: False on rank 0; True on rank 1"
-    )
-    assert run_ranks(disagree, 2) == [expected] * 2
-
-
 # ---------------------------------------------------------------- a value that a later stage needs
 
 
@@ -348,23 +327,6 @@ def test_sparse_and_nested_tensors_at_a_boundary_say_what_to_return(turn, messag
     for call in (pipeline.step, pipeline.evaluate):
         with pytest.raises(BoundaryError, match=message):
             call(x, target=x)
-
-
-class Looked(nn.Module):
-    """Looks rows up in its input."""
-
-    def __init__(self, sparse):
-        super().__init__()
-        self.sparse = sparse
-
-    def forward(self, x):
-        return F.embedding(torch.tensor([0, 0]), x, sparse=self.sparse)
-
-
-def test_a_sparse_gradient_of_an_input_passes_dense():
-    """Plain autograd itself refuses it in a linear layer."""
-    found = piped(0, lambda _: [linear(0), Looked(True)], even(2), "zb_v", 1)
-    assert_equals_plain([found], lambda _: [linear(0), Looked(False)], even(2), 2)
 
 
 # ---------------------------------------------------------------- outputs that share memory

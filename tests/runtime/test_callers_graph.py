@@ -8,7 +8,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from helpers.tensors import drawn
-from zbpp import Pipeline, per_microbatch, plan, replicate
+from zbpp import Pipeline, per_microbatch, plan
 
 SIZE, ROWS, M = 5, 8, 4
 
@@ -86,14 +86,6 @@ def test_leaves_and_graphs_in_arguments_keywords_and_target_get_their_gradients(
     assert_close(found, expected)
 
 
-def test_a_replicated_leaf_gets_the_sum_over_microbatches():
-    x, target = drawn(ROWS, SIZE, seed=1), drawn(ROWS, SIZE, seed=2)
-    bias, other = (drawn(SIZE, seed=3).requires_grad_() for _ in range(2))
-    Pipeline({0: Stage(0)}, plan("zb_h1", 1, M), F.mse_loss).step(x, context=replicate(bias), target=target)
-    F.mse_loss(Stage(0)(x, other), target).backward()
-    assert_close({"bias": bias.grad}, {"bias": other.grad})
-
-
 def test_a_step_that_fails_runs_nothing_of_the_callers_graph():
     front, calls = Stage(9), []
 
@@ -129,10 +121,3 @@ def test_a_module_before_the_pipeline_gets_its_gradient_on_the_owner_of_stage_0(
     plain(lambda model: F.mse_loss(model(front(drawn(ROWS, SIZE, seed=8))), drawn(ROWS, SIZE, seed=7)))
     assert_close(first, {name: p.grad for name, p in front.named_parameters()})
     assert second == {}
-
-
-def test_evaluation_takes_tensors_with_a_graph_and_leaves_it():
-    y = (drawn(ROWS, SIZE).requires_grad_() * 2).exp()
-    pipeline = Pipeline({0: Stage(0)}, plan("zb_h1", 1, M), F.mse_loss)
-    assert len(pipeline.evaluate(y, target=y)) == M
-    y.sum().backward()

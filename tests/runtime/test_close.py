@@ -87,24 +87,6 @@ def test_pipelines_may_be_closed_in_any_order_and_new_ones_made():
         assert num_groups == 1
 
 
-def in_parts(rank):
-    """Two pipelines over a part of the job; after the first is closed, a third takes its place."""
-    group = dist.new_group([1, 2])
-    if rank == 0:
-        return []
-    older, younger = (pipeline_of(rank - 1, group=group) for _ in range(2))
-    found = [losses(older)]
-    older.close()
-    with younger, pipeline_of(rank - 1, group=group) as third:
-        found += [losses(younger), losses(third)]
-    return found
-
-
-def test_a_part_of_the_job_may_close_and_make_pipelines_too():
-    for found in run_ranks(in_parts, 3)[1:]:
-        assert found == found[:1] * 3
-
-
 def after_closing(rank):
     pipeline = pipeline_of(rank)
     step(pipeline)
@@ -120,13 +102,6 @@ def after_closing(rank):
 
 def test_gradients_stages_and_the_callers_group_stay_but_no_step_runs():
     assert run_ranks(after_closing, 2) == [(True, [0, 1])] * 2
-
-
-def test_a_pipeline_without_a_job_closes_too():
-    with pipeline_of(0, 1) as pipeline:
-        step(pipeline)
-    with pytest.raises(RuntimeError, match=CLOSED):
-        step(pipeline)
 
 
 # ---------------------------------------------------------------- who waits for whom

@@ -17,7 +17,7 @@ import zbpp
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, checkpoint, clip_grad_norm_, make_mesh
-from zbpp.autograd import WeightGrads, recompute
+from zbpp.autograd import recompute
 from zbpp.runtime import CommunicationError
 
 VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
@@ -729,29 +729,3 @@ def test_shards_beside_tensor_parallel_layers():
         assert norms == pytest.approx(expected, rel=1e-12)
         for name, parameter in whole.named_parameters():
             assert close(grads[name], parameter.grad), name
-
-
-def held_for_w(rank):
-    """Bytes that each W of a step finds, with shards and with whole replicas."""
-    found, accumulate = [], WeightGrads.accumulate
-    for mesh in (make_mesh(shard=2), make_mesh(replicate=2)):
-        held = []
-
-        def recording(weight_grads, held=held):
-            held.append(weight_grads.held_bytes)
-            accumulate(weight_grads)
-
-        WeightGrads.accumulate = recording
-        with pipeline_of(rank, mesh) as pipeline:
-            run_step(pipeline, 0)
-        WeightGrads.accumulate = accumulate
-        found.append(held)
-    return found
-
-
-def test_layers_of_sharded_stages_wait_for_w():
-    """x and dy of four linear layers; a layer computed in B would hold a gradient of its weight instead."""
-    for sharded, whole in run_ranks(held_for_w, 4):
-        assert sharded == whole
-        assert len(sharded) == M
-        assert all(each > 0 for each in sharded)

@@ -1,8 +1,5 @@
 """Weights updated inside the step: losses and weights of the ordinary loop, to the last bit."""
 
-import time
-from functools import partial
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -11,7 +8,6 @@ from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
 from zbpp import GradientRelease, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
-from zbpp.runtime import AgreementError, CommunicationError
 from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
 
 VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5

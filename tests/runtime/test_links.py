@@ -186,19 +186,3 @@ def test_requires_grad_ends_with_the_use_of_a_buffer():
     pool.take(LAYOUT).requires_grad_()
     assert not pool.take(LAYOUT).requires_grad
     assert len(pool) == 1
-
-
-def test_buffers_are_kept_per_layout():
-    pool = BufferPool(CPU)
-    others = [LAYOUT._replace(shape=(9,)), LAYOUT._replace(dtype=torch.float64)]
-    for layout in [LAYOUT, LAYOUT._replace(requires_grad=True), *others] * 2:
-        taken = pool.take(layout)
-        assert (taken.dtype, taken.shape, taken.requires_grad) == layout
-    assert len(pool) == 4
-
-
-def test_fresh_buffers_are_as_asked_for_and_kept_by_nobody():
-    pool = FreshBuffers(CPU)
-    taken = pool.take(LAYOUT._replace(requires_grad=True))
-    assert (taken.dtype, taken.shape, taken.requires_grad) == (torch.float32, (3, 3), True)
-    assert len(pool) == 0

@@ -45,11 +45,6 @@ def test_per_microbatch_with_another_number_of_values_is_refused():
         into_microbatches("argument 0", per_microbatch([1, 2]), 3)
 
 
-@pytest.mark.parametrize("value", [None, 3, 0.5, "causal", (1, 2)])
-def test_other_values_pass_as_they_are(value):
-    assert into_microbatches("option", value, 2) == [value, value]
-
-
 @pytest.mark.parametrize(
     ("rows", "num_microbatches", "nearest"), [(10, 4, "8, 12"), (3, 4, "4"), (0, 4, "4"), (9, 8, "8, 16")]
 )
@@ -65,21 +60,12 @@ def test_a_tensor_without_dimensions_is_refused():
         into_microbatches("scale", torch.tensor(2.0), 2)
 
 
-def test_only_tensors_are_marked():
-    with pytest.raises(TypeError, match="takes a tensor, not float: other values need no mark"):
-        replicate(0.5)
-
-
 def test_keywords_are_split_each_by_its_kind():
     whole = torch.arange(4)
     pieces = Cutter(2).cut_keywords({"mask": whole, "shared": replicate(whole), "causal": True})
     assert [each["mask"].tolist() for each in pieces] == [[0, 1], [2, 3]]
     assert [each["shared"].tolist() for each in pieces] == [[0, 1, 2, 3]] * 2
     assert [each["causal"] for each in pieces] == [True, True]
-
-
-def test_no_keywords_are_no_keywords_for_each_microbatch():
-    assert Cutter(3).cut_keywords({}) == [{}, {}, {}]
 
 
 # ---------------------------------------------------------------- nested values
@@ -110,17 +96,6 @@ def test_tensors_inside_containers_are_split():
         assert piece["c"].name == "name"
 
 
-def test_torchs_own_split_gives_the_same_pieces():
-    from torch.distributed.pipelining.microbatch import split_args_kwargs_into_chunks
-
-    args = ({"ids": torch.arange(12).reshape(6, 2), "more": [torch.arange(6), 3]},)
-    expected, _ = split_args_kwargs_into_chunks(args, {}, 3)
-    for piece, (chunk,) in zip(into_microbatches("argument 0", args[0], 3), expected, strict=True):
-        assert torch.equal(piece["ids"], chunk["ids"])
-        assert torch.equal(piece["more"][0], chunk["more"][0])
-        assert piece["more"][1] == chunk["more"][1] == 3
-
-
 def test_marks_work_inside_containers():
     shared, x = torch.zeros(3), torch.arange(4)
     value = {"mask": replicate(shared), "x": x, "sizes": per_microbatch([1, 2]), "all": replicate((x, 1))}
@@ -129,11 +104,6 @@ def test_marks_work_inside_containers():
     assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1], [2, 3])
     assert (first["sizes"], second["sizes"]) == (1, 2)
     assert first["all"][0] is second["all"][0] is x
-
-
-def test_containers_without_tensors_pass_as_they_are():
-    value = {"options": (1, ["a"]), "none": None}
-    assert all(piece is value for piece in into_microbatches("options", value, 3))
 
 
 def test_a_tensor_inside_that_does_not_divide_is_named_by_its_place():
@@ -154,11 +124,6 @@ def test_an_object_that_hides_tensors_is_refused(value):
     ):
         into_microbatches("argument 0", (torch.zeros(4), value), 2)
     assert into_microbatches("argument 0", replicate(value), 2) == [value, value]
-
-
-def test_objects_and_modules_without_a_batch_pass_as_they_are():
-    for value in (Holder("x"), torch.nn.Linear(2, 2), print):
-        assert into_microbatches("option", value, 2) == [value, value]
 
 
 def test_a_target_with_another_number_of_rows_is_refused():

@@ -8,7 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zbpp
-from zbpp.error_text import error_text, first_cause
 from zbpp.runtime import BoundaryError, StageWorker
 from zbpp.runtime.call import Feed
 
@@ -121,36 +120,3 @@ def test_the_stage_before_is_blamed_only_until_a_call_has_passed():
         worker.forward(0, (X,))
     assert type(caught.value) is ValueError
     assert "the forward was given what stage 0 returned" in caught.value.__notes__[0]
-
-
-class Mute(Exception):
-    def __str__(self):
-        raise ValueError("no text")
-
-
-def test_errors_become_texts_that_can_be_sent():
-    assert error_text(ValueError("x")) == "ValueError: x"
-    assert error_text(Mute()) == "Mute: (its text can't be made: ValueError in __str__)"
-    assert error_text(OSError("a\udcff")) == "OSError: a\\udcff"
-    assert len(error_text(ValueError("x" * 10**7))) < 11_000
-
-
-class FailsInB(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        raise ArithmeticError("planted")
-
-
-def test_the_chain_of_causes_of_an_error_in_b_ends():
-    """autograd raises the error of a Function with itself as its cause."""
-    made = pipeline(lambda output, _: FailsInB.apply(output).sum())
-    with pytest.raises(ArithmeticError, match="planted") as caught:
-        made.step(X, target=X)
-    assert first_cause(caught.value) is caught.value
-    outer = ValueError("outer")
-    outer.__cause__ = caught.value
-    assert first_cause(outer) is caught.value

@@ -1,13 +1,10 @@
 """Memory that does not grow: with the number of microbatches, and with the number of steps."""
 
-import gc
-
 import pytest
 import torch
-from optimi import AdamW
 
 from helpers.processes import run_ranks
-from zbpp import GradientRelease, OptimizerAccumulation, Pipeline, plan
+from zbpp import Pipeline, plan
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.measure.live_tensors import live_bytes
 
@@ -53,47 +50,3 @@ def test_buffers_and_live_bytes_do_not_grow_with_the_number_of_microbatches(sche
         assert live[0] >= BOUNDARY
         # The losses, 4 bytes for each microbatch, are the caller's.
         assert max(live) - min(live) <= 4 * (SIZES[-1] - SIZES[0]) < BOUNDARY
-
-
-def run_60_steps(rank, release="off"):
-    """What lives after 10 steps and after 60 without garbage collection, and the bytes between."""
-    pipeline = pipeline_for(rank, "zb_v", 2, 2)
-    if release != "off":
-        optimizer = AdamW(pipeline.parameters(), lr=1e-6, gradient_release=True)
-        pipeline.use((OptimizerAccumulation if release == "accumulate" else GradientRelease)(optimizer))
-    batch = torch.ones(2, SIZE)
-
-    def steps(number):
-        for _ in range(number):
-            pipeline.step(batch, target=batch)
-
-    gc.disable()
-    try:
-        steps(10)
-        before = census()
-        level = live_bytes(lambda: steps(50), CPU)
-        return before, census(), level.after, level.highest
-    finally:
-        gc.enable()
-
-
-def census():
-    """Objects that the garbage collector knows, by kind, where a leak would show."""
-    objects = gc.get_objects()
-    tensors = [each for each in objects if issubclass(type(each), torch.Tensor)]
-    storages = {each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in tensors}
-    kinds = [type(each).__name__ for each in objects]
-    return {
-        "tensors": len(tensors),
-        "bytes": sum(storages.values()),
-        **{kind: kinds.count(kind) for kind in ("Work", "GradientEdge", "Feed", "WeightGrads", "frame")},
-    }
-
-
-@pytest.mark.parametrize("release", ["off", "step", "accumulate"])
-def test_nothing_outlives_a_step_with_the_garbage_collector_off(release):
-    for before, afterwards, new_bytes, highest in run_ranks(run_60_steps, 2, release):
-        assert before == afterwards
-        assert before["tensors"] > 0
-        assert new_bytes == 0
-        assert highest > BOUNDARY
