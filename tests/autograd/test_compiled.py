@@ -432,23 +432,9 @@ def test_explain_says_where_a_compiled_gradient_is_computed_and_why(retreats):
     assert explanation.held_bytes == weight_grads.held_bytes
 
 
-def test_a_torch_that_lacks_a_part_is_refused_by_what_it_lacks(monkeypatch):
-    monkeypatch.delattr("torch._functorch.aot_autograd.aot_export_joint_with_descriptors")
-    with pytest.raises(
-        RuntimeError, match=r"need torch's aot_export_joint_with_descriptors, .* compile=none"
-    ):
-        compile_stage(nn.Linear(2, 2))
-
-
 @pytest.mark.parametrize("part", ["_dynamo", "_functorch", "_inductor"])
 def test_each_part_of_torchs_compiler_is_used_in_one_file(part):
     files = [path for path in Path(zbpp.__file__).parent.rglob("*.py") if path.stem != "fork_server"]
     assert [path.stem for path in files if f"torch.{part}" in path.read_text()] == [
         {"_functorch": "aot_autograd"}.get(part, part.lstrip("_"))
     ]
-
-
-def test_without_a_compiler_it_says_what_to_install(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler.*install one .*compile=none"):
-        compile_stage(nn.Linear(2, 2))

@@ -22,8 +22,6 @@ from zbpp.autograd.compiled.fx_graphs import extract, is_random, placeholders
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 from zbpp.autograd.models.auxiliary import auxiliary_loss
 
-NEEDED = ("torch._functorch.aot_autograd", "aot_export_joint_with_descriptors")
-
 Source = str | int  # a module's parameter or buffer by name, or the position of an argument
 
 
@@ -60,7 +58,7 @@ def capture(
         except CaptureError:
             raise
         except Exception as error:  # Dynamo, the module's own code and the tracers may raise anything
-            reason = _foreign_tensors(module, error) or _auxiliary_loss(error) or first_line(error)
+            reason = _auxiliary_loss(error) or first_line(error)
             raise CaptureError(reason) from error
 
 
@@ -217,20 +215,6 @@ def _output_of(description: Any) -> int:
     if not isinstance(description, PlainAOTOutput):
         raise CaptureError(f"a gradient of a kind that is not handled: {description.expr()}")
     return description.idx
-
-
-def _foreign_tensors(module: nn.Module, error: Exception) -> str:
-    """A clearer text for the tracer's error about a tensor it does not know; "" for any other error."""
-    if "convert all Tensors to FakeTensors" not in str(error):
-        return ""
-    names = [
-        f"{path}.{name}".removeprefix(".")
-        for path, each in module.named_modules()
-        for name, value in vars(each).items()
-        if isinstance(value, Tensor)
-    ]
-    which = f", perhaps {', '.join(names)}" if names else ""
-    return f"it uses a tensor that is neither argument, parameter nor buffer{which}: use register_buffer"
 
 
 def _auxiliary_loss(error: Exception) -> str:

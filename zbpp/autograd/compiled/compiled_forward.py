@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +15,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from zbpp.autograd.compiled import aot_autograd, dynamo, inductor
 from zbpp.autograd.compiled.aot_autograd import capture
 from zbpp.autograd.compiled.build_split import build_split
 from zbpp.autograd.compiled.cache_keys import signature, structure_of, text_of
 from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
-from zbpp.autograd.compiled.inductor import Backend, check_compiler, quiet
+from zbpp.autograd.compiled.inductor import Backend
 from zbpp.autograd.explain import NOT_COMPILED
 
 _log = logging.getLogger(__name__)
@@ -72,30 +70,15 @@ def compile_stage(
     torch.compile was asked to compile is left to torch.compile.
 
     A plain backward() works; torch.autograd.grad finds no parameters, as with `zbpp.checkpoint`.
-    Raises ValueError for a budget out of range, RuntimeError without a suitable torch or C++ compiler.
+    Raises ValueError for a budget out of range.
     """
     if not 0 <= budget <= 1:
         raise ValueError(f"budget={budget} is a share of the memory that F keeps: write 0 to 1")
-    _check_torch()
-    if backend == "inductor" and any(each.device.type == "cpu" for each in module.parameters()):
-        check_compiler()
     compiler = _Compiler(backend, budget, {} if cache is None else cache, say)
     if whole or has_compiled(module):
         _replace_forward(module, name, compiler)
     else:
         _replace_forward_of_layers(module, f"{name} ", compiler)
-
-
-def _check_torch() -> None:
-    for module, name in (dynamo.NEEDED, aot_autograd.NEEDED, inductor.NEEDED):
-        try:
-            with quiet():
-                getattr(import_module(module), name)
-        except (ImportError, AttributeError):
-            raise RuntimeError(
-                f"compiled stages need torch's {name}, which torch {torch.__version__} does not have: "
-                "install another (2.11 to 2.15 have it), or write compile=none"
-            ) from None
 
 
 def _replace_forward(module: nn.Module, name: str, compiler: _Compiler) -> None:

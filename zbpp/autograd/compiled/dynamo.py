@@ -23,8 +23,6 @@ from torch.fx import GraphModule, Node
 
 from zbpp.autograd.models.python_generators import restored_python_generators
 
-NEEDED = ("torch._dynamo.functional_export", "dynamo_graph_capture_for_export")
-
 # Hugging Face's models set and reset this global in each forward.
 _COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,20 +20,6 @@ Boxed = Callable[[list[Any]], Any]
 """A compiled graph. It empties the list of its inputs, and frees each input after its last use."""
 
 aten = torch.ops.aten
-
-NEEDED = ("torch._inductor.compile_fx", "compile_fx_inner")
-
-
-def check_compiler() -> None:
-    """Raise RuntimeError if Inductor would find no C++ compiler for the CPU."""
-    from torch._inductor import config
-
-    known = [config.cpp.cxx] if isinstance(config.cpp.cxx, str) else config.cpp.cxx
-    if not any(name and shutil.which(name) for name in known):
-        raise RuntimeError(
-            "compiling for the CPU needs a C++ compiler, and there is neither g++ nor what CXX names: "
-            "install one (apt-get install g++), or write compile=none"
-        )
 
 
 def build(graph: GraphModule, backend: Backend, *, trusted: bool = False) -> Boxed:
