@@ -19,7 +19,6 @@ from zbpp import config as configs
 from zbpp.ranges import ConfigError
 from zbpp.run import app
 from zbpp.run.elastic import adapted
-from zbpp.training.folder.run_folder import FolderError, claimed
 
 ROOT = Path(__file__).parent.parent
 RANKS, STEPS = 4, 24
@@ -237,20 +236,3 @@ def test_a_number_of_processes_that_can_not_be_used_is_refused(left, override, w
     config = composed(["model=mlp", "data=regression", *given])
     with pytest.raises(ConfigError, match=f"^parallel.elastic=true: .*{why}"):
         adapted(configs.typed(config), configs.flat(config), left)
-
-
-def test_a_job_started_again_with_another_number_of_ranks_is_refused(tmp_path, monkeypatch):
-    """Without parallel.elastic; a user's new command may have any number."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
-    with claimed(tmp_path / "run") as folder:
-        folder.begin(0, 4)
-    with claimed(tmp_path / "run", resume="auto") as folder:
-        folder.check_number(3)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    with claimed(tmp_path / "run", resume="auto") as folder:
-        folder.check_number(4)
-        with pytest.raises(
-            FolderError, match="began with 4 processes .* with 3: write parallel.elastic=true"
-        ):
-            folder.check_number(3)

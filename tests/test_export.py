@@ -14,8 +14,8 @@ from zbpp import Pipeline, plan
 from zbpp.commands import export
 from zbpp.config import instantiate_node
 from zbpp.training.fine_tuned import FineTuned
-from zbpp.training.folder.weights import save_weights
 from zbpp.training.lora import save_adapter
+from zbpp.training.weights import save_weights
 
 SIZES = {"vocab_size": 40, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}
 NATIVE = {**SIZES, "sequence_length": 16, "tie_embeddings": True}

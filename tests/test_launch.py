@@ -37,7 +37,7 @@ from zbpp.render import render_curves
 from zbpp.render.style import headline
 from zbpp.run import app, results
 from zbpp.schedule import PlanError, to_csv
-from zbpp.training.folder.run_folder import FolderError
+from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
 TINY = ["steps=3", "num_microbatches=4", "microbatch_size=2", "parallel.device=cpu", "parallel.timeout=100"]

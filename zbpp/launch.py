@@ -45,13 +45,12 @@ def refusals() -> tuple[type[Exception], ...]:
         StartError,
     )
     from zbpp.runtime.memory.weight_buffers import OffloadError
-    from zbpp.training.callbacks import CallbackError
-    from zbpp.training.folder.run_files import FolderError
     from zbpp.training.leaving import MetricError
     from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.optim.precision import LossScaleError
+    from zbpp.training.run_folder import FolderError
 
-    training = CallbackError, FolderError, LossScaleError, MetricError, NonFiniteError
+    training = FolderError, LossScaleError, MetricError, NonFiniteError
     return (
         ConfigError,
         PlanError,

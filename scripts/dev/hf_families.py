@@ -264,7 +264,7 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
 
     from zbpp.planning import plan
     from zbpp.runtime import Pipeline
-    from zbpp.training.folder.weights import save_weights
+    from zbpp.training.weights import save_weights
 
     timetable = plan("interleaved_1f1b", 1, 2, stages_per_rank=num_stages)
     pipeline = Pipeline(model, timetable)
@@ -282,7 +282,7 @@ def _trained(model: Any, num_stages: int, tokens: Any, run: Path) -> list[Any]:
 
 def _exported(model: Any, folder: Path) -> None:
     from zbpp.models.hf.export import write_folder
-    from zbpp.training.folder.weights import weights_of_run
+    from zbpp.training.weights import weights_of_run
 
     saved = weights_of_run(folder / "run")
     write_folder(

@@ -25,9 +25,9 @@ import zbpp
 from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.checkpoints.reading import read_metadata
-from zbpp.training.folder.checkpoints import Checkpoints
-from zbpp.training.folder.weights import weights_of_run
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
+from zbpp.training.weights import weights_of_run
 
 
 def pipeline_of(*sizes, names=None):

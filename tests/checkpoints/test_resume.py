@@ -13,7 +13,7 @@ from zbpp.checkpoints import CheckpointError
 from zbpp.checkpoints.writing import Part
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
-from zbpp.training.folder.checkpoints import Checkpoints
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import EarlyStop, StopAfter
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.optim.post_validated_update import Validation

@@ -11,8 +11,8 @@ from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optim
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
-from zbpp.training.folder.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.post_validation import Validation
 from zbpp.training.replan import Replan

@@ -14,7 +14,7 @@ from zbpp import Pipeline, clip_grad_norm_, plan
 from zbpp.autograd import recompute
 from zbpp.models.gpt import Gpt
 from zbpp.runtime.parallel.ties import check_ties, report_of, shared_parameters, ties_of
-from zbpp.training.folder.weights import save_weights
+from zbpp.training.weights import save_weights
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

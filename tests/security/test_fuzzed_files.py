@@ -15,7 +15,7 @@ from zbpp.checkpoints.folders import manifest_of
 from zbpp.models.hf.config import read_config
 from zbpp.schedule import PlanError, Timetable, simulate
 from zbpp.schedule.interchange import read_bytes
-from zbpp.training.folder.run_folder import FolderError, check_free
+from zbpp.training.run_folder import FolderError, check_free
 
 
 @pytest.fixture(scope="module")

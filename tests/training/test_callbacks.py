@@ -3,7 +3,6 @@
 import json
 import math
 
-import numpy as np
 import pytest
 import torch
 
@@ -11,8 +10,8 @@ from helpers.configs import composed
 from helpers.trainers import small_trainer
 from zbpp.builders.callbacks import build_own_callbacks
 from zbpp.config import ConfigError
-from zbpp.training.callbacks import Callback, CallbackError
-from zbpp.training.loggers import finite
+from zbpp.training.callbacks import Callback
+from zbpp.training.loggers import JsonLines, Loggers
 from zbpp.training.optim.post_validated_update import Validation
 
 
@@ -80,40 +79,13 @@ class Adds(Callback):
             self.change(metrics)
 
 
-def test_what_a_callback_adds_is_written_and_a_tensor_with_one_element_is_its_number():
-    given = {
-        "tensor": torch.tensor([[2.5]], requires_grad=True),
-        "whole": torch.tensor(7),
-        "flag": torch.tensor(True),
-        "numpy": np.float32(0.5),
-        "nothing": None,
-        "many": [1, 2.0, {"a": "b"}],
-        "nan": math.nan,
-    }
+def test_a_tensor_that_a_callback_adds_is_written_as_its_number(tmp_path):
+    given = {"tensor": torch.tensor([[2.5]], requires_grad=True), "flag": torch.tensor(True), "nan": math.nan}
     (metrics,) = small_trainer(callbacks=[Adds(lambda each: each.update(given))]).run(1)
-    written = json.loads(json.dumps(finite(metrics), allow_nan=False))
-    expected = {**given, "tensor": 2.5, "whole": 7, "flag": True, "numpy": 0.5, "nan": "NaN"}
-    assert {key: written[key] for key in given} == expected
-    assert [type(metrics[key]) for key in ("tensor", "whole", "flag", "numpy")] == [float, int, bool, float]
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (
-            lambda each: each.update(t=torch.ones(3)),
-            r"Adds sets 't' .* a Tensor of shape \[3\], .* write a number",
-        ),
-        (
-            lambda each: each.update(o=object()),
-            r"callback Adds sets 'o' .* an object, which metrics.jsonl can't",
-        ),
-        (lambda each: each.update(l=[math.nan]), r"callback Adds sets 'l' in the metrics to a list, which"),
-    ],
-)
-def test_what_a_callback_must_not_do_to_the_metrics_is_refused_by_callback_and_key(change, words):
-    with pytest.raises(CallbackError, match=words):
-        list(small_trainer(callbacks=[Adds(change)]).run(1))
+    with Loggers([JsonLines(tmp_path / "metrics.jsonl")]) as loggers:
+        loggers.log(metrics)
+    written = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert [written[key] for key in given] == [2.5, True, "NaN"]
 
 
 class Foreign:

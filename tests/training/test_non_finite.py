@@ -14,7 +14,7 @@ from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
 from zbpp.data import Data, loaded_data
 from zbpp.training import begun_steps
-from zbpp.training.folder.checkpoints import Checkpoints, check_savable
+from zbpp.training.checkpoints import Checkpoints, check_savable
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
 from zbpp.training.optim.post_validated_update import Validation

@@ -5,7 +5,7 @@ from collections import Counter
 
 from helpers.trainers import small_trainer
 from zbpp.runtime.measure import ProfilerNames
-from zbpp.training.profile import Profile
+from zbpp.training.callbacks import Profile
 
 
 def profiled(path, steps, num_steps, **options):

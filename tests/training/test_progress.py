@@ -7,8 +7,8 @@ from rich.console import Console
 
 from helpers.trainers import small_trainer
 from zbpp.job.world import World
+from zbpp.training.loggers import _Line, brief, progress
 from zbpp.training.measured_steps import LiveFigures
-from zbpp.training.progress import _Line, brief, progress
 
 MEASURED = {
     "measured_steps": "steps 2-3",

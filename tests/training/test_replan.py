@@ -13,7 +13,7 @@ from helpers.trainers import small_trainer
 from zbpp import Pipeline, PlanError, Recorder, Timetable, make_mesh, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
-from zbpp.training.folder.checkpoints import Checkpoints
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.optim.post_validated_update import Validation

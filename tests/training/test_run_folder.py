@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from zbpp.training.folder.run_folder import FolderError, check_free, claimed
+from zbpp.training.run_folder import FolderError, check_free, claimed
 
 
 @pytest.fixture(autouse=True)
@@ -187,40 +187,36 @@ def test_a_run_with_checkpoints_goes_on_in_the_same_files(tmp_path, monkeypatch)
         begun(folder, [])
     assert begun(folder, [3, 4], step=2, resume="auto") == folder / "checkpoints"
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3, 4]
-    assert steps_in(folder / "attempt-1/metrics.jsonl") == [3]
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-2"]
 
 
-def test_going_on_from_an_earlier_checkpoint_keeps_the_later_ones_aside(tmp_path):
+def test_an_earlier_checkpoint_of_a_run_is_refused_until_the_later_ones_are_gone(tmp_path):
     folder = tmp_path / "run"
     begun(folder, [1, 2, 3, 4])
     checkpoint(folder, 2)
     checkpoint(folder, 4)
-    (folder / "summary.json").write_text("{}")
     (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
     source = folder / "checkpoints/step-2"
+    with pytest.raises(FolderError, match="holds later checkpoints .* or remove step-4"):
+        begun(folder, [3], step=2, resume=str(source))
+    (folder / "checkpoints/step-4").rmdir()
+    (folder / "summary.json").write_text("{}")
     assert begun(folder, [3], step=2, resume=str(source)) == source
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
-    assert steps_in(folder / "attempt-1/metrics.jsonl") == [3, 4]
     assert steps_in(folder / "samples.jsonl") == [2]
-    assert steps_in(folder / "attempt-1/samples.jsonl") == [4]
-    assert (folder / "attempt-1/checkpoints/step-4").is_dir()
     assert not (folder / "summary.json").exists()
 
 
-@pytest.mark.parametrize("step", [2, 3])
-def test_weights_of_a_run_that_was_left_are_not_taken_for_those_of_the_run_that_goes_on(tmp_path, step):
+def test_weights_of_a_run_that_was_left_are_not_taken_for_those_of_the_run_that_goes_on(tmp_path):
     """It may have another number of stages, be killed, or train other parameters."""
     folder = tmp_path / "run"
     begun(folder, [1, 2, 3])
-    checkpoint(folder, step)
+    checkpoint(folder, 3)
     (folder / "stage-0-of-2.safetensors").write_text("of step 3")
     (folder / "adapter").mkdir()
     (folder / "adapter/adapter_model.safetensors").write_text("of step 3")
-    begun(folder, [], step=step, resume="auto")
-    found = {str(path.relative_to(folder)) for path in folder.rglob("*.safetensors")}
-    names = {"attempt-1/stage-0-of-2.safetensors", "attempt-1/adapter/adapter_model.safetensors"}
-    assert found == (names if step == 2 else set())  # after step 3 they are what the checkpoint has
+    begun(folder, [], step=3, resume="auto")
+    assert list(folder.rglob("*.safetensors")) == []
 
 
 def test_a_new_run_leaves_no_adapter_of_the_old_one(tmp_path):
@@ -301,15 +297,6 @@ def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with
     (folder / "summary.json").write_text('{"left": "SIGUSR1"}')
     assert begun(folder, [5], step=4, **options) == folder / "checkpoints"
     assert steps_in(folder / "metrics.jsonl") == [3, 4, 5]
-    # Going back within the folder is going back, unless that was done already.
-    checkpoint(folder, 6)
-    back = {"resume": str(folder / "checkpoints/step-4")}
-    assert begun(folder, [5], step=4, **back) == folder / "checkpoints/step-4"
-    checkpoint(folder, 6)
-    assert begun(folder, [5], step=4, **back) == folder / "checkpoints/step-4"
-    checkpoint(folder, 6)
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    assert begun(folder, [7], step=6, **back) == folder / "checkpoints"
 
 
 def test_checkpoints_of_another_run_begin_a_new_run(tmp_path):

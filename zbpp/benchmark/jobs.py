@@ -21,8 +21,8 @@ from zbpp.job.world import world
 from zbpp.planning import plan
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Timetable
-from zbpp.training.folder.run_folder import RunFolder, claimed
 from zbpp.training.measured_steps import machine
+from zbpp.training.run_folder import RunFolder, claimed
 
 Summary = dict[str, Any]
 

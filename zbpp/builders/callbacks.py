@@ -13,14 +13,13 @@ from zbpp.data.tokenizer import begin_and_ends, load_tokenizer
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast
 from zbpp.job.world import World
-from zbpp.training.callbacks import Callback, CheckReplicas
-from zbpp.training.folder.checkpoints import Checkpoints
-from zbpp.training.folder.run_folder import CHECKPOINTS, RunFolder
+from zbpp.training.callbacks import Callback, CheckReplicas, Profile
+from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import EarlyStop, StopAfter, TimeLimit
 from zbpp.training.loggers import JsonLines, Logger, Loggers, TensorBoard, Wandb
 from zbpp.training.measured_steps import LiveFigures
 from zbpp.training.optim.precision import PRECISIONS
-from zbpp.training.profile import Profile
+from zbpp.training.run_folder import CHECKPOINTS, RunFolder
 from zbpp.training.sampling import Bytes, Coder, Sampler, TokenizerFile
 from zbpp.training.trainer import Trainer
 

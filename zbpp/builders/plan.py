@@ -13,7 +13,7 @@ from zbpp.planning import RankCosts, canonical_name, compare, read_costs, read_m
 from zbpp.planning.compare import stages_per_rank
 from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
-from zbpp.training.summary import Title
+from zbpp.training.measured_steps import Title
 
 
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:

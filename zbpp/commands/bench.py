@@ -25,7 +25,7 @@ def _bench(composed: Composed) -> None:
     from zbpp.benchmark.report import describe, speed_comparisons, table
     from zbpp.launch import on_ranks
     from zbpp.planning import plan
-    from zbpp.training.folder.run_folder import check_free
+    from zbpp.training.run_folder import check_free
 
     config: BenchConfig = composed.tree
     # Before any rank starts: a folder and schedules that can't be used.

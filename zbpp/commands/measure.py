@@ -30,7 +30,7 @@ def _measure(composed: Composed) -> None:
     from zbpp.builders.plan import check_layers
     from zbpp.launch import on_ranks
     from zbpp.planning import plan
-    from zbpp.training.folder.run_folder import check_free
+    from zbpp.training.run_folder import check_free
 
     config: MeasureConfig = composed.tree
     schedule = config.schedule

@@ -38,17 +38,14 @@ from zbpp.run.results import write_results
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.training.fine_tuned import check_fine_tuned
-from zbpp.training.folder.run_folder import RunFolder, check_free, claimed
-from zbpp.training.leaving import LeaveLostFolder, LeaveOnSignal
-from zbpp.training.loggers import Loggers
-from zbpp.training.memory_report import MemoryReport
+from zbpp.training.leaving import LeaveOnSignal
+from zbpp.training.loggers import Loggers, progress
+from zbpp.training.measured_steps import Summary, Title, summarise
+from zbpp.training.memory_report import MemoryReport, out_of_memory_explained
 from zbpp.training.non_finite import NonFinitePolicy
 from zbpp.training.optim.precision import PRECISIONS, LossScale, Precision
-from zbpp.training.optim.room_for_states import check_room
 from zbpp.training.optim.update import Metrics
-from zbpp.training.out_of_memory import MemoryFailure
-from zbpp.training.progress import progress
-from zbpp.training.summary import Summary, Title, summarise
+from zbpp.training.run_folder import RunFolder, check_free, claimed
 from zbpp.training.trainer import Trainer
 
 _GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
@@ -65,39 +62,31 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     config, settings, change = adapted(config, settings, processes_started())
     rank, num_processes = place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
-    memory = MemoryFailure(rank, num_processes)
-    with memory.explained():
+    with out_of_memory_explained(rank):
         job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
     with (
-        _run_folder(config, home, rank, num_processes) as folder,
+        _run_folder(config, home, rank) as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
-        memory.explained(),
+        out_of_memory_explained(rank, here.device),
         _heard_of_last(signals),
     ):
         mesh = build_mesh(config.parallel, here.device.type)
         job = agreed_job(config, settings, job, Place(mesh))
-        memory.device = here.device
-        memory.doing = f"while the stages go to {here.device}, with their optimizer"
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure", ends_process=True)
-        trainer = _trainer_of(config, job, mesh, here, [recorder, memory])
-        memory.doing = "between the steps"
-        check_room(trainer, weights_on_host=config.memory.offload_weights)
+        trainer = _trainer_of(config, job, mesh, here, [recorder])
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
-            folder.begin(trainer.next_step, num_processes)
+            folder.begin(trainer.next_step)
             folder.write("config.yaml", resolved_yaml)
             _print_facts(config, job, change)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers, _recorded(recorder):
             watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
-            lost = [] if folder is None else [LeaveLostFolder(folder)]
-            trainer.callbacks = [*lost, signals, *watching, *trainer.callbacks, *saving]
+            trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, job, trainer, loggers, here)
             write_results(config, path, trainer, measured, title, summary, loggers, is_rank_0=rank == 0)
-        for each in lost:
-            each.check(trainer)
         return summary.figures
 
 
@@ -142,12 +131,10 @@ def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConf
 
 
 @contextmanager
-def _run_folder(config: TrainConfig, home: Path, rank: int, num_processes: int) -> Iterator[RunFolder | None]:
+def _run_folder(config: TrainConfig, home: Path, rank: int) -> Iterator[RunFolder | None]:
     """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with claimed(home / config.run_dir, **options) if rank == 0 else nullcontext() as folder:
-        if folder is not None and not config.parallel.elastic:
-            folder.check_number(num_processes)
         yield folder
 
 
@@ -250,7 +237,6 @@ def _run(
         here,
         PRECISIONS[config.precision].compute,
         seconds=time.monotonic() - begin,
-        layers_per_stage=cut,
     )
     if cut is not None:
         summary.figures["layers_per_stage"] = cut

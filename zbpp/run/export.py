@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zbpp.builders.model import build_model
 from zbpp.config import ConfigError, LoraConfig, naming, read_run_config
-from zbpp.training.folder.weights import weights_of_run
 from zbpp.training.lora import is_adapter, peft_name, write_adapter
+from zbpp.training.weights import weights_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

@@ -12,13 +12,13 @@ from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.training.folder.run_files import FolderError, write_whole
-from zbpp.training.folder.weights import save_weights
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
+from zbpp.training.measured_steps import Summary, Title
 from zbpp.training.memory_report import RankReport, figures
-from zbpp.training.summary import Summary, Title
+from zbpp.training.run_folder import FolderError, write_whole
 from zbpp.training.trainer import Trainer
+from zbpp.training.weights import save_weights
 
 if TYPE_CHECKING:
     from zbpp.prediction.measured_stages import MeasuredStages
@@ -81,8 +81,6 @@ def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer,
         loggers.picture("timeline", path / "timeline.png", trainer.next_step)
     if not_written:
         summary.figures["not_written"] = not_written
-    if loggers.missing_steps:
-        summary.figures["steps_missing_in_metrics"] = loggers.missing_steps
     loggers.summary = summary.figures
     # The last file: with it the run has ended.
     write_whole(path / "summary.json", json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n")

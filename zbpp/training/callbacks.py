@@ -11,13 +11,16 @@ communicate.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from zbpp.checkpoints import Stateful
-from zbpp.error_text import kind_of
-from zbpp.runtime import check_replicas
+from zbpp.runtime import Pipeline, check_replicas
+from zbpp.runtime.measure import ProfilerNames
 from zbpp.training.optim.update import Metrics
 
 if TYPE_CHECKING:
@@ -66,44 +69,10 @@ def states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:
     return found
 
 
-class CallbackError(ValueError):
-    """A mistake in a user's callback."""
-
-
 def call_each(trainer: Trainer, method: str, *args: Any) -> None:
     """Call this method of each callback of the trainer."""
     for callback in trainer.callbacks:
         getattr(callback, method)(trainer, *args)
-
-
-def after_step(trainer: Trainer, step: int, known: list[Metrics]) -> None:
-    """Call `after_step` of each callback. Raises CallbackError for a metric that JSON can't hold.
-
-    A tensor with one element becomes a number.
-    """
-    for callback in trainer.callbacks:
-        before = [set(metrics) for metrics in known]
-        callback.after_step(trainer, step, known)
-        for metrics, old in zip(known, before, strict=True):
-            for key in metrics.keys() - old:
-                metrics[key] = _checked(type(callback).__name__, key, metrics[key])
-
-
-def _checked(name: str, key: Any, value: Any) -> Any:
-    shape = getattr(value, "shape", None)
-    if isinstance(shape, tuple) and all(size == 1 for size in shape) and hasattr(value, "item"):
-        value = value.item()
-    if isinstance(value, float):
-        return value  # NaN and infinity are written as texts
-    try:
-        json.dumps({key: value}, allow_nan=False)
-    except (TypeError, ValueError, RecursionError) as error:
-        kind = kind_of(value) + (f" of shape {list(shape)}" if shape is not None else "")
-        raise CallbackError(
-            f"callback {name} sets {key!r} in the metrics to {kind}, which metrics.jsonl can't hold "
-            f"({error}): write a number, a text, or a tensor with one element"
-        ) from None
-    return value
 
 
 # ----------------------------------------------------------------
@@ -129,3 +98,55 @@ class CheckReplicas(Callback):
         """See Callback."""
         if trainer.next_step % self._every:
             check_replicas(trainer.pipeline, trainer.optimizer, masters=trainer.masters)
+
+
+# ----------------------------------------------------------------
+# torch.profiler over some steps, with the actions of the timetable by their names: `2F5`.
+
+
+class Profile(Callback):
+    """Profiles this rank in `steps`, counted from 1, and writes `path` after the last of them.
+
+    The file is a Chrome trace, for ui.perfetto.dev. A run that ends earlier writes what there is. Before and
+    after these steps the pipeline runs as without this callback.
+    """
+
+    def __init__(self, steps: range, path: Path, *, say: Callable[[str], None] = lambda text: None) -> None:
+        self._steps, self._path, self._say = steps, path, say
+        self._profiler: torch.profiler.profile | None = None
+        self._named: Pipeline | None = None
+        self._names = ExitStack()
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Begin with the first step of the range."""
+        if step + 1 not in self._steps:
+            return
+        if self._named is not trainer.pipeline:  # replanning may have replaced it
+            self._named = trainer.pipeline
+            self._names.close()
+            self._names.enter_context(self._named.using(ProfilerNames()))
+        if self._profiler is None:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if trainer.pipeline.device.type == "cuda":
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            self._profiler = torch.profiler.profile(activities=activities)
+            self._profiler.start()
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """End after the last step of the range."""
+        if step + 1 >= self._steps[-1]:
+            self._end()
+
+    def finish(self, trainer: Trainer) -> None:
+        """End, if the run ends inside the range."""
+        self._end()
+
+    def _end(self) -> None:
+        if self._profiler is None:
+            return
+        self._profiler.stop()
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._profiler.export_chrome_trace(str(self._path))
+        self._say(f"profile of steps {self._steps[0]} to {self._steps[-1]} written to {self._path}")
+        self._names.close()
+        self._profiler, self._named = None, None

@@ -1,11 +1,9 @@
-"""What ends a run early: a signal, a metric that improves no more, a limit of time or steps, a lost folder.
+"""What ends a run early: a signal, a metric that improves no more, a limit of time or steps.
 
 Signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. The run ends in order after its present step: it
 saves, writes its summary, and the process exits with 0.
-A second SIGTERM or Ctrl-C ends the process at once.
-
-Python runs no signal handler while the main thread waits for a message of another rank. But Python's C code
-writes the number of a signal into a pipe at once, and a thread reads the pipe.
+A second SIGTERM or Ctrl-C ends the process at once. Python runs both handlers when the main thread has done
+waiting for a message of another rank; a rank that waits in vain is ended by the launcher's SIGKILL.
 """
 
 from __future__ import annotations
@@ -13,21 +11,15 @@ from __future__ import annotations
 import math
 import os
 import signal
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
-from threading import Thread, Timer, current_thread, main_thread
+from threading import current_thread, main_thread
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from zbpp.error_text import shown_path
 from zbpp.training.callbacks import Callback
-from zbpp.training.folder.run_files import FolderError
-from zbpp.training.folder.run_folder import RunFolder
 from zbpp.training.optim.update import Metrics
-from zbpp.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
@@ -38,7 +30,6 @@ SIGNALS = (*ENDING, signal.SIGUSR1)
 # s: signals that come within this time are one: the terminal (or Slurm) and the launcher may both send it.
 SAME = 0.5
 _POLL = 0.02  # s
-_SOON = 1.0  # s after which a process that has not ended says that it got a signal
 
 
 class LeaveOnSignal(Callback):
@@ -52,6 +43,7 @@ class LeaveOnSignal(Callback):
         self.reason: str | None = None
         self._is_shown = is_shown
         self._trainer: Trainer | None = None
+        self._process = os.getpid()
         self._ended_at: float | None = None  # when the first signal of ENDING came
         self._before: dict[int, Any] = {}
 
@@ -61,6 +53,12 @@ class LeaveOnSignal(Callback):
         if self.reason is not None:
             trainer.leave(self.reason)
 
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Say that the run leaves, once."""
+        if self.reason is not None and self._is_shown:
+            self._is_shown = False
+            print(f"{self.reason}: leaving (a second time: at once)", flush=True)
+
     def wait(self, seconds: float) -> None:
         """Wait for the first signal, but not longer than so many seconds."""
         end = time.monotonic() + seconds
@@ -69,75 +67,30 @@ class LeaveOnSignal(Callback):
 
     def __enter__(self) -> Self:
         if current_thread() is main_thread():
-            read, self._write = os.pipe()
-            os.set_blocking(self._write, False)
-            self._fd_before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
-            self._before = {each: signal.signal(each, _do_nothing) for each in SIGNALS}
-            os.register_at_fork(before=self._hold, after_in_parent=self._let_go, after_in_child=self._forget)
-            Thread(target=self._listen, args=(read,), name="zbpp signals", daemon=True).start()
+            self._before = {each: signal.signal(each, self._take) for each in SIGNALS}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._before:
-            for each, handler in self._before.items():
-                signal.signal(each, handler)
-            signal.set_wakeup_fd(self._fd_before)
-            os.close(self._write)  # the thread's end
+        for each, handler in self._before.items():
+            signal.signal(each, handler)
         self._trainer, self._before = None, {}
 
-    def _hold(self) -> None:
-        """Hold signals back during a fork: the child shares the pipe until its `_forget`."""
-        if self._before:
-            self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-
-    def _let_go(self) -> None:
-        if self._before:
-            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-
-    def _forget(self) -> None:
-        """Give signals their usual effect in a forked child: they are not signals to this rank."""
-        if self._before:
-            signal.set_wakeup_fd(-1)
-            for each in SIGNALS:
-                signal.signal(each, signal.SIG_DFL)
-            self._let_go()
-            self._before = {}
-
-    def _listen(self, read: int) -> None:
-        with suppress(OSError):
-            while numbers := os.read(read, 64):
-                for number in numbers:  # of every signal that has a handler, also a user's
-                    if number in SIGNALS:
-                        self._take(signal.Signals(number))
-        os.close(read)
-
-    def _take(self, received: signal.Signals) -> None:
-        """Leave the run at the first signal; end the process at the second. Runs in the thread."""
+    def _take(self, number: int, frame: object) -> None:
+        """Leave the run at the first signal; end the process at the second."""
+        if os.getpid() != self._process:  # in a forked worker of a data loader
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         now = time.monotonic()
-        if received in ENDING:
+        if number in ENDING:
             if self._ended_at is not None and now - self._ended_at > SAME:
-                os._exit(128 + received)  # the main thread may be blocked
+                os._exit(128 + number)
             self._ended_at = self._ended_at or now
-        if self.reason is not None:
-            return
-        self.reason = received.name
-        if self._trainer is not None:
-            self._trainer.leave(received.name)
-        if self._is_shown:
-            announcement = Timer(_SOON, self._announce, [received.name])
-            announcement.daemon = True
-            announcement.start()
-
-    def _announce(self, name: str) -> None:
-        """Say it, unless the process ends already: a launcher sends SIGTERM when another rank has failed."""
-        if self._before:
-            print(f"{name}: leaving after this step (a second time: at once)", file=sys.stderr, flush=True)
-
-
-def _do_nothing(*_: object) -> None:
-    """Handle a signal: without any handler it would end the process."""
+        if self.reason is None:
+            self.reason = signal.Signals(number).name
+            if self._trainer is not None:
+                self._trainer.leave(self.reason)
 
 
 # ----------------------------------------------------------------
@@ -258,38 +211,3 @@ class StopAfter(Callback):
         self._num_done += 1
         if self._num_done == self._num_steps:
             trainer.leave(f"stop_after={self._num_steps}", agreed=True)
-
-
-# ----------------------------------------------------------------
-# What a run does when its folder is deleted while it trains: it saves itself there and ends with an error.
-#
-# The weights in memory are then the only ones, since the checkpoints are gone, too. If another job has begun
-# a run in the folder meanwhile, nothing is written, and the run ends at once.
-
-
-class LeaveLostFolder(Callback):
-    """Checks after each step that the folder is still there, on the rank that has claimed it."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._is_lost = False
-
-    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
-        """If the folder is gone, make it anew, and let the run leave; the run saves a checkpoint first."""
-        if self._folder.is_there() or not self._folder.make_again():
-            return
-        self._is_lost = True
-        print(
-            f"run_dir={shown_path(self._folder.path)} was deleted: the run saves itself there and ends",
-            flush=True,
-        )
-        trainer.leave("run_dir was deleted")
-
-    def check(self, trainer: Trainer) -> None:
-        """Raise FolderError if the run has left because of its folder."""
-        if self._is_lost and trainer.leaving is not None:
-            raise FolderError(
-                f"run_dir={shown_path(self._folder.path)} was deleted while the run was training. "
-                f"metrics.jsonl and a checkpoint of step {trainer.next_step} are there again; earlier "
-                "checkpoints are gone. Start the same command again: with resume=auto it goes on"
-            )

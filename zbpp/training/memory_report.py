@@ -1,5 +1,7 @@
 """The memory of a run's last step: measured, beside the prediction, and what outlives the step.
 
+Also what an out-of-memory error says.
+
 predicted   computed before the run, from the bytes of its stages: see zbpp.planning.memory_budget
 measured    the bytes held before, during and after each action of one step
 outliving   memory that was allocated in the step and outlives it, for example a tensor that a hook keeps
@@ -15,7 +17,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zbpp.job.errors import is_out_of_memory
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
+from zbpp.runtime.measure import peak_memory_bytes
 from zbpp.runtime.measure.memory_record import MemoryRecord, Span
 from zbpp.runtime.memory.weight_offload import offloaded_weights
 
@@ -142,3 +146,25 @@ def _rank(predicted: RankMemory, measured: RankReport) -> dict[str, Any]:
         "host": predicted.host,
         "outliving": measured.outliving,
     }
+
+
+# ---------------------------------------------------------------- out of memory
+
+
+@contextmanager
+def out_of_memory_explained(rank: int, device: torch.device | None = None) -> Iterator[None]:
+    """Note the rank, its peak so far and `zbpp memory` on an out-of-memory error, which keeps its type.
+
+    The Executor has noted the action. device: None: the CPU.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            peak = peak_memory_bytes(device or torch.device("cpu"))
+            error.add_note(f"rank {rank} is out of memory; its peak so far: {peak / 2**30:.3f} GiB")
+            error.add_note(
+                "`zbpp memory` with the arguments of this run shows each rank's curve, and each switch with "
+                "its time"
+            )
+        raise

@@ -17,10 +17,14 @@ few steps' time: this is done at the first such step, then at most once in 100 s
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
-from zbpp.training.optim.update import Metrics, Outcome
+from zbpp.runtime import NonFinite, Pipeline, find_non_finite
+from zbpp.training.batches import Batch
+from zbpp.training.optim.update import Metrics, Outcome, with_named_losses
 
 POLICIES = ("skip", "stop", "continue")
 _GOES_ON = "resume=auto begins again after the newest checkpoint, if there is one, with the same data"
@@ -152,3 +156,46 @@ class Values:
         """Go on from a `state_dict` (older ones also count loss spikes)."""
         skipped, non_finite, *_, in_a_row = map(int, state["counts"])
         self.num_skipped, self.num_non_finite, self._in_a_row = skipped, non_finite, in_a_row
+
+
+# ----------------------------------------------------------------
+# Steps whose outcome is not known yet. With post-validation an outcome is known one step later.
+
+
+class _Begun(NamedTuple):
+    """step: counted from 1. batch: to run the step again. number: the pipeline's, counted from 0."""
+
+    step: int
+    times: Metrics
+    batch: Batch
+    number: int
+
+
+class BegunSteps:
+    """Turns the outcomes of steps, oldest first, into metrics. values: judges the outcomes."""
+
+    def __init__(self, values: Values) -> None:
+        self._values = values
+        self._begun: deque[_Begun] = deque()
+
+    @property
+    def kept_batches(self) -> list[Batch]:
+        """The batches of the steps whose outcome is not known yet: such a step may be run again."""
+        return [begun.batch for begun in self._begun]
+
+    def add(self, step: int, times: Metrics, batch: Batch, pipeline: Pipeline) -> None:
+        """Note the step (counted from 0) that the pipeline has just run. times: its duration and speed."""
+        self._begun.append(_Begun(step + 1, times, batch, pipeline.num_steps - 1))
+
+    def finish(self, outcome: Outcome, figures: Metrics, pipeline: Pipeline) -> Metrics:
+        """The metrics of the oldest step, whose outcome has become known."""
+        begun = self._begun.popleft()
+        metrics = {"step": begun.step, "loss": outcome.loss, **figures, **begun.times}
+        metrics = with_named_losses(metrics, outcome.named)
+        self._values.judge(outcome, metrics, partial(self._find_non_finite, begun, pipeline))
+        return metrics
+
+    def _find_non_finite(self, begun: _Begun, pipeline: Pipeline) -> NonFinite | None:
+        """Run a step again. With post-validation the weights may have the next step's update already."""
+        args, target = begun.batch
+        return find_non_finite(pipeline, *args, target=target, step=begun.number)

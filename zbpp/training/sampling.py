@@ -19,8 +19,8 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import TENSOR, whole_of
 from zbpp.seeding import seed_of
 from zbpp.training.callbacks import Callback
-from zbpp.training.folder.run_files import Record
 from zbpp.training.optim.update import Metrics
+from zbpp.training.run_folder import Record
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

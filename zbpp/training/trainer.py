@@ -22,17 +22,15 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
-from zbpp.training.begun_steps import BegunSteps
-from zbpp.training.callbacks import Callback, after_step, call_each, states_of
+from zbpp.training.callbacks import Callback, call_each, states_of
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.memory_report import MemoryReport
-from zbpp.training.non_finite import NonFinitePolicy, Values
+from zbpp.training.non_finite import BegunSteps, NonFinitePolicy, Values
 from zbpp.training.optim.choose_update import KnownParameters, check_gradients, make_update
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.update import Metrics, Result
-from zbpp.training.out_of_memory import updating
 from zbpp.training.replan import Replan
 
 _KEPT = 5  # measured steps, or as many as num_recorded
@@ -194,7 +192,7 @@ class Trainer:
             self.timelines[step + 1] = self._recorder.timeline()
             if len(self.timelines) > max(self.num_recorded, _KEPT):
                 del self.timelines[min(self.timelines)]
-        after_step(self, step, known)
+        call_each(self, "after_step", step, known)
         self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
         if not is_last:
             self._replan(step, known)
@@ -233,8 +231,7 @@ class Trainer:
         if self.memory_report is not None:
             self.memory_report.count(batch)
         losses = self.pipeline.step(*args, target=target)
-        with updating():
-            results = self._update.end(self.pipeline, losses)
+        results = self._update.end(self.pipeline, losses)
         if self.scheduler is not None:
             # An update may have been skipped or may be later: torch's schedulers warn before the first one.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own

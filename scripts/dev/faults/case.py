@@ -232,9 +232,6 @@ def newest_in(run: Path) -> int:
 
 def _lost(row: Row, run: Path) -> int:
     """The steps behind the newest checkpoint that have to be done again, or were."""
-    kept = [line["step"] for path in run.glob("attempt-*") for line in lines_of(path)]
-    if kept:
-        return len(kept)
     steps = [line["step"] for line in lines_of(run)]
     return max(0, (steps[-1] if steps else 0) - newest_in(run))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import resource
-import shutil
 import signal
 import subprocess
 import time
@@ -98,16 +97,6 @@ def _at_start(job: Job, step: int, rng: Random) -> Injected:
 def _nan(job: Job, step: int, rng: Random) -> Injected:
     job.wait_for_step(step)
     return Injected(time.time(), f"batch of step {step + 1}")
-
-
-def _delete_run(job: Job, step: int, rng: Random) -> Injected:
-    job.wait_for_step(step)
-    now = time.time()
-    for _ in range(50):  # a checkpoint may be written meanwhile
-        with suppress(OSError):
-            shutil.rmtree(job.folder / "run")
-            break
-    return Injected(now, f"behind step {step}")
 
 
 def _fill_disk(job: Job, step: int, rng: Random) -> Injected:
@@ -242,10 +231,9 @@ KINDS: dict[str, Kind] = {
         before_next=_damage(_truncate),
     ),
     "kill in a save": Kind(inject=_kill_in_a_save, words=("SIGKILL",)),
-    "run_dir deleted": Kind(inject=_delete_run, words=("run_dir=.* was deleted", "resume=auto")),
     "disk full": Kind(
         inject=_fill_disk,
-        words=(r"could not be written \((No space|File too large)", "free space", "complete again"),
+        words=(r"could not be written \((No space|File too large)", "free space"),
         ends="goes on",
         on_small_disk=True,
     ),

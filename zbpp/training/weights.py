@@ -15,8 +15,8 @@ from zbpp.checkpoints import Checkpoint, CheckpointError
 from zbpp.checkpoints.folders import HeldCheckpoint, check_contents, check_sizes, checkpoints_in, step_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
-from zbpp.training.folder.run_files import named_in_errors
 from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.run_folder import named_in_errors
 
 
 def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None = None) -> None:

@@ -1,1 +1,0 @@
-"""What a run leaves on disk: its folder, its files, checkpoints between steps, weights."""
