@@ -13,7 +13,7 @@ from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
 from zbpp.data import Data, loaded_data
-from zbpp.training import begun_steps
+from zbpp.training import non_finite
 from zbpp.training.checkpoints import Checkpoints, check_savable
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
@@ -228,8 +228,8 @@ def test_a_parameter_that_is_nan_stops_the_run_and_is_never_saved(tmp_path, caps
 
 def test_faults_in_a_row_are_counted_and_rarely_searched(monkeypatch):
     trainer = trainer_of(Batches("ever"), non_finite=NonFinitePolicy("skip", max_skipped=4))
-    calls, find = [], begun_steps.find_non_finite
-    monkeypatch.setattr(begun_steps, "find_non_finite", lambda *a, **k: calls.append(1) or find(*a, **k))
+    calls, find = [], non_finite.find_non_finite
+    monkeypatch.setattr(non_finite, "find_non_finite", lambda *a, **k: calls.append(1) or find(*a, **k))
     history, error = run(trainer)
     assert error.startswith("step 6: the loss is NaN. NaN first appeared in the output of layer0.0,")
     assert "4 steps in a row were skipped (max_skipped=4)" in error

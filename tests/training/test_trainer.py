@@ -7,14 +7,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from zbpp.training.progress import brief
-from zbpp.training.summary import Title, summarise
 
 from zbpp import Pipeline, plan
 from zbpp.data import regression_data
 from zbpp.job.world import World
 from zbpp.models.mlp import Mlp
 from zbpp.planning import compare
+from zbpp.training.loggers import brief
+from zbpp.training.measured_steps import Title, summarise
 from zbpp.training.optim.optimizer import OPTIMIZERS, adamw, warmup_cosine
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.trainer import Trainer
