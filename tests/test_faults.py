@@ -24,7 +24,7 @@ def test_after_faults_a_run_has_the_curve_of_the_run_without_them(warm, tmp_path
     row = run_case("exception in B", 0, setting, whole, tmp_path / "one")
     assert row.problems == []
     assert row.recovered.startswith("started again: from step ")
-    faults = [(9, "flipped bit in the newest checkpoint"), (18, "SIGKILL of the last rank")]
+    faults = [(9, "flipped bit in the newest checkpoint"), (18, "SIGTERM of the job")]
     events = chaos(setting, faults, 0, tmp_path / "chaos", lambda event: None)
     run = tmp_path / "chaos" / "run"
     assert [event.fault for event in events] == [name for _, name in faults]

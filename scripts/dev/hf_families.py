@@ -286,7 +286,12 @@ def _exported(model: Any, folder: Path) -> None:
 
     saved = weights_of_run(folder / "run")
     write_folder(
-        folder / "exported", model.library_config(), saved.names, saved.read, dtype=None, bytes_per_file=10**6
+        folder / "exported",
+        model.library_config(),
+        list(saved.sizes),
+        saved.read,
+        dtype=None,
+        bytes_per_file=10**6,
     )
 
 

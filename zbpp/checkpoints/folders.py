@@ -21,9 +21,7 @@ import shutil
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import Any, NamedTuple
-from weakref import finalize
 
 FORMAT = 1  # raised by every change that an older zbpp could not read
 
@@ -222,50 +220,3 @@ def check_contents(path: Path, files: Mapping[str, Written], names: Iterable[str
 
 class CheckpointError(ValueError):
     """A checkpoint that can't be written or loaded; the message says why, and what to do instead."""
-
-
-# ----------------------------------------------------------------
-# Holds a checkpoint of a run that still trains: the run may remove it while somebody reads it.
-
-_PREFIX = ".read-"  # the folder's name; a run looks only for step-... in its checkpoints
-
-
-class HeldCheckpoint:
-    """The files of a checkpoint under second names (hard links), which stay if the run removes the first.
-
-    path: where to read. It is the checkpoint itself where no links can be made (in a read-only folder, on a
-    file system without links): a run may then remove it. The links go with this object. Raises
-    FileNotFoundError if the checkpoint is gone already.
-    """
-
-    def __init__(self, checkpoint: Path) -> None:
-        self.path = checkpoint
-        try:
-            folder = mkdtemp(prefix=_PREFIX, dir=checkpoint.parent)
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return
-        remove = finalize(self, shutil.rmtree, folder, ignore_errors=True)
-        held = Path(folder) / checkpoint.name
-        try:
-            held.mkdir()
-            for file in _files(checkpoint):
-                copy = held / file.relative_to(checkpoint)
-                copy.parent.mkdir(parents=True, exist_ok=True)
-                os.link(file, copy)
-        except FileNotFoundError:
-            remove()
-            raise
-        except OSError:
-            remove()
-        else:
-            self.path = held
-
-
-def _files(folder: Path) -> list[Path]:
-    """All files in a folder. Raises FileNotFoundError where it is gone, which a glob would take for empty."""
-    found = []
-    for entry in os.scandir(folder):
-        found += _files(Path(entry.path)) if entry.is_dir() else [Path(entry.path)]
-    return found

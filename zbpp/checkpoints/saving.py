@@ -1,7 +1,7 @@
 """Saving a checkpoint: all processes agree on it while training stands still, then each writes its part.
 
-all processes   state -> plan -> one gather -> copy (in the background only)     training stands still
-each process    writes its tensors, hashes them, tells the first process         training goes on
+all processes   facts -> one gather -> copy (in the background only)     training stands still
+each process    plans, writes and hashes its tensors, by torch's DCP     training goes on
 the first       .metadata, state.json, manifest.json, rename, `latest`
 """
 
@@ -10,25 +10,35 @@ from __future__ import annotations
 import json
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import folders, model_states, optimizer_states
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.nest import encoded
-from zbpp.checkpoints.optimizer_states import Masters, UnderWay, check_arguments, kind_of, last_of
+from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters, kind_of
 from zbpp.checkpoints.random_states import random_states
-from zbpp.checkpoints.writing import Exchange, Part
+from zbpp.checkpoints.writing import FolderWriter
 from zbpp.error_text import shown_path
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.groups import gloo_group
+from zbpp.runtime.parallel.mesh import Place, local_of
 
 Failed = Callable[[str], None]
+
+# A job of one rank has no process group: DCP says so each time.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
 
 
 @runtime_checkable
@@ -42,35 +52,58 @@ class Stateful(Protocol):
 class Saving:
     """A checkpoint that is being written. path: its final folder. seconds: this process's time to write.
 
-    failed(why): called on the first process, from the thread that writes, if writing fails.
+    is_awaited: whether `wait` was called.
     """
 
     def __init__(
-        self, path: Path, part: Part, exchange: Exchange, place: Place, state: str, keep: int | None
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        facts: str,
+        keep: int | None,
+        place: Place,
+        group: dist.ProcessGroup | None,
     ) -> None:
-        self.path, self._place = path, place
-        self._part, self._exchange, self._state, self._keep = part, exchange, state, keep
-        self._error, self.seconds = "", 0.0
+        self.path, self.seconds = path, 0.0
+        self._tensors, self._writer = dict(tensors), FolderWriter(path, facts, keep)
+        self._place, self._group = place, group
+        self._error, self.is_awaited = "", False
         self._failed: Failed | None = None
         self._thread: threading.Thread | None = None
-        self.under_way = UnderWay(path)
 
     def write(self) -> None:
-        """Write now, and wait."""
-        self._write()
+        """Write now. The next call is `wait`."""
+        begin = time.perf_counter()
+        try:
+            dcp_save(
+                self._tensors,
+                storage_writer=self._writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (Exception, CheckpointException) as error:
+            self._error = f"{shown_path(self.path)} could not be written ({_reason(error)})"
+            if _is_first(self._place):
+                folders.discard(folders.unfinished(self.path))
+                if self._failed is not None:
+                    self._failed(self._error)
+        self._tensors = {}
+        self.seconds = time.perf_counter() - begin
 
-    def write_in_background(self, buffers: dict[Any, Tensor], failed: Failed | None = None) -> None:
-        """Copy the tensors to host memory, then write in a thread. buffers: host memory to use again."""
-        self._part.copy(buffers)
-        self._failed = failed
-        self.under_way.is_open = True
+    def write_in_background(self, failed: Failed | None = None) -> None:
+        """Copy the tensors to host memory, then write in a thread.
+
+        failed(why): called on the first process, from the thread, if writing fails.
+        """
+        self._tensors, self._failed = _on_host(self._tensors), failed
         # Not a daemon: a process that ends, ends after its part is written.
-        self._thread = threading.Thread(target=self._write, name=f"zbpp {self.path.name}")
+        self._thread = threading.Thread(target=self.write, name=f"zbpp {self.path.name}")
         self._thread.start()
 
     @property
     def is_done(self) -> bool:
-        """Whether this process has written its part; the first process also finishes the checkpoint."""
+        """Whether the checkpoint is written, or can't be."""
         return self._thread is None or not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -78,7 +111,7 @@ class Saving:
 
         Raises CheckpointError, on every process, if a process could not write: then nothing is left of it.
         """
-        self.under_way.is_open = False
+        self.is_awaited = True
         if self._thread is not None:
             self._thread.join()
         for error in self._place.gather(self._error):
@@ -86,86 +119,38 @@ class Saving:
                 raise CheckpointError(error)
         return self.path
 
-    def _write(self) -> None:
-        index, begin = self._exchange.index, time.perf_counter()
-        try:
-            self._exchange.post(self._written())
-            if index == 0:
-                self._finish()
-        except Exception as error:
-            self._error = f"{shown_path(self.path)} could not be written ({_named(error)})"
-            if index == 0:
-                folders.discard(folders.unfinished(self.path))
-                if self._failed is not None:
-                    self._failed(self._error)
-        finally:
-            self.seconds = time.perf_counter() - begin
 
-    def _written(self) -> tuple[Any, Any, str]:
-        """Write this process's part: (DCP's results, {file: size and checksum}, error or "").
-
-        The first process writes its part in `_finish` instead.
-        """
-        if self._exchange.index == 0:
-            return [], {}, ""
-        try:
-            return *self._part.write(), ""
-        except Exception as error:
-            return [], {}, f"process {self._exchange.index}: {_named(error)}"
-
-    def _finish(self) -> None:
-        own: tuple[list[Any], dict[str, folders.Written]] = [], {}
-        error = None
-        try:
-            own = self._part.write()
-        except (
-            Exception
-        ) as caught:  # raised below, when all others have ended: then the folder can be removed
-            error = caught
-        told = self._exchange.collect((*own, ""))
-        if error is not None:
-            raise error
-        for *_, refusal in told:
-            if refusal:
-                raise OSError(refusal)
-        folder = folders.unfinished(self.path)
-        files = {name: each for _, written, _ in told for name, each in written.items()}
-        files |= self._part.write_metadata([results for results, *_ in told])
-        files[folders.STATE] = folders.write_file(folder / folders.STATE, self._state)
-        folders.commit(self.path, files)
-        if self._keep is not None:
-            folders.keep_newest(self.path.parent, self._keep, self.path)
+def _is_first(place: Place) -> bool:
+    return place.is_first and place.rank == 0
 
 
-class Saver:
-    """Saves again and again in the background, and copies states into the same host memory each time.
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, so that training may change the tensors."""
+    copies = {}
+    for name, tensor in tensors.items():
+        local = local_of(tensor.detach())
+        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy.copy_(local, non_blocking=True)
+        if local is not tensor and hasattr(tensor, "device_mesh"):
+            # Not from_local, which would move the copy back to the mesh's device.
+            copy = type(tensor.detach())(copy, tensor._spec, requires_grad=False)  # type: ignore[call-overload, attr-defined]  # DTensor's
+        copies[name] = copy
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
 
-    failed(why): called on the first process when a checkpoint could not be written; such a failure is not
-    raised. seconds: the time that writing the last checkpoint took.
-    """
 
-    def __init__(self, failed: Failed) -> None:
-        self._failed = failed
-        self._buffers: dict[Any, Tensor] = {}
-        self._last: Saving | None = None
-        self.seconds = 0.0
-
-    def begin(self, saving: Saving) -> None:
-        """Copy the tensors of `saving`, and write them in the background. Before the next: `settle`."""
-        saving.write_in_background(self._buffers, self._failed)
-        self._last = saving
-
-    def settle(self) -> str:
-        """Wait for the last checkpoint; returns why it could not be written, or nothing. Collective."""
-        last, self._last = self._last, None
-        if last is None:
-            return ""
-        try:
-            last.wait()
-        except CheckpointError as error:
-            return str(error)
-        self.seconds = last.seconds
-        return ""
+def _reason(error: BaseException) -> str:
+    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
+    if isinstance(error, CheckpointException):  # of one or more processes
+        error = next((each for each, _ in error.failures.values()), error)
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:  # a chain may be a circle
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    known = next((each for each in chain if isinstance(each, OSError)), error)
+    return f"{type(known).__name__}: {_line(known)}"
 
 
 def save(
@@ -189,7 +174,7 @@ def save(
     plain values (JSON) to save as well. Gradients are not saved: save after the optimizer's step.
 
     background: return when the state is copied to host memory, and write while training goes on; call
-    `wait()` of the returned Saving before the next save and at the end.
+    `wait()` of the returned Saving at the end. The next save waits, too.
 
     Weights and optimizer states get the names of the whole model: `zbpp.load` takes them under any other cut,
     number of ranks, schedule and mesh. Raises CheckpointError, on every process, if the checkpoint can't be
@@ -199,11 +184,21 @@ def save(
         folder, pipeline, optimizer, step=step, masters=masters, keep=keep, info=info, states=states
     )
     if background:
-        saving.write_in_background({})
+        saving.write_in_background()
     else:
         saving.write()
         saving.wait()
     return saving
+
+
+class _OfPipeline(NamedTuple):
+    """group: in which the processes of a pipeline agree while its training steps use the other groups."""
+
+    group: dist.ProcessGroup | None
+    last: Saving | None
+
+
+_known: WeakKeyDictionary[Pipeline, _OfPipeline] = WeakKeyDictionary()
 
 
 def prepared(
@@ -219,11 +214,14 @@ def prepared(
 ) -> Saving:
     """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
     place = pipeline.place
-    check_arguments(pipeline, optimizer, step, keep)
+    _check_arguments(place, optimizer, step, keep)
     path, tensors = folders.path_of(Path(folder), step), dict[str, Tensor]()
-    part, facts, error = None, {}, ""
-    is_first, is_prepared = place.is_first and place.rank == 0, False
+    facts, error = {}, ""
+    is_first, is_prepared = _is_first(place), False
     pipeline.settle()  # collective; before anything that may fail on one process alone
+    group, last = _known[pipeline] if pipeline in _known else _OfPipeline(gloo_group(place), None)
+    if last is not None and not last.is_awaited:
+        last.wait()
     try:
         json.dumps(info)
         if is_first:
@@ -235,24 +233,38 @@ def prepared(
             name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
         facts["kinds"] = {name: kind_of(each) for name, each in mine.items()}
-        part = Part(tensors, folders.unfinished(path), is_first=is_first)
     except CheckpointError as caught:
         error = _line(caught)
     except Exception as caught:  # of the user's objects, too: the other processes wait
         error = f"{path} can't be written: {type(caught).__name__}: {_line(caught)}"
-    exchange = Exchange(place)
-    told = place.gather((error, part and part.plan, facts))
-    for refusal, *_ in told:
+    told = place.gather((error, facts))
+    for refusal, _ in told:
         if refusal:
             if is_prepared:
                 folders.discard(folders.unfinished(path))
             raise CheckpointError(refusal)
-    assert part is not None
-    part.choose([plan for _, plan, _ in told], exchange.index)
-    whole = _merged([each for *_, each in told], pipeline, step) | {"info": dict(info or {})}
-    saving = Saving(path, part, exchange, place, json.dumps(whole), keep)
-    last_of[pipeline] = saving.under_way
+    whole = _merged([each for _, each in told], pipeline, step) | {"info": dict(info or {})}
+    saving = Saving(path, tensors, json.dumps(whole), keep, place, group)
+    _known[pipeline] = _OfPipeline(group, saving)
     return saving
+
+
+def _check_arguments(place: Place, optimizer: object, step: object, keep: object) -> None:
+    """Raise CheckpointError, on every process, for a bad step or keep, or one that differs. Collective."""
+    refusal = ""
+    if type(step) is not int or not 0 <= step < 2**53:
+        refusal = f"step={step!r}: write how many steps are done, a whole number from 0 to 2^53"
+    elif keep is not None and (type(keep) is not int or keep < 1):
+        refusal = f"keep={keep!r}: write how many checkpoints stay, 1 or more"
+    told = place.gather((refusal, f"step={step!r}, keep={keep!r}", optimizer is None))
+    for each, *_ in told:
+        if each:
+            raise CheckpointError(each)
+    found = sorted({values for _, values, _ in told})
+    if len(found) > 1:
+        raise CheckpointError(f"{found[0]} on one rank, {found[1]} on another one: give all ranks the same")
+    if len({is_none for *_, is_none in told}) > 1:
+        raise CheckpointError(UNEVEN_OPTIMIZERS)
 
 
 def _facts(
@@ -292,17 +304,6 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
         "states": parts[0]["states"],
         "kinds": parts[0]["kinds"],
     }
-
-
-def _named(error: BaseException) -> str:
-    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:  # a chain may be a circle
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    known = next((each for each in chain if isinstance(each, OSError)), error)
-    return f"{type(known).__name__}: {_line(known)}"
 
 
 def _line(error: BaseException) -> str:

@@ -54,14 +54,14 @@ def export(
     described = _described(model)
     from zbpp.models.hf.export import write_folder  # only now: it needs the extra hf
 
-    names = {model.library_name(name): name for name in saved.names}
+    names = {model.library_name(name): name for name in saved.sizes}
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar, naming(f"{run}"):
-        task = bar.add_task(str(folder), total=sum(map(saved.num_bytes, saved.names)))
+        task = bar.add_task(str(folder), total=sum(saved.sizes.values()))
 
         def read(name: str) -> Tensor:
             tensor = saved.read(names[name])
-            bar.advance(task, saved.num_bytes(names[name]))
+            bar.advance(task, saved.sizes[names[name]])
             return tensor
 
         write_folder(
@@ -159,4 +159,4 @@ def _adapters(run: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(run / "adapter" / "adapter_model.safetensors")
         return found
     saved = weights_of_run(run)
-    return {peft_name(name): saved.read(name) for name in saved.names if is_adapter(name)}
+    return {peft_name(name): saved.read(name) for name in saved.sizes if is_adapter(name)}

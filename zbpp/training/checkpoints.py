@@ -7,28 +7,26 @@ of metrics.jsonl.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
 
-from zbpp.checkpoints import Checkpoint, CheckpointError, Saver, opened, prepared, restore
+from zbpp.checkpoints import Checkpoint, CheckpointError, Saving, opened, prepared, restore
 from zbpp.checkpoints.nest import decoded
 from zbpp.error_text import shown_path
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import Timetable
 from zbpp.training.callbacks import Callback
 from zbpp.training.optim.update import Metrics
-from zbpp.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
 
 
 _CALLBACK = "callback."  # names of callbacks' states begin so
-_BYTES_PER_SECOND = 1e8  # that one process writes, assumed until a checkpoint was timed
 
 
 class Checkpoints(Callback):
@@ -48,9 +46,8 @@ class Checkpoints(Callback):
     ) -> None:
         self._folder, self._every, self._keep, self._config = folder, every, keep, config
         self._background = background
-        self._saver = Saver(_report)
+        self._saving: tuple[int, Saving] | None = None  # the step and checkpoint that are being written
         self._last = 0  # the step of the newest whole checkpoint
-        self._under_way = 0  # the step of the checkpoint that is being written
         self._resumed: Checkpoint | None = None  # until the first step that follows it
         self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
@@ -88,11 +85,8 @@ class Checkpoints(Callback):
         self._settle()
 
     def seconds_to_finish(self, trainer: Trainer) -> float:
-        """Seconds for the checkpoint being written and one more; by the weights' size until one is timed."""
-        if self._longest:
-            return 2 * self._longest
-        num_bytes = sum(each.numel() * each.element_size() for each in trainer.pipeline.parameters())
-        return 2 * 3 * num_bytes / _BYTES_PER_SECOND  # weights, and two states of the optimizer
+        """Seconds for the checkpoint being written and one more; unknown until one is timed."""
+        return 2 * self._longest
 
     def resume(self, trainer: Trainer, source: Path, num_steps: int, *, has_ended: bool = True) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
@@ -142,12 +136,13 @@ class Checkpoints(Callback):
         return step > 0 and self._every > 0 and step % self._every == 0
 
     def _settle(self) -> None:
-        """Wait for the checkpoint that is being written."""
-        error = self._saver.settle()
-        self._longest = max(self._longest, self._saver.seconds)
-        if not error:
-            self._last = max(self._last, self._under_way)
-        self._under_way = 0
+        """Wait for the checkpoint that is being written. A failure was reported already."""
+        if self._saving is None:
+            return
+        (step, saving), self._saving = self._saving, None
+        with suppress(CheckpointError):
+            saving.wait()
+            self._last, self._longest = max(self._last, step), max(self._longest, saving.seconds)
 
     def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
         """Save a checkpoint; returns why that is not possible, or nothing."""
@@ -166,8 +161,8 @@ class Checkpoints(Callback):
                 states=trainer.states(),
             )
             if in_background:
-                self._saver.begin(saving)
-                self._under_way = step
+                saving.write_in_background(_report)
+                self._saving = step, saving
             else:
                 saving.write()
                 saving.wait()
@@ -202,26 +197,16 @@ _OF_OPTIMIZER = tuple(
 
 def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
     """Give the callbacks, which join the trainer after `resume`, their states; these hold no tensors."""
-    saved = {name: state for name, state in found.facts["states"].items() if name.startswith(_CALLBACK)}
+    saved = found.facts["states"]
     here = {name: each for name, each in trainer.states().items() if name.startswith(_CALLBACK)}
     for name in saved.keys() & here.keys():
-        state = decoded(saved[name], _no_tensor)
         try:
-            here[name].load_state_dict(state)
+            here[name].load_state_dict(decoded(saved[name], _no_tensor))
         except Exception as error:  # whatever a user's class raises
             raise CheckpointError(
-                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't take its state: is it "
-                f"of another class than the one that saved it? ({type(error).__name__}: {error})"
+                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't take its state "
+                f"({type(error).__name__}: {error})"
             ) from error
-    if saved.keys() != here.keys() and _is_first(trainer):
-        left_out, new = (
-            ", ".join(name.removeprefix(_CALLBACK) for name in sorted(names))
-            for names in (saved.keys() - here.keys(), here.keys() - saved.keys())
-        )
-        if left_out:
-            print(f"{found.path} has states of callbacks that this run lacks: {left_out}", flush=True)
-        if new:
-            print(f"callbacks that begin anew, since {found.path} has no state of them: {new}", flush=True)
 
 
 def _no_tensor(key: str) -> Any:
@@ -276,54 +261,24 @@ def _say_what_changed(found: Checkpoint, trainer: Trainer, changed: Mapping[str,
 
 
 def check_savable(trainer: Trainer) -> None:
-    """Raise CheckpointError, on all processes, for weights that aren't finite or states with NaN. Collective.
+    """Raise CheckpointError, on all processes, for trained weights that aren't finite. Collective.
 
-    Frozen weights and buffers may hold infinities on purpose (masks), an optimizer's state too.
+    Frozen weights and buffers may hold infinities on purpose (masks).
     """
-    for why in trainer.pipeline.place.gather(_fault(trainer)):
-        if why:
-            raise CheckpointError(f"{why}, so this state is not saved")
+    for bad in trainer.pipeline.place.gather(_first_not_finite(trainer)):
+        if bad:
+            raise CheckpointError(f"parameter {bad} is NaN or infinite, so this state is not saved")
 
 
 @torch.no_grad()
-def _fault(trainer: Trainer) -> str:
-    named = list(trainer.pipeline.named_parameters())
-    trained = [(name, each) for name, each in named if each.requires_grad]
-    masters = [] if trainer.masters is None else [(name, trainer.masters.of(each)) for name, each in trained]
-    bad = _first(trained, _is_bad) or _first(masters, _is_bad)
-    if bad is not None:
-        return f"parameter {bad} is NaN or infinite"
-    names = {id(each): name for name, each in [*trained, *masters]}
-    states = [
-        (names.get(id(parameter), "a parameter"), value)
-        for parameter, state in trainer.optimizer.state.items()
-        if isinstance(state, dict)
-        for value in state.values()
-        if isinstance(value, Tensor)
-    ]
-    bad = _first(states, torch.isnan)
-    return "" if bad is None else f"the optimizer's state of {bad} is NaN"
-
-
-def _is_bad(tensor: Tensor) -> Tensor:
-    return ~tensor.isfinite()
-
-
-def _first(tensors: Iterable[tuple[str, Tensor]], is_bad: Callable[[Tensor], Tensor]) -> str | None:
-    """The name of the first tensor with a bad value; None if there is none. One transfer per device."""
-    numbers = [(name, local_of(each.detach())) for name, each in tensors if _has_nan(each.dtype)]
-    numbers = [(name, each) for name, each in numbers if each.numel()]
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = {}
-    for name, each in numbers:
-        by_device.setdefault(each.device, []).append((name, is_bad(each).any()))
-    for flags in by_device.values():
-        found = torch.stack([flag for _, flag in flags]).tolist()
-        for (name, _), flag in zip(flags, found, strict=True):
-            if flag:
-                return name
-    return None
-
-
-def _has_nan(dtype: torch.dtype) -> bool:
-    """Whether NaN can be looked for: float8 has no isnan."""
-    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+def _first_not_finite(trainer: Trainer) -> str:
+    """The name of the first trained weight with such a value; "" if there is none. One transfer."""
+    names, flags = [], []
+    for name, parameter in trainer.pipeline.named_parameters():
+        trained = parameter if trainer.masters is None else trainer.masters.of(parameter)
+        local = local_of(trained.detach())
+        if parameter.requires_grad and local.is_floating_point() and local.dtype.itemsize > 1:
+            names.append(name)
+            flags.append(local.isfinite().all().to(trainer.pipeline.device))
+    found = torch.stack(flags).tolist() if flags else []
+    return next((name for name, is_finite in zip(names, found, strict=True) if not is_finite), "")

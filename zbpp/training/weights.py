@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoints import Checkpoint, CheckpointError
-from zbpp.checkpoints.folders import HeldCheckpoint, check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.optim.master_weights import MasterWeights
@@ -60,44 +59,34 @@ def _copied(tensor: Tensor) -> Tensor:
 # ----------------------------------------------------------------
 # The trained weights in a run's folder, tensor by tensor, by their names in the whole model.
 
-_STAGE_FILE = re.compile(r"stage-(\d+)-of-(\d+)\.safetensors")
 
+class SavedWeights(NamedTuple):
+    """Weights in a folder, each read when it is asked for.
 
-class SavedWeights(Protocol):
-    """Weights in a folder. Each tensor is read when it is asked for."""
+    sizes: {name in the whole model: bytes}. read(name): the tensor, on the CPU.
+    """
 
-    @property
-    def names(self) -> Sequence[str]:
-        """The names in the whole model, in the order in which reading them is cheapest."""
-        ...
-
-    def num_bytes(self, name: str) -> int:
-        """The size of a tensor, in bytes."""
-        ...
-
-    def read(self, name: str) -> Tensor:
-        """A tensor, on the CPU. Raises ValueError for a damaged file."""
-        ...
+    sizes: dict[str, int]
+    read: Callable[[str], Tensor]
 
 
 def weights_of_run(run: Path) -> SavedWeights:
     """The weights that a run has saved at its end (config: save_weights), else its newest whole checkpoint.
 
-    run: the run's folder, or a checkpoint's. Raises ValueError for a folder without weights.
+    run: the run's folder, or a checkpoint's. Raises ValueError for a folder without weights or with damaged
+    ones, and CheckpointError for a checkpoint that a newer zbpp wrote.
     """
     if not run.is_dir():
         raise ValueError(f"{run} is no folder: name the run_dir of a zbpp train")
     if step_of(run) is not None:
-        return CheckpointWeights(run)
-    if any(_STAGE_FILE.fullmatch(path.name) for path in run.iterdir()):
-        return StageFiles(run)
-    for path in _newest_first(run / "checkpoints"):
+        return _of_checkpoint(run)
+    if files := sorted(run.glob("stage-*-of-*.safetensors")):
+        return _of_stages(files)
+    for path in checkpoints_in(run / "checkpoints"):
         try:
-            return CheckpointWeights(path)
+            return _of_checkpoint(path)
         except CheckpointError:
             raise  # a newer zbpp wrote it: an older checkpoint would not be the model that the user means
-        except FileNotFoundError:
-            print(f"passed over: the run has just removed {path}", flush=True)
         except ValueError as error:
             print(f"passed over: {error}", flush=True)
     raise ValueError(
@@ -106,87 +95,47 @@ def weights_of_run(run: Path) -> SavedWeights:
     )
 
 
-def _newest_first(folder: Path) -> Iterator[Path]:
-    """The checkpoints in a folder. A run that trains may add some meanwhile, and remove others."""
-    seen = set[Path]()
-    while new := [path for path in checkpoints_in(folder) if path not in seen]:
-        seen.add(new[0])
-        yield new[0]
+def _of_checkpoint(path: Path) -> SavedWeights:
+    """The model's tensors in a checkpoint, without optimizer states."""
+    try:
+        check_contents(path, files := check_sizes(path), files)
+        found = Checkpoint(path)
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+    shapes = found.shapes()
+    dtypes = {name: found.dtype_of(f"model.{name}") for name in shapes}
 
-
-class CheckpointWeights:
-    """The model's tensors in a checkpoint, without optimizer states. The run may remove it meanwhile.
-
-    Raises FileNotFoundError if it is gone; ValueError if it is damaged; CheckpointError if a newer zbpp wrote
-    it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._held = HeldCheckpoint(path)
-        held = self._held.path
-        try:
-            check_contents(held, files := check_sizes(held), files)
-            self._checkpoint = Checkpoint(held)
-        except CheckpointError as error:
-            raise CheckpointError(str(error).replace(str(held), str(path))) from error
-        except ValueError as error:
-            raise ValueError(f"{path} is damaged: {error}") from error
-        self._shapes = self._checkpoint.shapes()
-
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self._shapes)
-
-    def num_bytes(self, name: str) -> int:
-        return self._dtype(name).itemsize * prod(self._shapes[name])
-
-    def read(self, name: str) -> Tensor:
-        values = torch.empty(self._shapes[name], dtype=self._dtype(name))
-        self._checkpoint.read({f"model.{name}": values})
+    def read(name: str) -> Tensor:
+        values = torch.empty(shapes[name], dtype=dtypes[name])
+        found.read({f"model.{name}": values})
         return values
 
-    def _dtype(self, name: str) -> torch.dtype:
-        return self._checkpoint.dtype_of(f"model.{name}")
+    return SavedWeights({name: dtypes[name].itemsize * prod(shapes[name]) for name in shapes}, read)
 
 
-class StageFiles:
-    """The weights in stage-0-of-4.safetensors and so on. Raises ValueError if one is missing or damaged."""
+def _of_stages(files: Sequence[Path]) -> SavedWeights:
+    """The weights in stage-0-of-4.safetensors and so on."""
+    from safetensors import SafetensorError, safe_open
 
-    def __init__(self, run: Path) -> None:
-        found = {path: match for path in run.iterdir() if (match := _STAGE_FILE.fullmatch(path.name))}
-        counts = {int(match[2]) for match in found.values()}
-        stages = {int(match[1]) for match in found.values()}
-        if len(counts) > 1 or stages != set(range(max(counts))):
-            have = ", ".join(sorted(path.name for path in found))
-            raise ValueError(f"{run} holds the weights of a part of the stages: {have}")
-        self._places: dict[str, tuple[Any, Path]] = {}
-        for path in sorted(found, key=lambda each: int(found[each][1])):
-            file = _opened(path)
-            for name in file.keys():  # noqa: SIM118  # no mapping
-                self._places.setdefault(name, (file, path))
-
-    @property
-    def names(self) -> Sequence[str]:
-        return list(self._places)
-
-    def num_bytes(self, name: str) -> int:
-        part = self._places[name][0].get_slice(name)
-        return _SIZES.get(part.get_dtype(), 4) * prod(part.get_shape())
-
-    def read(self, name: str) -> Tensor:
-        file, _ = self._places[name]
-        tensor: Tensor = file.get_tensor(name)
-        return tensor
+    num_stages = int(files[0].stem.rpartition("-")[2])
+    if len(files) != num_stages:
+        have = ", ".join(path.name for path in files)
+        raise ValueError(f"{files[0].parent} holds the weights of a part of the stages: {have}")
+    places: dict[str, Any] = {}
+    for path in files:
+        file: Any
+        try:
+            # A mapped file would count as memory of this process.
+            file = safe_open(path, framework="pt", device="cpu", backend="pread")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no whole safetensors file ({error})") from error
+        for name in file.keys():  # noqa: SIM118  # no mapping
+            places.setdefault(name, file)
+    parts = {name: file.get_slice(name) for name, file in places.items()}
+    sizes = {name: _SIZES.get(part.get_dtype(), 4) * prod(part.get_shape()) for name, part in parts.items()}
+    return SavedWeights(sizes, lambda name: places[name].get_tensor(name))
 
 
 _SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-
-
-def _opened(path: Path) -> Any:
-    """The opened file. backend="pread": a mapped file would count as memory of this process."""
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(path, framework="pt", device="cpu", backend="pread")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path} is no whole safetensors file ({error})") from error

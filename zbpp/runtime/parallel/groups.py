@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import torch
@@ -18,6 +18,9 @@ from torch._C._distributed_c10d import Store as Store  # re-exported: call_order
 from torch.distributed import distributed_c10d as c10d
 
 from zbpp.job.agreement import broadcast
+
+if TYPE_CHECKING:
+    from zbpp.runtime.parallel.mesh import Place
 
 
 def link_groups(
@@ -73,6 +76,18 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
+def gloo_group(place: Place) -> dist.ProcessGroup | None:
+    """A new group of all processes of a mesh, in their order, on gloo; None for one process. Collective.
+
+    In it threads may talk while training steps use the other groups.
+    """
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    told = place.gather((mine, unique_name()))
+    if len(told) == 1:
+        return None
+    return _group_by_its_ranks([rank for rank, _ in told], told[0][1], timedelta(minutes=30), backend="gloo")
+
+
 def job_store(prefix: str) -> Store:
     """The job's store, where every key gets `prefix` in front."""
     _, store = c10d._world.pg_map[c10d._get_default_group()]
@@ -124,7 +139,7 @@ def _group_by_all(
 
 
 def _group_by_its_ranks(
-    ranks: list[int], name: str, timeout: timedelta, options: Any = None
+    ranks: list[int], name: str, timeout: timedelta, options: Any = None, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A process group of these ranks, None on the others; only these ranks need to call it.
 
@@ -135,13 +150,13 @@ def _group_by_its_ranks(
     if dist.get_rank() not in ranks:
         return None
     places = {rank: place for place, rank in enumerate(ranks)}
-    backend, store = c10d._world.pg_map[c10d._get_default_group()]
+    own_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     made: dist.ProcessGroup
     made, _ = c10d._new_process_group_helper(
         len(ranks),
         places[dist.get_rank()],
         ranks,
-        backend,
+        backend or own_backend,
         store,
         name,  # type: ignore[arg-type]  # a NewType of str, which not every torch has
         backend_options=options,
