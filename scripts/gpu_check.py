@@ -53,7 +53,7 @@ from bench_split import (
 )
 from torch import Tensor, nn
 
-from zbpp.autograd.offload.host_copier import copier_for
+from zbpp.autograd.offload.host_copier import Copier
 from zbpp.models.llama import Llama
 from zbpp.planning import SCHEDULES, plan
 from zbpp.runtime import ActivationOffload, Pipeline
@@ -327,7 +327,7 @@ def _difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> flo
 def offload(settings: Settings) -> Iterator[Row]:
     """Bandwidth, how much of the copies products hide, and a pipeline with and without offload."""
     nbytes, size = (4 * MIB, 256) if settings.is_small else (512 * MIB, 4096)
-    copier = copier_for(settings.torch_device)
+    copier = Copier(settings.torch_device)
     try:
         leaving = copier.new_storage(nbytes), copier.host_memory(nbytes)
         arriving = copier.new_storage(nbytes), copier.host_memory(nbytes)

@@ -1,14 +1,12 @@
 """Saved tensors that leave and come back: the same gradients, less memory, changes in place noticed."""
 
-from concurrent.futures import Future
-
 import pytest
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 
 from zbpp import ActivationOffload, Costs, Pipeline, backward_input, plan
-from zbpp.autograd.offload.host_copier import _ThreadCopy, copier_for
+from zbpp.autograd.offload.host_copier import Copier
 from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.layout import TensorLayout
@@ -68,7 +66,7 @@ def trained(*, is_away=True, fetched=True):
     if not is_away:
         output = module(tokens())
     else:
-        copier = copier_for(CPU)
+        copier = Copier(CPU)
         saved, output = activations_of(module, copier, lambda: module(tokens()), least_bytes=SMALLEST)
         assert saved.nbytes > 10 * ROWS * SIZE * 4
         saved.offload()
@@ -97,7 +95,7 @@ def test_a_storage_leaves_once_and_its_device_memory_is_free_until_it_is_fetched
     """torch's profiler counts the allocations; host memory is not torch's here."""
     module = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
     x = torch.randn(512, 256)
-    copier = copier_for(CPU)
+    copier = Copier(CPU)
     wide = 512 * 1024 * 4
     kept = []
 
@@ -114,7 +112,7 @@ def test_a_storage_leaves_once_and_its_device_memory_is_free_until_it_is_fetched
 
 
 def test_parameters_buffers_and_what_the_caller_keeps_stay():
-    module, copier = layers(), copier_for(CPU)
+    module, copier = layers(), Copier(CPU)
     x = torch.randn(ROWS, SIZE)
     saved, output = activations_of(
         module, copier, lambda: module.scale * module.out(x) * module.out.weight[0], least_bytes=SMALLEST
@@ -136,7 +134,7 @@ def test_a_received_buffer_is_in_use_until_w_where_offload_alone_holds_it(requir
     layout = TensorLayout(torch.float32, (ROWS, SIZE), requires_grad)
     received = [graph_input(taken_and_filled(pool, layout, 1))]
     address = received[0].data_ptr()
-    saved, output = activations_of(module, copier_for(CPU), lambda: module(received[0]), least_bytes=SMALLEST)
+    saved, output = activations_of(module, Copier(CPU), lambda: module(received[0]), least_bytes=SMALLEST)
     saved.leave_out(received)
     if not requires_grad:
         received.clear()
@@ -152,7 +150,7 @@ def test_a_received_buffer_is_in_use_until_w_where_offload_alone_holds_it(requir
 
 
 def test_small_storages_stay():
-    module, copier = nn.Linear(8, 8), copier_for(CPU)
+    module, copier = nn.Linear(8, 8), Copier(CPU)
     saved, _ = activations_of(module, copier, lambda: module(torch.randn(4, 8)))
     assert saved.nbytes == 0
 
@@ -160,7 +158,7 @@ def test_small_storages_stay():
 @pytest.mark.parametrize("when", ["before", "copied", "away", "back"])
 def test_a_change_in_place_is_noticed_as_autograd_notices_it(when):
     """Plain autograd raises in B, whenever it happened; so does what was away."""
-    copier = copier_for(CPU)
+    copier = Copier(CPU)
     x = torch.randn(5, 4)
     layer = nn.Linear(4, 4)
     saved, output = activations_of(layer, copier, lambda: torch.tanh(layer(x)), least_bytes=SMALLEST)
@@ -178,7 +176,7 @@ def test_a_change_in_place_is_noticed_as_autograd_notices_it(when):
 
 
 def test_a_change_in_place_between_b_and_w_is_noticed():
-    copier = copier_for(CPU)
+    copier = Copier(CPU)
     x = torch.randn(5, 4)
     layer = nn.Linear(4, 4)
     saved, output = activations_of(layer, copier, lambda: layer(x), least_bytes=SMALLEST)
@@ -199,7 +197,7 @@ def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
     def grads(is_away):
         module = layers().to(device)
         torch.manual_seed(1)
-        saved = SavedActivations(copier_for(device), least_bytes=SMALLEST)
+        saved = SavedActivations(Copier(device), least_bytes=SMALLEST)
         saved.keep([*module.parameters(), *module.buffers()])
         with saved.saving():
             output = module(tokens().to(device))
@@ -214,14 +212,6 @@ def test_on_a_gpu_gradients_are_equal_to_the_last_bit():
 
     expected, found = grads(False), grads(True)
     assert all(torch.equal(found[name], each) for name, each in expected.items())
-
-
-def test_a_saved_tensor_that_is_freed_in_the_copiers_thread_does_not_wait_for_it():
-    """Python's garbage collection may run there: the thread waited for itself for ever."""
-    copier = copier_for(CPU)
-    never = _ThreadCopy(Future())
-    assert copier._thread.submit(never.before_free).result(timeout=30) is None
-    copier.close()
 
 
 class Dual(nn.Linear):

@@ -11,7 +11,7 @@ from helpers.cases.functions import Deferring, Layer, OfTripled
 from helpers.cases.saved_hooks import under
 from helpers.split import assert_equals_plain, call_module, double, float64, grads_of, leaf
 from zbpp.autograd import backward_input, keep, node_roles, rule, rules, saved
-from zbpp.autograd.offload.host_copier import copier_for
+from zbpp.autograd.offload.host_copier import Copier
 from zbpp.autograd.offload.saved_activations import SavedActivations
 
 
@@ -70,7 +70,7 @@ def test_a_weight_may_be_deferred_twice_by_functions():
 
 
 def saving_activations():
-    return SavedActivations(copier_for(torch.device("cpu")), least_bytes=1).saving()
+    return SavedActivations(Copier(torch.device("cpu")), least_bytes=1).saving()
 
 
 HOOKS = {

@@ -14,7 +14,7 @@ from torch import nn
 
 from helpers.recorded_streams import FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
-from zbpp.autograd.offload.host_copier import StreamCopier, _StreamCopy
+from zbpp.autograd.offload.host_copier import Copier, Copy
 from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.data import read_ahead
 from zbpp.data.read_ahead import ReadAhead
@@ -83,7 +83,7 @@ def test_activations_leave_and_come_back_in_order_and_the_host_waits_for_nothing
 
 
 def test_a_copy_that_nobody_waits_for_is_found(monkeypatch):
-    monkeypatch.setattr(_StreamCopy, "wait", lambda copy: None)
+    monkeypatch.setattr(Copy, "wait", lambda copy: None)
     faults = set(offloaded_steps()[0].faults)
     assert "addmm_ on compute reads memory that copy_ on offload 1 writes: no event orders them" in faults
     assert "memory of compute is freed, and copy_ on offload 1 may still use it" in faults
@@ -98,7 +98,7 @@ def test_a_copy_that_does_not_wait_for_what_it_reads_is_found(monkeypatch):
 def abandoned():
     """F has offloaded its tensors; before they are dropped the graph goes, as in a step that fails."""
     with recorded() as device:
-        copier = StreamCopier(CPU, device)
+        copier = Copier(CPU)
         activations = SavedActivations(copier, least_bytes=1)
         with activations.saving():
             y = stage()(batch().requires_grad_())
@@ -111,7 +111,7 @@ def abandoned():
 def test_memory_that_a_copy_reads_is_not_freed_before_the_copy_has_ended(monkeypatch):
     """It was: the copy read freed memory."""
     assert abandoned().faults == []
-    monkeypatch.setattr(_StreamCopy, "before_free", lambda copy: None)
+    monkeypatch.setattr(Copy, "wait", lambda copy: None)
     assert set(abandoned().faults) == {"memory of compute is freed, and copy_ on offload 1 may still use it"}
 
 

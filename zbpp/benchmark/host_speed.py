@@ -9,7 +9,7 @@ from statistics import median
 import torch
 import torch.distributed as dist
 
-from zbpp.autograd.offload.host_copier import Copier, Copy, Moves, copier_for
+from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
 from zbpp.job.agreement import gather
 from zbpp.schedule import Timetable
 
@@ -33,7 +33,7 @@ def host_ms(timetable: Timetable, nbytes: Sequence[int], device: torch.device) -
 
 
 def _times(nbytes: Mapping[int, int], device: torch.device) -> dict[int, float]:
-    copier = copier_for(device)
+    copier = Copier(device)
     try:
         return {stage: _slower_ms(copier, size) for stage, size in nbytes.items()}
     finally:

@@ -81,7 +81,7 @@ class _Memory:
     def __del__(self) -> None:
         for copy in (self.leaving, self.arriving):
             if copy is not None:
-                copy.before_free()
+                copy.wait()
         self.free_host()
 
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Literal
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from zbpp.autograd.offload.host_copier import Copier, Watch, copier_for
+from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, instead
@@ -93,7 +93,7 @@ class ActivationOffload(Extra):
         self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
         copies = (each.instruction for each in self.chosen[rank.rank])
         self._leaving = frozenset(each.value for each in copies if isinstance(each, Offload))
-        self._copier = copier_for(rank.device)
+        self._copier = Copier(rank.device)
         self._stages = {
             index: StageOffload(worker, self._copier, self.least_bytes)
             for index, worker in rank.workers.items()
