@@ -44,6 +44,12 @@ def test_a_convolution_with_padding_by_name_is_right(padding):
     cases.convolution_with_padding_by_name(padding).compare()
 
 
+def test_a_convolution_of_an_unbatched_input_is_deferred():
+    """The input gains a dimension on the way."""
+    facts = cases.convolution_of_unbatched_input().compare()
+    assert facts.deferred == {"weight", "bias"}
+
+
 @pytest.mark.parametrize("weights_too", [False, True])
 def test_channels_last_is_deferred_and_its_gradient_keeps_the_weights_layout(weights_too):
     strides = []
@@ -52,24 +58,22 @@ def test_channels_last_is_deferred_and_its_gradient_keeps_the_weights_layout(wei
     assert {name: grad.stride() for name, grad in facts.grads.items()} == strides[0]
 
 
+def test_an_unfolded_convolution_is_deferred():
+    """A patch embedding: its kernel is its stride."""
+    facts = cases.unfolded_convolution().compare()
+    assert facts.deferred == {"weight", "bias"}
+
+
+def test_a_convolutions_weight_used_twice_waits_for_both():
+    facts = cases.convolution_with_weight_used_twice().compare()
+    assert facts.deferred == {"weight", "bias"}
+
+
+def test_a_frozen_convolution_passes_the_gradient_on():
+    facts = cases.frozen_convolution().compare()
+    assert facts.deferred == {"0.weight", "0.bias", "2.weight", "2.bias"}
+
+
 def test_an_input_without_grad_costs_no_input_gradient():
     facts = cases.convolution_of_input_without_grad().compare()
     assert len(facts.deferred) == 4
-
-
-# claim: the case, and what waits (None: not the point)
-WAITS = {
-    # The input gains a dimension on the way.
-    "a convolution of an unbatched input is deferred": (cases.convolution_of_unbatched_input, {'weight', 'bias'}),
-    # A patch embedding: its kernel is its stride.
-    "an unfolded convolution is deferred": (cases.unfolded_convolution, {'weight', 'bias'}),
-    "a convolutions weight used twice waits for both": (cases.convolution_with_weight_used_twice, {'weight', 'bias'}),
-    "a frozen convolution passes the gradient on": (cases.frozen_convolution, {'0.weight', '0.bias', '2.weight', '2.bias'}),
-}
-
-
-@pytest.mark.parametrize("claim", WAITS)
-def test_the_gradients_are_plain_autograds_and_as_claimed(claim):
-    make_case, deferred = WAITS[claim]
-    found = make_case().compare().deferred
-    assert deferred is None or found == deferred

@@ -35,11 +35,27 @@ def test_a_wholly_frozen_module_passes_the_input_gradient_on():
     assert facts.held_bytes == 0
 
 
+def test_inputs_without_grad_get_none():
+    """Stage 0, or a stage below which all is frozen: it splits like any other."""
+    facts = cases.input_without_grad().compare()
+    assert facts.deferred == linear_weights(Two())
+
+
+def test_an_activation_on_stage_0_is_not_taken_for_a_weight():
+    facts = cases.embedding_then_layers().compare()
+    assert facts.deferred == {"weight", "embedding.weight"}
+
+
 def test_an_embedding_below_a_frozen_layer_keeps_its_own_dy():
     """Small, where what the wide layer above it gets is not."""
     facts = cases.embedding_below_frozen_layer().compare()
     assert facts.deferred == {"embedding.weight"}
     assert facts.held_bytes == 8 * (5 + 5 * 4)
+
+
+def test_lora_adapters_are_deferred():
+    facts = cases.lora().compare()
+    assert facts.deferred == {f"{i}.{name}.weight" for i in (0, 2) for name in ("down", "up")}
 
 
 def test_unused_parameters_are_left_alone():
@@ -82,6 +98,25 @@ def test_outputs_may_have_every_form(name):
     assert facts.deferred == linear_weights(Two())
 
 
+def test_an_output_may_be_a_site_itself():
+    """Its gradient is captured where the backward starts."""
+    facts = cases.output_that_is_a_site().compare()
+    assert facts.deferred == linear_weights(Two())
+
+
+def test_an_output_may_be_a_site_that_feeds_another():
+    """dy is what the caller gave plus what comes from above."""
+    assert cases.output_that_is_a_site_and_feeds_another().compare().deferred == linear_weights(Two())
+
+
+def test_an_input_may_be_returned_as_it_is():
+    cases.returned_input().compare()
+
+
+def test_a_parameter_may_be_returned_as_it_is():
+    cases.returned_parameter().compare()
+
+
 def test_a_missing_gradient_means_zero():
     """output_grads may have None for an output that needs one: nothing flows back from it."""
     with float64():
@@ -95,6 +130,21 @@ def test_a_missing_gradient_means_zero():
 
 
 # ---------------------------------------------------------------- inputs
+
+
+def test_integers_and_none_among_the_inputs_get_none():
+    facts = cases.integers_and_none_as_inputs().compare()
+    assert facts.deferred == linear_weights(Two())
+
+
+def test_inputs_may_be_keywords():
+    cases.keywords().compare()
+
+
+def test_inputs_may_be_computed():
+    """The pass stops there, and what lies above them gets nothing."""
+    facts = cases.input_that_is_no_leaf().compare()
+    assert facts.deferred == linear_weights(Two())
 
 
 def test_one_input_may_lie_below_another():
@@ -183,29 +233,6 @@ def test_a_deep_graph_is_no_matter_of_recursion():
     assert_equals_plain(lambda: Deep(4, 4), lambda: leaf(5, 4), count_products=False)
 
 
-# claim: the case, and what waits (None: not the point)
-WAITS = {
-    # Stage 0, or a stage below which all is frozen: it splits like any other.
-    "inputs without grad get none": (cases.input_without_grad, linear_weights(Two())),
-    "an activation on stage 0 is not taken for a weight": (cases.embedding_then_layers, {'weight', 'embedding.weight'}),
-    "lora adapters are deferred": (cases.lora, {f'{i}.{name}.weight' for i in (0, 2) for name in ('down', 'up')}),
-    # Its gradient is captured where the backward starts.
-    "an output may be a site itself": (cases.output_that_is_a_site, linear_weights(Two())),
-    # dy is what the caller gave plus what comes from above.
-    "an output may be a site that feeds another": (cases.output_that_is_a_site_and_feeds_another, linear_weights(Two())),
-    "an input may be returned as it is": (cases.returned_input, None),
-    "a parameter may be returned as it is": (cases.returned_parameter, None),
-    "integers and none among the inputs get none": (cases.integers_and_none_as_inputs, linear_weights(Two())),
-    "inputs may be keywords": (cases.keywords, None),
-    # The pass stops there, and what lies above them gets nothing.
-    "inputs may be computed": (cases.input_that_is_no_leaf, linear_weights(Two())),
-    # torch.autograd.grad in forward: forces from an energy, a gradient penalty.
-    "a backward inside the forward is undisturbed": (cases.backward_inside_forward, None),
-}
-
-
-@pytest.mark.parametrize("claim", WAITS)
-def test_the_gradients_are_plain_autograds_and_as_claimed(claim):
-    make_case, deferred = WAITS[claim]
-    found = make_case().compare().deferred
-    assert deferred is None or found == deferred
+def test_a_backward_inside_the_forward_is_undisturbed():
+    """torch.autograd.grad in forward: forces from an energy, a gradient penalty."""
+    cases.backward_inside_forward().compare()

@@ -272,29 +272,6 @@ def test_no_step_follows_one_that_failed_after_an_update():
     pipeline.close()
 
 
-def test_a_step_that_failed_before_any_update_may_be_repeated():
-    pipeline, _ = released()
-    inputs, target = batch(0)
-    with pytest.raises(IndexError):
-        pipeline.step(inputs + VOCAB, target=target)
-    assert len(pipeline.step(inputs, target=target)) == M
-
-
-def test_another_timetable_goes_on_releasing_and_evaluate_changes_nothing():
-    pipeline, optimizer = released()
-    losses, _ = trained(pipeline, optimizer, released=True, steps=range(2))
-    inputs, target = batch(9)
-    pipeline.evaluate(inputs, target=target)
-    pipeline = pipeline.with_timetable(plan("interleaved_zb", 1, M, stages_per_rank=2))
-    more, weights = trained(pipeline, optimizer, released=True, steps=range(2, STEPS))
-    same((losses + more, weights), run_plain())
-
-
-def run_plain():
-    pipeline = on_one_rank()
-    return trained(pipeline, OPTIMIZERS["adamw"](pipeline.parameters()), released=False)
-
-
 def test_a_parameter_that_the_callers_graph_uses_too_gets_its_whole_gradient():
     """Its gradient is complete only when the step has run the caller's graph: all updates wait for that."""
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from zbpp.runtime.extra import Background
-from zbpp.runtime.measure.clocks import clock_of
+from zbpp.runtime.measure.clocks import Clock, Mark
 from zbpp.schedule import Action, Recv, Send, Value
 from zbpp.schedule.lower import Instruction
 
 Times = npt.NDArray[np.float64]
-Mark = Any  # of a Clock
 Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
 Copies = list[tuple[Value, bool, float, float]]  # value, whether it leaves the device, start, end: ms
 Spans = list[tuple[int, float, float]]  # stage, start, end: ms
@@ -29,7 +27,7 @@ class StepRecord:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device, self._clock = device, clock_of(device)
+        self.device, self._clock = device, Clock(device)
         self._marks: list[Mark] = []
         self._instructions: Sequence[Instruction | None] = ()
         self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
