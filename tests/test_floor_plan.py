@@ -37,10 +37,7 @@ MAY_IMPORT = {
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/config/": {"config", "ranges"},
-    "zbpp/launch.py": {"fork_server", "pass_signals", "ranges"} | _TRAINING,
-    "zbpp/fork_server.py": {"end_with_launcher"},
-    "zbpp/end_with_launcher.py": set(),
-    "zbpp/pass_signals.py": set(),
+    "zbpp/launch.py": {"ranges"} | _TRAINING,
     "zbpp/builders/": {"builders", "config"} | _TRAINING,
     # From a config to a finished run: what each rank trains, and what the run leaves.
     "zbpp/run/": {"builders", "config", "models", "prediction", "render", "run"} | _TRAINING,
@@ -84,7 +81,6 @@ MAY_IMPORT = {
         "builders",
         "benchmark",
         "config",
-        "end_with_launcher",
         "launch",
     }
     | _TRAINING,

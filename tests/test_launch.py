@@ -10,7 +10,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +20,6 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
-from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from zbpp import config as configs
 from zbpp import launch
@@ -31,7 +29,6 @@ from zbpp.data import text_data
 from zbpp.job.world import world
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
-from zbpp.pass_signals import Passed
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
 from zbpp.render.style import headline
@@ -531,33 +528,25 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
 @pytest.mark.parametrize(
     ("told", "codes", "kind", "words"),
     [
-        ({0: (2.0, "refusal", "late"), 1: (1.0, "refusal", "early")}, {0: 1, 1: 1}, Refusal, "^early$"),
-        (
-            {0: (2.0, "refusal", "late"), 1: (1.0, "bug", "Trace")},
-            {0: 1, 1: 1},
-            RankError,
-            "^rank 1 failed\nTrace$",
-        ),
-        ({0: (1.0, "bug", "lost its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
-        ({1: (1.0, "refusal", "refused")}, {0: -15, 1: 1}, Refusal, "^refused$"),
-        ({0: (1.0, "broken pipe", ""), 1: (2.0, "bug", "lost its peer")}, {0: 1, 1: 1}, BrokenPipeError, ""),
+        ({0: (2, "Refusal: late"), 1: (1, "Refusal: early")}, {0: 1, 1: 1}, Refusal, "^early$"),
+        ({0: (2, "Refusal: late"), 1: (1, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed\nTrace$"),
+        ({0: (1, "LostError: its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
+        ({1: (1, "HangError: stuck")}, {0: -15, 1: 1}, Refusal, "^stuck$"),
+        ({0: (1, "BrokenPipeError: "), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, BrokenPipeError, ""),
         ({}, {0: 3, 1: -15}, Refusal, "^rank 0 left with exit status 3 before the run's end$"),
-        (
-            {0: (1.0, "lost", "its peer"), 1: (2.0, "bug", "Trace")},
-            {0: 1},
-            RankError,
-            "^rank 1 failed\nTrace$",
-        ),
-        ({0: (1.0, "lost", "its peer"), 1: (2.0, "lost", "too")}, {1: 1}, Refusal, "^its peer$"),
+        ({0: (1, "LostError: its peer"), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed"),
+        ({0: (1, "LostError: its peer"), 1: (2, "LostError: too")}, {0: 1, 1: 1}, Refusal, "^its peer$"),
         ({}, {0: -15}, Refusal, "^ranks ended without a word; exit codes by rank: {0: -15}$"),
     ],
 )
-def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(tmp_path, told, codes, kind, words):
-    for rank, (when, kind_of_failure, text) in told.items():
-        failure = {"time": when, "kind": kind_of_failure, "text": text}
-        (tmp_path / str(rank)).write_text(json.dumps(failure))
-    failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
-    error = launch._first_error(tmp_path, failures)
+def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(told, codes, kind, words):
+    failures = {
+        rank: SimpleNamespace(exitcode=code, timestamp=0, message="no file") for rank, code in codes.items()
+    }
+    for rank, (when, message) in told.items():
+        failures[rank].timestamp = when
+        failures[rank].message = {"message": message, "extraInfo": {"py_callstack": "Trace"}}
+    error = launch._first_error(failures, [])
     assert type(error) is kind
     assert re.search(words, str(error))
 
@@ -792,12 +781,3 @@ def test_measured_costs_are_what_plan_takes(tmp_path, warm):
     planned = warm.start(tmp_path, warm.zbpp("plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json"))
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text
-
-
-def test_a_signal_before_any_rank_ends_the_job_and_one_after_all_ranks_does_not(tmp_path):
-    passed = Passed(tmp_path / "begun")
-    with pytest.raises(SignalException) as caught:
-        passed.take(signal.SIGUSR1, None)
-    assert caught.value.sigval is signal.SIGUSR1
-    (tmp_path / "begun").touch()
-    passed.take(signal.SIGUSR1, None)

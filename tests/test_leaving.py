@@ -81,8 +81,8 @@ def test_ranks_end_with_the_process_that_started_them() -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with subprocess.Popen([sys.executable, "-c", code], env=environment, start_new_session=True) as job:
         try:
-            # The first process, the resource tracker, the fork server and two ranks.
-            assert within(60, lambda: len(processes_of(job.pid)) >= 5)
+            # The first process and two ranks.
+            assert within(60, lambda: len(processes_of(job.pid)) >= 3)
             job.kill()
             assert within(60, lambda: not processes_of(job.pid))
         finally:

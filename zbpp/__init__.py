@@ -24,7 +24,6 @@
     app          puts a training run together and runs it; job: what a rank trains;
                  results: what the run leaves in its folder; elastic: other numbers of processes
     launch       starts a job's ranks on this machine
-    pass_signals what the process that started them does with signals
     export       a run's weights as a folder that transformers loads
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.

@@ -14,11 +14,11 @@ from itertools import pairwise
 from pathlib import Path
 
 from zbpp.config import Composed, command, composition_error, config_folder
-from zbpp.end_with_launcher import end_with_launcher
 from zbpp.launch import (
     RankError,
     Refusal,
     discard_output,
+    end_with_launcher,
     is_of_communication,
     refusals,
     wants_traceback,

@@ -26,11 +26,11 @@ def _train(config: Composed) -> None:
     if "RANK" not in os.environ and num_ranks > 1:
         from zbpp.launch import on_ranks, prepare_ranks
 
-        prepare_ranks()  # another process imports what they need, while this one checks
+        prepare_ranks()
         from zbpp.run.app import check_before_start
 
         check_before_start(config.tree, config.settings, num_ranks)
-        on_ranks(num_ranks, train_on_rank, config, passes_signals=True)
+        on_ranks(num_ranks, train_on_rank, config)
     else:
         from torch.distributed.elastic.multiprocessing.errors import record
 
