@@ -5,6 +5,7 @@ import torch
 
 from helpers.configs import FREE_COPIES, composed
 from helpers.processes import run_ranks
+from zbpp import HeadAtOnce
 from zbpp.builders.data import build_data
 from zbpp.builders.model import build_model, build_stages
 from zbpp.builders.optimizer import build_optimizer
@@ -21,6 +22,7 @@ TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "mic
 GPT = ["schedule=zb_h1", "model=gpt_tiny", *TINY]
 RELEASED = [*GPT, "optimizer.clip_norm=null"]
 LATER = ["optimizer.validation=after", "optimizer.validation_after=0", "optimizer.clip_norm=null"]
+AT_ONCE = "memory.head_at_once=true"
 OFFLOAD = ["memory.offload=auto", FREE_COPIES]
 CASES = {
     "1f1b": ["schedule=1f1b", "model=gpt_tiny", *TINY],
@@ -28,6 +30,14 @@ CASES = {
     "v_half": ["schedule=v_half", "model=llama_tiny", *TINY],
     "recompute": [*GPT, "memory.recompute=block"],
     "masters": ["schedule=zb_h1", "model=llama_tiny", "precision=mixed_bfloat16", *TINY],
+    "head": [
+        "schedule=zb_h1",
+        "model=llama_tiny",
+        "precision=mixed_bfloat16",
+        *TINY,
+        AT_ONCE,
+        "model.vocab_size=2000",
+    ],
     "release": [*RELEASED, "memory.gradient_release=step"],
     "accumulate": [*RELEASED, "memory.gradient_release=accumulate"],
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
@@ -52,7 +62,10 @@ def trainer_of(rank, config):
     recompute_stages(stages, config.memory.recompute)
     loss_fn = precision.widened(model.loss)
     offload = build_offload(config.memory, config.schedule, timetable)
-    pipeline = build_pipeline(stages, timetable, loss_fn, 0, config.parallel, precision, None, offload)
+    extras = [HeadAtOnce()] if config.memory.head_at_once else []
+    pipeline = build_pipeline(
+        stages, timetable, loss_fn, 0, config.parallel, precision, None, offload, extras
+    )
     masters = build_masters(pipeline, precision)
     release = config.memory.gradient_release
     return Trainer(

@@ -26,8 +26,8 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "FlightRecorder", "GradientRelease",
-    "LossScale", "MasterWeights", "OptimizerAccumulation", "Pipeline", "PlanError", "PostValidation",
-    "Recorder", "Timeline", "Timetable",
+    "HeadAtOnce", "LossScale", "MasterWeights", "OptimizerAccumulation", "Pipeline", "PlanError",
+    "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "find_non_finite", "linear_cross_entropy", "load", "lower", "make_mesh",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from torch.autograd.graph import get_gradient_edge
 from zbpp.autograd.capture import version_of
 from zbpp.autograd.gradient_guard import has_own_hooks
 from zbpp.autograd.node_roles import leaf_tensor
+from zbpp.autograd.storages import storages_of
 from zbpp.autograd.weight_grads import FunctionTask, Task
 
 Gradients = Sequence[Tensor | None]
@@ -28,11 +29,14 @@ class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
     inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
+    large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
+    that hold them may run right after B, see `split`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
         self.inputs, self.wanted, self.is_hooked, self.keep = inputs, wanted, is_hooked, keep
         self.tasks: list[Task] = []
+        self.large: list[Tensor] = []
         # A checkpoint's function may close over a tensor that was computed from the inputs. The split of its
         # recompute then finds gradients of these inputs, too, which are added to those of this B.
         self.input_grads: list[Gradients] = []
@@ -52,9 +56,22 @@ class Collector:
     def _is_input(self, leaf: Tensor) -> bool:
         return any(leaf is each for each in self.inputs)
 
-    def added_to(self, grads: Gradients, tasks: list[Task]) -> tuple[tuple[Tensor | None, ...], list[Task]]:
-        """The input gradients and tasks that B found, together with the collected ones."""
-        return tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), tasks + self.tasks
+    def added_to(
+        self, grads: Gradients, tasks: list[Task]
+    ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Task]]:
+        """The input gradients and tasks that B found, with the collected ones; apart, those with `large`."""
+        grads, tasks = tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), tasks + self.tasks
+        if not self.large:
+            return grads, tasks, []
+        memory = {storage._cdata for each in self.large for storage in storages_of(each)}
+        parts: tuple[list[Task], list[Task]] = [], []
+        for each in tasks:
+            parts[not memory.isdisjoint(_memory_of(each))].append(each)
+        return grads, *parts
+
+
+def _memory_of(task: Task) -> Iterator[int]:
+    return (storage._cdata for tensor in task.tensors() for storage in storages_of(tensor))
 
 
 def _sum(grads: Gradients) -> Tensor | None:

@@ -92,8 +92,8 @@ def backward_input(
     roots, root_grads = roots_and_grads(outputs, output_grads)
     inputs = tuple(as_list(inputs))
     wanted = leaf_ids(parameters)
-    grads, tasks = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0, keep=keep)
-    return grads, WeightGrads(tasks)
+    grads, tasks, large = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0, keep=keep)
+    return grads, WeightGrads(tasks + large)
 
 
 def split(
@@ -104,9 +104,11 @@ def split(
     *,
     is_hooked: bool,
     keep: bool = False,
-) -> tuple[tuple[Tensor | None, ...], list[Task]]:
+) -> tuple[tuple[Tensor | None, ...], list[Task], list[Task]]:
     """`backward_input` after its checks. Returns the inputs' gradients and the tasks of W.
 
+    Apart are the tasks of W that hold more memory than others, such as those of a language model's head
+    (`Collector.large`): a caller may run them at once.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
     looking for hooks takes time. keep: as in backward_input.
     """
@@ -117,7 +119,7 @@ def split(
     except RuntimeError as error:
         raise _in_our_words(error) from error
     if found.functions and any(map(is_reentrant, found.functions)):
-        return whole_backward(roots, root_grads, inputs, edges, wanted, keep=keep), []
+        return whole_backward(roots, root_grads, inputs, edges, wanted, keep=keep), [], []
     if keep:
         share_chains(found.uses)
     collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
@@ -126,7 +128,7 @@ def split(
     for position in edges:
         grads[position] = next(captured)
     tasks = _tasks(found, captured)
-    return (tuple(grads), tasks) if collector is None else collector.added_to(grads, tasks)
+    return (tuple(grads), tasks, []) if collector is None else collector.added_to(grads, tasks)
 
 
 def _captured(

@@ -91,7 +91,7 @@ class Predictor:
         mesh = parallel.shard, parallel.tensor, parallel.reshard
         accumulates = memory.gradient_release == "accumulate"
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
-        key = *sizes, *mesh, accumulates, memory.recompute, config.precision, optimizer
+        key = *sizes, *mesh, accumulates, memory.head_at_once, memory.recompute, config.precision, optimizer
         if key not in self._known:
             self._known[key] = measure_stages(config, timetable)
         return self._known[key]

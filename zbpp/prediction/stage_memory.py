@@ -160,11 +160,10 @@ class _Stages:
         optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
+            options: dict[str, Any] = {"head_at_once": config.memory.head_at_once}
             if release == "accumulate":
-                run_w = _accumulation(optimizer).run_w
-                memory = microbatch_memory(index, stage, args, live, run_w=run_w, **run)
-            else:
-                memory = microbatch_memory(index, stage, args, live, **run)
+                options["run_w"] = _accumulation(optimizer).run_w
+            memory = microbatch_memory(index, stage, args, live, **options, **run)
             states, update = _optimizer_bytes(live, optimizer)
         parameters = bytes_of(stage.parameters())
         trained = 0 if masters else bytes_of(each for each in stage.parameters() if each.requires_grad)

@@ -107,6 +107,8 @@ class Switches:
             yield [{"memory.offload": "auto"}]
         if not memory.offload_weights:
             yield [{"memory.offload_weights": True}]
+        if not memory.head_at_once:
+            yield [{"memory.head_at_once": True}]
         if memory.gradient_release == "off":
             unclipped = {} if config.optimizer.clip_norm is None else {"optimizer.clip_norm": None}
             yield [{"memory.gradient_release": name, **unclipped} for name in ("step", "accumulate")]

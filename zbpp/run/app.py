@@ -35,7 +35,7 @@ from zbpp.job.world import World, world
 from zbpp.run.elastic import adapted
 from zbpp.run.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
 from zbpp.run.results import write_results
-from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, Pipeline
+from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, HeadAtOnce, Pipeline
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving import LeaveOnSignal
@@ -167,11 +167,18 @@ def _build_pipeline(
         precision,
         mesh,
         job.offload,
-        [*([CudaGraphs()] if config.cuda_graphs else []), *extras],
+        [*_extras_of(config), *extras],
     )
     with naming("finetune"):
         check_fine_tuned(pipeline, job.model)
     return pipeline
+
+
+def _extras_of(config: TrainConfig) -> Iterator[Extra]:
+    if config.memory.head_at_once:
+        yield HeadAtOnce()
+    if config.cuda_graphs:
+        yield CudaGraphs()
 
 
 def _build_trainer(

@@ -21,7 +21,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
 Extras, and what they use:
 
     parallel/     replicas, shards, tied and tensor-parallel parameters: ALL COPIES GET ONE GRADIENT; norm
-    memory/       offload of activations and weights, gradient release
+    memory/       offload of activations and weights, gradient release, the head's W at once
     update/       an update that is validated at the gate of the next step
     checks/       do all ranks make the same calls? Are copies equal? WHERE DID NaN COME FROM?
     failures/     FlightRecorder: the file that a rank leaves when it fails or hangs, for `zbpp hang`
@@ -47,6 +47,7 @@ from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
 from zbpp.runtime.memory.gradient_release import GradientRelease, OptimizerAccumulation
+from zbpp.runtime.memory.head_at_once import HeadAtOnce
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.parallel.norm import clip_grad_norm_
@@ -63,6 +64,7 @@ __all__ = [
     "Extra",
     "FlightRecorder",
     "GradientRelease",
+    "HeadAtOnce",
     "NonFinite",
     "OptimizerAccumulation",
     "Pipeline",

@@ -71,7 +71,7 @@ class StageWorker:
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
 
     run_w: how W adds a microbatch's gradients. around_w: a context for each W, such as gathered weights;
-    None: none.
+    None: none. head_at_once: whether the W of a language model's head runs at the end of B (head_at_once.py).
     """
 
     def __init__(
@@ -85,6 +85,7 @@ class StageWorker:
     ) -> None:
         self.run_w: RunW = add_weight_gradients
         self.around_w: AroundW | None = None
+        self.head_at_once = False
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
@@ -209,7 +210,11 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, deferred = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
+        grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
+        if large and self.head_at_once:
+            self._accumulate(microbatch, WeightGrads(large))
+        else:
+            deferred += large
         return tuple([detach_gradient(grad) for grad in grads]), WeightGrads(deferred)
 
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:

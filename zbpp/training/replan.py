@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import nn
 
-from zbpp.runtime import Pipeline
+from zbpp.runtime import HeadAtOnce, Pipeline
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.microbatch import into_microbatches
@@ -116,6 +116,7 @@ class Replan:
             loss_fn=self.loss_fn,
             target=None if target is None else into_microbatches("target", target, num_microbatches)[0],
             group=pipeline.group,
+            head_at_once=any(isinstance(each, HeadAtOnce) for each in pipeline.extras),
         )
         self._inputs.clear()
         return measured_costs(*timelines).in_bytes(

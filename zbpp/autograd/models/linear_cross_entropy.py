@@ -188,6 +188,8 @@ class _LossesOfLogits(torch.autograd.Function):
         collector = collector_of(ctx)
         may_overwrite = ctx.is_own and collector is not None and not collector.keep
         dz = logits if may_overwrite else torch.empty_like(logits)
+        if collector is not None:
+            collector.large.append(dz)
         for each in ctx.loss.chunks(logits.shape[1], logits, labels, lse, dy, dz):
             ctx.loss.backward(*each)
         return dz, None, None, None

@@ -201,8 +201,10 @@ class _Checkpoint(torch.autograd.Function):
         # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
         keep = collector.keep
         with _without_hooks(leaf for leaf in returned if leaf is not None):
-            grads, tasks = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep)
-        collector.tasks += tasks
+            grads, tasks, large = split(
+                roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep
+            )
+        collector.tasks += tasks + large
         num_own = len(tensors) + len(returned)
         collector.input_grads.append(grads[num_own:])
         return (None, None, *grads[:num_own])

@@ -22,6 +22,8 @@ class MemoryConfig(Checked):
     offload: which activations are in host memory between F and B, by the times in schedule.costs: "none";
         "auto": those whose copies make no action late; a number: up to so many GiB of each rank.
     offload_weights: whether weights, their gradients and the optimizer's states live in host memory.
+    head_at_once: whether the W of a language model's head runs at the end of its B: of the gradients of the
+        logits, one exists at a time.
     gradient_release: when weights are updated and their gradients dropped. "off": after the step; "step":
         after each stage's last W; "accumulate": each microbatch's gradients go into the optimizer's states,
         and the last microbatch's also update the weights.
@@ -34,6 +36,7 @@ class MemoryConfig(Checked):
     report: bool = False  # true: the last step's memory, measured beside predicted, in memory.json and .png
     offload: int | float | str = "none"
     offload_weights: bool = False
+    head_at_once: bool = False
     gradient_release: str = one_of("off", "step", "accumulate")
 
     def __post_init__(self) -> None:

@@ -47,14 +47,15 @@ def microbatch_memory(
     loss_fn: Loss | None = None,
     target: Any = None,
     run_w: RunW = add_weight_gradients,
+    head_at_once: bool = False,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    run_w: what W does with gradients.
+    run_w: what W does with gradients. head_at_once: see zbpp.HeadAtOnce.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.run_w = run_w
+    worker.run_w, worker.head_at_once = run_w, head_at_once
     worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1]))
     _MicrobatchRun(worker, live, inputs, 0).measured()
     outputs: list[Any] = []
@@ -86,14 +87,17 @@ def stage_memory(
     loss_fn: Loss | None = None,
     target: Any = None,
     is_last: bool = False,
+    head_at_once: bool = False,
 ) -> StageMemory:
     """Run F and B of one microbatch on a stage, and measure the bytes that stay. inputs: of F.
 
+    head_at_once: leave out what only the head's W needs, see zbpp.HeadAtOnce.
     The inputs of stage 1 and later count, since each microbatch has its own receive buffer. The inputs of
     stage 0 do not count, since the batch is there anyway. Module buffers, gradients and random numbers are
     restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
+    worker.head_at_once, worker.run_w = head_at_once, lambda microbatch, weight_grads: None
     worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
     with _restored(module, device), counter_of(device) as live:
         run = _MicrobatchRun(worker, live, inputs, 0)
@@ -244,6 +248,7 @@ def memory_per_stage(
     loss_fn: Loss | None,
     target: Any,
     group: dist.ProcessGroup | None = None,
+    head_at_once: bool = False,
 ) -> list[StageMemory]:
     """`stage_memory` of every stage of the pipeline, in stage order. Collective.
 
@@ -251,10 +256,9 @@ def memory_per_stage(
     one microbatch, on the rank with the last stage.
     """
     last = num_stages - 1
+    options: dict[str, Any] = {"loss_fn": loss_fn, "target": target, "head_at_once": head_at_once}
     mine = {
-        index: stage_memory(
-            index, stage, inputs[index], device, loss_fn=loss_fn, target=target, is_last=index == last
-        )
+        index: stage_memory(index, stage, inputs[index], device, is_last=index == last, **options)
         for index, stage in stages.items()
     }
     return _of_all_stages(mine, num_stages, group)

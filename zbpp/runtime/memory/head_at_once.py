@@ -1,0 +1,41 @@
+"""The head at once: W of a language model's head runs at the end of its B, and does not wait.
+
+    without   B0: dz0 in the logits' memory ... B1: dz1 ... B2: dz2 ... W0 W1 W2    as many dz as W's wait
+    with      B0 + W0 of the head ... B1 + W1 of the head ... W0 W1 W2 of the rest  one dz
+
+dz, the gradient of the logits, is mostly the largest tensor that waits for a W on the last rank: 2 GiB with
+128k words and 8,192 tokens. B takes longer by this part of W, and W is shorter. So a plan needs nothing new:
+the costs of the last stage say both, and all else that waits fills bubbles as before. The order of sums
+stays, since B's ascend in microbatch as W's do.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from zbpp.runtime.extra import Extra
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
+
+
+class HeadAtOnce(Extra):
+    """Runs the W of a language model's head at the end of its B.
+
+    The head is what `zbpp.linear_cross_entropy`, or the loss of gpt, llama and Hugging Face models, computes
+    logits with. Losses and gradients stay equal, to the last bit. Where one compiled call holds the head and
+    other layers, all their W's run at the end of B. Nothing changes for other losses.
+    """
+
+    name = "head_at_once"
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra."""
+        self._workers = [*rank.workers.values()]
+        for worker in self._workers:
+            worker.head_at_once = True
+
+    def close(self) -> None:
+        """See Extra."""
+        for worker in self._workers:
+            worker.head_at_once = False
