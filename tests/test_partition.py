@@ -12,8 +12,6 @@ from zbpp.models.flops import head_in_layers
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.partition import layers_of, loads, partition
-from zbpp.render import render_cuts
-from zbpp.schedule import PlanError
 
 GPT = {"num_layers": 6, "hidden_size": 16, "num_heads": 2, "sequence_length": 8}
 CLOSE = 1 + 1e-9
@@ -187,20 +185,3 @@ def test_the_head_of_llama_3_2_1b_outweighs_several_layers():
         sequence_length=4096,
     )
     assert head == pytest.approx(3.795, abs=1e-3)
-
-
-# ---------------------------------------------------------------- as text
-
-
-def test_cuts_are_shown_beside_equal_counts():
-    lines = [" ".join(line.split()) for line in render_cuts([1.0] * 16, 4, last=3.795).splitlines()]
-    assert "placement stages cut heaviest rank heaviest stage layers per stage" in lines
-    assert "one 4 default 1.01 1.01 5 5 5 1" in lines
-    assert "one 4 equal counts 1.58 1.58 4 4 4 4" in lines
-    assert "looped 8 own 1.01 1.53 3 3 3 1 2 2 2 0" in lines
-
-
-def test_a_placement_with_too_many_stages_is_left_out():
-    assert [line.split()[0] for line in render_cuts([1.0] * 4, 4).splitlines()[3:-3]] == ["one"]
-    with pytest.raises(PlanError, match="3 layers are too few for 4 stages"):
-        render_cuts([1.0] * 3, 4)

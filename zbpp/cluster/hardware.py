@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from zbpp.ranges import Checked, ranged
-
-_MOST_NODES = 10**6
 
 
 def _required(**bounds: Any) -> Any:
@@ -23,7 +22,6 @@ class Gpu(Checked):
     measure` times F, B and W of a model's stages on a GPU.
     """
 
-    prefix: ClassVar[str] = "gpu."
     peak_tflops: float = _required(above=0, most=1e5, unit="dense TFLOP/s of the datasheet, such as 989")
     achieved: float = _required(above=0, most=1, unit="the share that kernels reach, such as 0.7")
     memory: float = _required(above=0, most=1e4, unit="GiB, such as 80")
@@ -46,44 +44,41 @@ class Gpu(Checked):
 
 @dataclass(kw_only=True)
 class Link(Checked):
-    """What one GPU can send and, at the same time, receive."""
+    """What one GPU can send and, at the same time, receive.
+
+    A ring moves (n - 1)/n of the bytes over each GPU's link for a reduce-scatter or an all-gather, and twice
+    that for an all-reduce; a tree of n ranks has log2(n) steps, each with the link's latency. Times in ms.
+    """
 
     bandwidth: float = _required(above=0, most=1e6, unit="GB/s in one direction for each GPU, such as 50")
     latency: float = _required(least=0, most=1e6, unit="microseconds, such as 5")
 
-    @property
-    def bytes_per_ms(self) -> float:
-        return self.bandwidth * 1e6
+    def message(self, size: float) -> float:
+        """One message of `size` bytes."""
+        return self.latency / 1e3 + size / (self.bandwidth * 1e6)
 
-    @property
-    def latency_ms(self) -> float:
-        return self.latency / 1e3
+    def gather(self, size: float, ranks: int) -> float:
+        """An all-gather to `size` bytes, or a reduce-scatter of `size` bytes."""
+        if ranks == 1:
+            return 0.0
+        steps = math.ceil(math.log2(ranks))
+        return steps * self.latency / 1e3 + (ranks - 1) / ranks * size / (self.bandwidth * 1e6)
 
-
-@dataclass(kw_only=True)
-class InsideLink(Link):
-    """The link between the GPUs of one node."""
-
-    prefix: ClassVar[str] = "inside."
-
-
-@dataclass(kw_only=True)
-class BetweenLink(Link):
-    """The link between GPUs of two nodes."""
-
-    prefix: ClassVar[str] = "between."
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """A sum of `size` bytes, which every rank gets."""
+        return 2 * self.gather(size, ranks)
 
 
 @dataclass(kw_only=True)
 class Hardware(Checked):
-    """A cluster. Every value must be given; a missing one is refused by name (zbpp/config/typed_file.py)."""
+    """A cluster. Every value but `source`, where the figures come from, must be given."""
 
-    nodes: int = _required(least=1, most=_MOST_NODES, unit="the number of nodes")
+    nodes: int = _required(least=1, most=10**6, unit="the number of nodes")
     gpus_per_node: int = _required(least=1, most=1024, unit="the number of GPUs in a node, such as 8")
     gpu: Gpu
-    inside: InsideLink
-    between: BetweenLink
-    source: str = ""  # where the figures come from
+    inside: Link
+    between: Link
+    source: str = ""
 
     @property
     def num_gpus(self) -> int:

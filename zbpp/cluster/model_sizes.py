@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from zbpp.ranges import ConfigError
 
 _MOST = 10**7
 _NODES = {"zbpp.models.gpt.Gpt": "gpt", "zbpp.models.llama.Llama": "llama"}
-_GATED = ("llama", "mistral", "qwen2", "qwen3")  # their layers are a Llama's, except for small vectors
+_FAMILIES = ("llama", "mistral", "qwen2", "qwen3")  # their layers are a Llama's, except for small vectors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,20 +36,10 @@ class ModelSizes:
     positions: int = 0
 
     def __post_init__(self) -> None:
-        names = (
-            "num_layers",
-            "hidden",
-            "heads",
-            "kv_heads",
-            "head_size",
-            "intermediate",
-            "vocab",
-            "sequence",
-        )
-        for name in names:
-            value = getattr(self, name)
+        for each in fields(self)[:8]:
+            value = getattr(self, each.name)
             if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= _MOST:
-                raise ConfigError(f"model: {name}={value!r}: write a whole number, 1 to {_MOST:,}")
+                raise ConfigError(f"model: {each.name}={value!r}: write a whole number, 1 to {_MOST:,}")
         if self.heads % self.kv_heads:
             raise ConfigError(f"model: {self.kv_heads} kv heads do not divide {self.heads} heads")
 
@@ -81,18 +71,9 @@ class ModelSizes:
     def parameters(self) -> int:
         """All parameters."""
         layers = self.num_layers * (self.layer_matrices + self.layer_vectors)
-        return layers + self.embedding + self.head
-
-    @property
-    def embedding(self) -> int:
-        """The embedding's parameters."""
-        return (self.vocab + self.positions) * self.hidden
-
-    @property
-    def head(self) -> int:
-        """The parameters of the last norm and of the head; a tied head is the embedding's."""
+        embedding = (self.vocab + self.positions) * self.hidden
         norm = self.hidden * (2 if self.has_biases else 1)
-        return norm + (0 if self.is_tied else self.vocab * self.hidden)
+        return layers + embedding + norm + (0 if self.is_tied else self.vocab * self.hidden)
 
 
 def sizes_of_node(node: Mapping[str, Any]) -> ModelSizes:
@@ -103,19 +84,17 @@ def sizes_of_node(node: Mapping[str, Any]) -> ModelSizes:
             f"model: _target_={node.get('_target_')} has no sizes that --cluster knows: write one of "
             f"{', '.join(_NODES)}, or --model FOLDER with a config.json"
         )
-    _require(node, ("num_layers", "hidden_size", "num_heads", "sequence_length"), "model")
     hidden, heads = _whole(node, "hidden_size"), _whole(node, "num_heads")
     if hidden % heads:
         raise ConfigError(f"model: num_heads={heads} does not divide hidden_size={hidden}")
-    is_gpt, sequence = kind == "gpt", node["sequence_length"]
+    is_gpt, sequence = kind == "gpt", _whole(node, "sequence_length")
     given = node.get("intermediate_size")
     intermediate = 4 * hidden if is_gpt else -(-8 * hidden // 192) * 64 if given is None else given
-    kv_heads = heads if is_gpt or node.get("num_kv_heads") is None else _whole(node, "num_kv_heads")
     return ModelSizes(
-        num_layers=node["num_layers"],
+        num_layers=_whole(node, "num_layers"),
         hidden=hidden,
         heads=heads,
-        kv_heads=kv_heads,
+        kv_heads=heads if is_gpt or node.get("num_kv_heads") is None else _whole(node, "num_kv_heads"),
         head_size=hidden // heads,
         intermediate=intermediate,
         vocab=node.get("vocab_size", 256),
@@ -133,53 +112,23 @@ def sizes_of_huggingface(config: Mapping[str, Any], sequence: int | None = None)
     Raises ConfigError for a model_type that is not known, and for missing keys.
     """
     kind = config.get("model_type")
-    if kind == "gpt2":
-        return _gpt2(config, sequence)
-    if kind not in _GATED:
+    if kind not in _FAMILIES:
         raise ConfigError(
             f"config.json: model_type={kind} has layers that --cluster does not know: write one of "
-            f"{', '.join(_GATED)} or gpt2 (mixtures of experts are not counted)"
+            f"{', '.join(_FAMILIES)} (mixtures of experts are not counted)"
         )
-    names = ("num_hidden_layers", "hidden_size", "num_attention_heads", "intermediate_size", "vocab_size")
-    _require(config, names, "config.json")
     heads = _whole(config, "num_attention_heads")
     return ModelSizes(
-        num_layers=config["num_hidden_layers"],
-        hidden=config["hidden_size"],
+        num_layers=_whole(config, "num_hidden_layers"),
+        hidden=_whole(config, "hidden_size"),
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
         head_size=config.get("head_dim") or _whole(config, "hidden_size") // heads,
-        intermediate=config["intermediate_size"],
-        vocab=config["vocab_size"],
+        intermediate=_whole(config, "intermediate_size"),
+        vocab=_whole(config, "vocab_size"),
         sequence=sequence or _whole(config, "max_position_embeddings"),
         is_tied=bool(config.get("tie_word_embeddings", False)),
     )
-
-
-def _gpt2(config: Mapping[str, Any], sequence: int | None) -> ModelSizes:
-    _require(config, ("n_layer", "n_embd", "n_head", "vocab_size"), "config.json")
-    hidden, heads = _whole(config, "n_embd"), _whole(config, "n_head")
-    positions = config.get("n_positions", 1024)
-    return ModelSizes(
-        num_layers=config["n_layer"],
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        head_size=hidden // heads,
-        intermediate=config.get("n_inner") or 4 * hidden,
-        vocab=config["vocab_size"],
-        sequence=sequence or positions,
-        is_gated=False,
-        has_biases=True,
-        is_tied=bool(config.get("tie_word_embeddings", True)),
-        positions=positions,
-    )
-
-
-def _require(node: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:
-    missing = [name for name in names if node.get(name) is None]
-    if missing:
-        raise ConfigError(f"{where}: {', '.join(missing)} is missing: write it")
 
 
 def _whole(node: Mapping[str, Any], name: str) -> int:

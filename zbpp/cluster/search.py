@@ -1,4 +1,4 @@
-"""The best meshes, schedules and microbatches for a model on a cluster.
+"""The simulated step of a run, and the best meshes, schedules and microbatches for a model on a cluster.
 
 Candidates are sorted by a lower bound of their step's time: the microbatches' work, shared evenly among the
 ranks. They are simulated in this order until the bound is above the slowest of the steps to be shown.
@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import NamedTuple
 
 from zbpp.cluster.hardware import Hardware
-from zbpp.cluster.mesh import NAMES, Mesh, meshes
+from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.model_sizes import ModelSizes
-from zbpp.cluster.stage_costs import PRECISIONS, Run, costs_of, counts_of, parts_of, static_bytes
-from zbpp.cluster.step import Step, most_in_flight, predicted_step, time_and_memory
+from zbpp.cluster.stage_costs import PRECISIONS, Mesh, Run, StageWork, costs_of, static_bytes
 from zbpp.families import FAMILIES
+from zbpp.planning import plan
 from zbpp.ranges import ConfigError
-from zbpp.schedule import Op, PlanError
+from zbpp.schedule import Costs, Op, PlanError, Timetable, simulate
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
+SHOWN = 5  # steps of an answer
 _MICROBATCHES = (1, 2, 4, 8)  # sequences in a microbatch
-_MOST = 10_000_000  # sequences in a batch
-_MOST_ACTIONS = 300_000  # of the largest timetable that is simulated
+_MOST_RANKS = 128  # of a pipeline that is simulated
 _MOST_SIMULATED = 6_000_000  # actions, with recompute and again without: about half a minute each
+_EVERY_MICROBATCH_HELD = ("gpipe", "looped_bfs")  # their memory grows with the number of microbatches
+_FULL = 0.9  # share of a GPU's memory from which on memory counts as a limit
 Progress = Callable[[float, str], None]
 
 
@@ -32,9 +35,7 @@ Progress = Callable[[float, str], None]
 class Question:
     """What to search for. batch: sequences in a step. degrees: sizes of the mesh that are given.
 
-    microbatch_size: sequences; None: 1, 2, 4 and 8 are tried. recompute: whether layers compute their
-    activations again in B; None: only if fewer than `top` candidates fit without. top: how many steps the
-    answer has. Raises ConfigError for values out of range and unknown names.
+    Raises ConfigError for values out of range and unknown names.
     """
 
     sizes: ModelSizes
@@ -42,232 +43,304 @@ class Question:
     batch: int
     schedules: tuple[str, ...] = SCHEDULES
     degrees: dict[str, int] = field(default_factory=dict)
-    microbatch_size: int | None = None
     precision: str = "mixed_bfloat16"
-    recompute: bool | None = None
-    sequence_parallel: bool = False
-    top: int = 5
 
     def __post_init__(self) -> None:
-        for name, value in {"batch": self.batch, "top": self.top}.items():
-            if not 1 <= value <= _MOST:
-                raise ConfigError(f"--{name} {value}: write a whole number, 1 to {_MOST:,}")
+        if self.batch < 1:
+            raise ConfigError(f"--batch {self.batch}: write a whole number, 1 or more")
         if self.precision not in PRECISIONS:
             raise ConfigError(f"--precision {self.precision}: write {', '.join(PRECISIONS)}")
         for name in self.schedules:
             if name not in FAMILIES:
                 raise ConfigError(f"schedule {name} can't be searched; write some of {', '.join(FAMILIES)}")
         for name in self.degrees:
-            if name not in NAMES:
-                raise ConfigError(f"--degrees {name}=...: write {', '.join(NAMES)}")
+            if name not in Mesh._fields:
+                raise ConfigError(f"--degrees {name}=...: write {', '.join(Mesh._fields)}")
 
 
 class Answer(NamedTuple):
-    """steps: the best, shortest first. tried, simulated: how many candidates. why: why nothing fits, or "".
+    """steps: the best that fit, shortest first. tried, simulated: how many candidates.
 
-    unknown: how many candidates were left when the search had simulated as much as it may; none of them can
-    be faster than `bound` ms.
+    is_whole: whether the search has simulated all that could be faster than its steps.
     """
 
     question: Question
     steps: list[Step]
     tried: int
     simulated: int
-    why: str = ""
-    unknown: int = 0
-    bound: float = 0.0
+    is_whole: bool
 
 
-class _Found(NamedTuple):
-    """least: the lowest of the candidates' memory bounds (bytes). left: those that were not simulated."""
+class Candidate(NamedTuple):
+    """A way to run the batch. bound: no step of it takes less (ms)."""
 
-    steps: list[Step]
-    least: float
-    simulated: int
-    left: list[_Candidate]
-
-
-class _Candidate(NamedTuple):
     bound: float
-    order: int
     run: Run
     schedule: str
     num_microbatches: int
 
-    @property
-    def num_actions(self) -> int:
-        """How many actions its simulations have, roughly: see step.py."""
-        ranks = self.run.mesh.pipeline
-        return 3 * ranks * min(self.num_microbatches, 9 * ranks)
-
 
 def search(question: Question, progress: Progress | None = None) -> Answer:
-    """The question's answer. Raises ConfigError where no mesh can run the batch at all."""
-    choices = [False, True] if question.recompute is None else [question.recompute]
-    steps: list[Step] = []
-    left: list[_Candidate] = []
-    tried = simulated = 0
-    least = math.inf
-    for recompute in choices:
-        if len(steps) == question.top:
-            break
-        candidates = sorted(_candidates(question, recompute), key=lambda each: each[:2])
-        if not candidates:
-            raise ConfigError(_no_mesh(question))
-        found = _simulated(question, candidates, progress)
-        steps = sorted([*steps, *found.steps], key=lambda each: each.time)[: question.top]
-        tried, simulated, least = (
-            tried + len(candidates),
-            simulated + found.simulated,
-            min(least, found.least),
+    """The question's answer. Recompute is tried if fewer than SHOWN steps fit without it.
+
+    Raises ConfigError where no mesh can run the batch at all.
+    """
+    answer = Answer(question, [], 0, 0, is_whole=True)
+    for recompute in (False, True):
+        if len(answer.steps) < SHOWN:
+            candidates = sorted(candidates_of(question, recompute), key=lambda each: each.bound)
+            answer = _simulated(answer, candidates, progress)
+    if not answer.tried:
+        sizes = question.sizes
+        raise ConfigError(
+            f"--batch {question.batch}: no mesh of {question.hardware.num_gpus} GPUs can run it: the "
+            "sequences must be divisible by replicate x shard x the microbatch's size, the layers "
+            f"({sizes.num_layers}) no fewer than the pipeline's ranks, and the heads ({sizes.heads}, "
+            f"{sizes.kv_heads} of keys) divisible by tensor"
         )
-        left += found.left
-    why = "" if steps else _left_out(left) if left else _too_little(question, least)
-    bound = min((each.bound for each in left), default=0.0)
-    return Answer(question, steps, tried, simulated, why, len(left), bound)
+    return answer
 
 
-def _simulated(question: Question, candidates: list[_Candidate], progress: Progress | None) -> _Found:
-    """The best steps that fit, of candidates that are sorted by their bounds."""
-    best: list[tuple[float, int, _Candidate]] = []
-    left: list[_Candidate] = []
-    limit, least, simulated, actions = question.hardware.gpu.memory_bytes, math.inf, 0, 0
+def _simulated(answer: Answer, candidates: list[Candidate], progress: Progress | None) -> Answer:
+    """The answer with the best steps of more candidates, which are sorted by their bounds."""
+    steps, limit = list(answer.steps), answer.question.hardware.gpu.memory_bytes
+    simulated, actions, is_whole = answer.simulated, 0, answer.is_whole
     for number, each in enumerate(candidates):
-        if len(best) == question.top and each.bound >= best[-1][0]:
+        if len(steps) == SHOWN and each.bound >= steps[-1].time:
+            break
+        if actions > _MOST_SIMULATED:
+            is_whole = False
             break
         if progress:
             progress(number / len(candidates), f"{each.run.mesh} {each.schedule}")
-        lowest = _least_memory(each.run)
-        least = min(least, lowest)
-        if lowest > limit:
-            continue
-        if actions > _MOST_SIMULATED:
-            left.append(each)
-            continue
+        ranks = each.run.mesh.pipeline
         try:
-            if _held_memory(each) > limit:
+            if _mean_static(each.run) > limit:
                 continue
-            actions += each.num_actions
-            time, memory = time_and_memory(each.run, each.schedule, each.num_microbatches)
+            step = predicted_step(each.run, each.schedule, each.num_microbatches)
         except (PlanError, ValueError):
             continue  # a number of microbatches, or of stages, that this schedule can't run
-        simulated += 1
-        if memory <= limit:
-            best = sorted([*best, (time, each.order, each)])[: question.top]
-    steps = [predicted_step(each.run, each.schedule, each.num_microbatches) for _, _, each in best]
-    return _Found(steps, least, simulated, left)
+        simulated, actions = simulated + 1, actions + 6 * ranks * min(each.num_microbatches, 9 * ranks)
+        if step.memory <= limit:
+            steps = sorted([*steps, step], key=lambda found: found.time)[:SHOWN]
+    return Answer(answer.question, steps, answer.tried + len(candidates), simulated, is_whole)
 
 
-def _candidates(question: Question, recompute: bool) -> Iterator[_Candidate]:
-    order = 0
+def _mean_static(run: Run) -> float:
+    """The mean of what ranks hold all the time (bytes): the heaviest rank holds no less."""
+    return static_bytes(run, run.sizes.parameters / run.mesh.pipeline / run.mesh.tensor)
+
+
+def candidates_of(question: Question, recompute: bool) -> Iterator[Candidate]:
+    """All ways to run the batch whose layers and heads can be divided so."""
+    sizes = question.sizes
     for mesh in meshes(question.hardware, question.degrees):
-        if _refuses(question.sizes, mesh):
+        divided = (sizes.kv_heads, sizes.heads, sizes.intermediate, sizes.vocab)
+        if mesh.pipeline > min(sizes.num_layers, _MOST_RANKS) or any(each % mesh.tensor for each in divided):
             continue
-        for sequences in [question.microbatch_size] if question.microbatch_size else _MICROBATCHES:
-            if question.batch % (mesh.data * sequences):
+        for sequences in _MICROBATCHES:
+            num, rest = divmod(question.batch, mesh.data * sequences)
+            if num < 1 or rest:
                 continue
-            num = question.batch // (mesh.data * sequences)
-            run = Run(
-                question.sizes,
-                question.hardware,
-                mesh,
-                sequences,
-                question.precision,
-                recompute,
-                sequence_parallel=question.sequence_parallel,
-            )
+            run = Run(sizes, question.hardware, mesh, sequences, question.precision, recompute)
             bound = _bound(run, num)
             for schedule in question.schedules if mesh.pipeline > 1 else question.schedules[:1]:
-                if 3 * mesh.pipeline * min(num, 6 * mesh.pipeline) <= _MOST_ACTIONS:
-                    order += 1
-                    yield _Candidate(bound, order, run, schedule, num)
+                yield Candidate(bound, run, schedule, num)
 
 
-def _refuses(sizes: ModelSizes, mesh: Mesh) -> bool:
-    """Whether layers can't be cut into so many stages or parts."""
-    parts = mesh.tensor
-    is_odd = (
-        sizes.kv_heads % parts or sizes.heads % parts or sizes.intermediate % parts or sizes.vocab % parts
-    )
-    return mesh.pipeline > sizes.num_layers or bool(is_odd)
+def meshes(hardware: Hardware, fixed: dict[str, int]) -> Iterator[Mesh]:
+    """The meshes of the whole cluster. fixed: sizes that are given.
+
+    Tensor parallelism stays inside a node, unless its degree is given. The ranks that read different data
+    are all replicas, all shards, or shards inside a node with replicas over nodes. Raises ConfigError if the
+    given sizes do not divide the cluster.
+    """
+    total, node = hardware.num_gpus, hardware.gpus_per_node
+    if total % math.prod(fixed.values()):
+        raise ConfigError(f"--degrees: their product does not divide {total} GPUs: write divisors of {total}")
+    for tensor in _divisors(total) if "tensor" not in fixed else [fixed["tensor"]]:
+        if tensor > node and "tensor" not in fixed:
+            continue
+        for pipeline in _divisors(total // tensor) if "pipeline" not in fixed else [fixed["pipeline"]]:
+            data, rest = divmod(total, tensor * pipeline)
+            inside = max(1, node // tensor)
+            for shard in sorted({1, data, inside, fixed.get("shard", 1)} if not rest else ()):
+                mesh = Mesh(pipeline, data // shard, shard, tensor)
+                if not data % shard and all(getattr(mesh, name) == size for name, size in fixed.items()):
+                    yield mesh
+
+
+def _divisors(number: int) -> list[int]:
+    low = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return sorted({*low, *(number // size for size in low)})
 
 
 def _bound(run: Run, num_microbatches: int) -> float:
     """The work of all microbatches, shared evenly among the ranks (ms)."""
+    rank_of = tuple(range(run.mesh.pipeline))
     try:
-        work = costs_of(run, range(run.mesh.pipeline))
+        return num_microbatches * _work(costs_of(run, rank_of), rank_of)[1]
     except ValueError:
         return 0.0
-    stages = work.costs.per_stage(run.mesh.pipeline).duration
-    whole = sum(sum(stages[op]) for op in (Op.F, Op.B, Op.W))
-    return num_microbatches * whole / run.mesh.pipeline
 
 
-def _least_memory(run: Run) -> float:
-    """A lower bound (bytes): weights, gradients and states of the heaviest rank, and one microbatch."""
-    first, layer, last = parts_of(run)
-    stages = run.mesh.pipeline
-    counts = counts_of(run, stages)
-    parameters = [count * layer.parameters for count in counts]
-    parameters[0] += first.parameters
-    parameters[-1] += last.parameters
-    one = min(counts) * _kept(run, layer.saved)
-    return max(static_bytes(run, each) for each in parameters) + one
+# ---------------------------------------------------------------- one step
 
 
-def _kept(run: Run, saved: float) -> float:
-    """The least bytes that a layer keeps of a microbatch: 0 with recompute."""
-    return 0.0 if run.recompute else saved
+class Step(NamedTuple):
+    """A predicted step. Times in ms, memory in bytes: the most of any rank.
 
-
-def _held_memory(candidate: _Candidate) -> float:
-    """A lower bound (bytes): the lightest rank's weights, gradients and states, and its microbatches' peak.
-
-    Raises PlanError or ValueError if the schedule can't run this number of microbatches or stages.
+    losses: by name, how much shorter (ms) the step would be without this cause.
     """
-    run = candidate.run
-    stages, held = most_in_flight(candidate.schedule, run.mesh.pipeline, candidate.num_microbatches)
-    _, layer, _ = parts_of(run)
-    lightest = min(counts_of(run, run.mesh.pipeline)) * layer.parameters
-    return static_bytes(run, lightest) + held * min(counts_of(run, stages)) * _kept(run, layer.saved)
+
+    run: Run
+    schedule: str
+    num_microbatches: int
+    time: float
+    memory: float
+    losses: dict[str, float]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self._tokens / self.time * 1e3
+
+    @property
+    def mfu(self) -> float:
+        """The share of the GPUs' peak that the model's FLOPs take; recomputation does not count."""
+        tflops = model_flops(self.run.sizes, self._tokens) / self.time / 1e9 / self.run.mesh.num_gpus
+        return tflops / self.run.hardware.gpu.peak_tflops
+
+    @property
+    def _tokens(self) -> int:
+        return self.run.tokens * self.num_microbatches * self.run.mesh.data
+
+    @property
+    def limit(self) -> str:
+        """What costs the most time, with its share of the step; and memory, where it is nearly full."""
+        name, lost = max(self.losses.items(), key=lambda item: item[1])
+        text = f"{name} {lost / self.time:.0%}" if lost > 0.005 * self.time else "kernels"
+        full = self.memory / self.run.hardware.gpu.memory_bytes
+        return f"{text}, memory {full:.0%} full" if full >= _FULL else text
 
 
-def _no_mesh(question: Question) -> str:
-    gpus = question.hardware.num_gpus
-    degrees = ", ".join(f"{name}={size}" for name, size in question.degrees.items())
-    given = f" with --degrees {degrees}" if degrees else ""
-    return (
-        f"--batch {question.batch}: no mesh of {gpus} GPUs{given} can run it: the sequences must be "
-        f"divisible by replicate x shard x the microbatch's size, the layers ({question.sizes.num_layers}) "
-        "no fewer than the pipeline's ranks, and the heads "
-        f"({question.sizes.heads}, {question.sizes.kv_heads} of keys) divisible by tensor: "
-        f"{_advice(question)}"
+def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
+    """The step of a run.
+
+    Raises PlanError for a number of microbatches that the schedule can't run, ValueError for more stages than
+    layers.
+    """
+    timed = _Timed(schedule, run.mesh.pipeline, num_microbatches)
+    work = costs_of(run, timed.rank_of)
+    update = _update(work, timed.rank_of)
+    whole, tail, memory = timed.step(work.costs)
+    free = type(work.costs)(**{**work.costs.numbers, "comm": 0.0, "reduce": 0.0})
+    without_links, _, _ = timed.step(free)
+    busy, mean = _work(work, timed.rank_of)
+    losses = {
+        "bubble": max(0.0, without_links - num_microbatches * busy),
+        "uneven stages": num_microbatches * (busy - mean),
+        "links": whole - tail - without_links,
+        "tensor all-reduces": num_microbatches * sum(work.sums) / run.mesh.pipeline,
+        "gradient reduction": tail,
+        "optimizer": update,
+    }
+    if run.recompute:
+        kept, _ = _work(costs_of(replace(run, recompute=False), timed.rank_of), timed.rank_of)
+        losses["recompute"] = num_microbatches * (busy - kept)
+    return Step(run, schedule, num_microbatches, whole + update, memory + max(work.temporary), losses)
+
+
+@lru_cache(maxsize=256)
+def _planned(schedule: str, num_ranks: int, num_microbatches: int) -> Timetable:
+    return plan(schedule, num_ranks, num_microbatches)
+
+
+def _update(work: StageWork, rank_of: tuple[int, ...]) -> float:
+    """The optimizer's time on the rank where it takes longest (ms)."""
+    ranks = [0.0] * (max(rank_of) + 1)
+    for each, rank in zip(work.update, rank_of, strict=True):
+        ranks[rank] += each
+    return max(ranks)
+
+
+def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
+    """(the time of the busiest rank, the mean time of a rank) for one microbatch's F, B and W (ms)."""
+    stages = work.costs.per_stage(len(rank_of)).duration
+    ranks = [0.0] * (max(rank_of) + 1)
+    for stage, rank in enumerate(rank_of):
+        ranks[rank] += sum(stages[op][stage] for op in (Op.F, Op.B, Op.W))
+    return max(ranks), sum(ranks) / len(ranks)
+
+
+class _Timed:
+    """Simulates a step. For many microbatches it simulates 4p and 5p, and extrapolates the steady state."""
+
+    def __init__(self, schedule: str, ranks: int, num_microbatches: int) -> None:
+        self._num, self._ranks = num_microbatches, ranks
+        counts = [num_microbatches]
+        if num_microbatches > 6 * ranks and schedule not in _EVERY_MICROBATCH_HELD:
+            counts = [4 * ranks, 5 * ranks]
+            if num_microbatches % ranks:  # raises PlanError for a schedule that refuses it
+                _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)
+        self._timetables = [_planned(schedule, ranks, count) for count in counts]
+        self.rank_of = tuple(self._timetables[0].rank_of)
+
+    def step(self, costs: Costs) -> tuple[float, float, float]:
+        """(makespan, tail of the last reduction, peak memory)."""
+        first, *more = (simulate(each, costs) for each in self._timetables)
+        last = more[0] if more else first
+        slope = (last.makespan - first.makespan) / self._ranks
+        time = last.makespan + (slope * (self._num - 5 * self._ranks) if more else 0.0)
+        return time, last.tail, max(last.peak_memory)
+
+
+# ---------------------------------------------------------------- as text
+
+
+_COLUMNS = (
+    "pipeline x replicate x shard x tensor",
+    *("schedule", "microbatches", "GiB", "ms", "tokens/s", "MFU", "limited by"),
+)
+_NOTE = (
+    "Not counted: hosts that are slower than their GPUs, congestion, stragglers, failures, reading data. "
+    "Reductions overlap with the pipeline's end only; all-reduces inside layers overlap with nothing."
+)
+
+
+def as_text(answer: Answer) -> str:
+    """A head, a table of the best steps, and a note on what the figures leave out."""
+    question, hardware = answer.question, answer.question.hardware
+    sizes, gpu = question.sizes, hardware.gpu
+    head = (
+        f"{sizes.parameters / 1e9:,.2f} B parameters, {question.batch:,} sequences of {sizes.sequence:,} "
+        f"tokens a step, {question.precision}\n"
+        f"{hardware.nodes:,} nodes of {hardware.gpus_per_node} GPUs of {gpu.memory:g} GiB and "
+        f"{gpu.peak_tflops:g} TFLOP/s, of which kernels reach {gpu.achieved:.0%}"
     )
+    counts = f"{answer.tried:,} ways, {answer.simulated:,} simulated"
+    if not answer.is_whole:
+        counts += "; others may be faster: --degrees, or names of schedules, narrow the search"
+    if not answer.steps:
+        return (
+            f"{head}\n\nnothing fits in {gpu.memory:g} GiB a GPU, with recompute neither: take more GPUs, "
+            f"other --degrees or --precision bfloat16\n{counts}"
+        )
+    rows = [_COLUMNS, *map(_cells, answer.steps)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    return "\n".join([head, "", *lines, "", counts, _NOTE])
 
 
-def _advice(question: Question) -> str:
-    batch, gpus = question.batch, question.hardware.num_gpus
-    if not any(not _refuses(question.sizes, each) for each in meshes(question.hardware, question.degrees)):
-        return "write other --degrees" if question.degrees else "take fewer GPUs"
-    fitting = -(-batch // gpus) * gpus
-    return "take fewer GPUs" if fitting > _MOST else f"write a larger batch, such as --batch {fitting}"
-
-
-def _left_out(left: list[_Candidate]) -> str:
+def _cells(step: Step) -> tuple[str, ...]:
     return (
-        f"nothing that was simulated fits, and {len(left):,} ways were not simulated: name schedules, or fix "
-        "degrees, such as --degrees pipeline=16,tensor=8"
-    )
-
-
-def _too_little(question: Question, least: float) -> str:
-    tried = ", with recompute neither" if question.recompute is None else ""
-    ways = ["take more GPUs"]
-    ways += ["other --degrees"] * bool(question.degrees)
-    ways += ["drop --no-recompute"] * (question.recompute is False)
-    ways += ["--precision bfloat16"] * (question.precision != "bfloat16")
-    return (
-        f"nothing fits in {question.hardware.gpu.memory:g} GiB a GPU{tried}: the weights, gradients and "
-        f"states of the lightest mesh, and one microbatch, take {least / 2**30:,.1f} GiB; "
-        + ", or ".join(ways)
+        str(step.run.mesh),
+        step.schedule + " recompute" * step.run.recompute,
+        f"{step.num_microbatches} of {step.run.sequences}",
+        f"{step.memory / 2**30:.1f}",
+        f"{step.time:,.0f}",
+        f"{step.tokens_per_second:,.0f}",
+        f"{step.mfu:.1%}",
+        step.limit,
     )

@@ -1,4 +1,4 @@
-"""The Costs of each stage, from a model's sizes, a cluster and a mesh."""
+"""A run on a mesh of a cluster, as the Costs of each stage."""
 
 from __future__ import annotations
 
@@ -7,28 +7,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from zbpp.cluster import layer_work, transfers
-from zbpp.cluster.hardware import Gpu, Hardware
-from zbpp.cluster.layer_work import Kernels, Part, Work
-from zbpp.cluster.mesh import Mesh
+from zbpp.cluster import layer_work
+from zbpp.cluster.hardware import Gpu, Hardware, Link
+from zbpp.cluster.layer_work import Part, Precision, Work
 from zbpp.cluster.model_sizes import ModelSizes
 from zbpp.partition import partition
 from zbpp.schedule import Costs
 
 _STEP_TRAFFIC = 7  # the optimizer reads gradient, weight and two states, and writes all but the gradient
-
-
-class Precision(NamedTuple):
-    """Bytes of a number. compute: in F and B. gradient: in gradients. stored: in what the optimizer updates.
-
-    masters: in master weights beside the compute weights; 0: there are none.
-    """
-
-    compute: int
-    gradient: int
-    stored: int
-    masters: int
-
 
 PRECISIONS = {
     "mixed_bfloat16": Precision(2, 4, 4, 4),
@@ -37,13 +23,54 @@ PRECISIONS = {
 }
 
 
+class Mesh(NamedTuple):
+    """The sizes of the mesh's dimensions, outermost first.
+
+    The ranks of a tensor-parallel group are neighbours inside a node, and the pipeline crosses nodes.
+    """
+
+    pipeline: int = 1
+    replicate: int = 1
+    shard: int = 1
+    tensor: int = 1
+
+    @property
+    def block(self) -> int:
+        """How many GPUs share one rank of the pipeline."""
+        return self.replicate * self.shard * self.tensor
+
+    @property
+    def num_gpus(self) -> int:
+        return self.pipeline * self.block
+
+    @property
+    def data(self) -> int:
+        """How many ranks read different data."""
+        return self.replicate * self.shard
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self))
+
+    def crosses(self, name: str, gpus_per_node: int) -> bool:
+        """Whether a group of the dimension (not the pipeline) has ranks on several nodes."""
+        extent = {"tensor": self.tensor, "shard": self.tensor * self.shard, "replicate": self.block}[name]
+        if getattr(self, name) == 1:
+            return False
+        return extent > gpus_per_node or bool(gpus_per_node % extent)
+
+    def message_crosses(self, rank: int, gpus_per_node: int) -> bool:
+        """Whether messages from a pipeline rank to the next one leave the node, on any of its GPUs."""
+        first, block = rank * self.block, self.block
+        return block >= gpus_per_node or any(
+            (first + gpu) // gpus_per_node != (first + block + gpu) // gpus_per_node for gpu in range(block)
+        )
+
+
 @dataclass(frozen=True)
 class Run:
     """A run without its schedule. sequences: in a microbatch.
 
-    recompute: B computes all activations of its layers again. lean: B computes norms and the MLP's activation
-    function again, as fused kernels do; zbpp's own layers do not. layers_per_stage: None: as `zbpp train`
-    cuts.
+    recompute: B computes all activations of its layers again.
     """
 
     sizes: ModelSizes
@@ -52,10 +79,6 @@ class Run:
     sequences: int = 1
     precision: str = "mixed_bfloat16"
     recompute: bool = False
-    is_fused: bool = True
-    sequence_parallel: bool = False
-    lean: bool = False
-    layers_per_stage: tuple[int, ...] | None = None
 
     @property
     def tokens(self) -> int:
@@ -63,11 +86,12 @@ class Run:
         return self.sequences * self.sizes.sequence
 
     @property
-    def kernels(self) -> Kernels:
-        precision = PRECISIONS[self.precision]
-        return Kernels(
-            precision.compute, precision.gradient, self.is_fused, self.sequence_parallel, self.lean
-        )
+    def bytes_of(self) -> Precision:
+        return PRECISIONS[self.precision]
+
+    def link(self, name: str) -> Link:
+        """The link that a group of a mesh dimension uses."""
+        return self.hardware.link(self.mesh.crosses(name, self.hardware.gpus_per_node))
 
 
 class StageWork(NamedTuple):
@@ -85,18 +109,15 @@ class StageWork(NamedTuple):
 
 def parts_of(run: Run) -> tuple[Part, Part, Part]:
     """(the embedding, a layer, the head) for one microbatch on one rank."""
-    known = run.sizes, run.tokens, run.mesh.tensor, run.kernels
+    known = run.sizes, run.tokens, run.mesh.tensor, run.bytes_of
     return layer_work.embedding(*known), layer_work.layer(*known), layer_work.head(*known)
 
 
 def counts_of(run: Run, num_stages: int) -> tuple[int, ...]:
     """How many layers each stage gets. Raises ValueError for too few layers."""
-    if run.layers_per_stage is not None:
-        return run.layers_per_stage
     sizes = run.sizes
     tokens = float(sizes.sequence)
-    product = 2.0 * sizes.layer_matrices * tokens
-    one = product + layer_work.attention_flops(sizes, tokens, is_causal=True)
+    one = 2.0 * sizes.layer_matrices * tokens + layer_work.attention_flops(sizes, tokens)
     return _cut(sizes.num_layers, num_stages, 2.0 * sizes.hidden * sizes.vocab * tokens / one)
 
 
@@ -114,7 +135,7 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
         parts = [(layer, float(count))]
         parts += [(first, 1.0)] if stage == 0 else []
         parts += [(last, 1.0)] if stage == num_stages - 1 else []
-        stages.append(_Stage(run, parts, receives=stage > 0))
+        stages.append(_Stage(run, parts))
     in_bytes = Costs(
         f=[each.f for each in stages],
         b=[each.b for each in stages],
@@ -137,13 +158,12 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
 class _Stage:
     """The sums over a stage's parts."""
 
-    def __init__(self, run: Run, parts: Sequence[tuple[Part, float]], *, receives: bool) -> None:
-        gpu, kernels = run.hardware.gpu, run.kernels
-        hidden = run.sizes.hidden * run.tokens * kernels.bytes_
-        link = run.hardware.link(run.mesh.crosses("tensor", run.hardware.gpus_per_node))
-        one_sum = transfers.all_reduce(link, hidden, run.mesh.tensor)
+    def __init__(self, run: Run, parts: Sequence[tuple[Part, float]]) -> None:
+        gpu, link = run.hardware.gpu, run.link("tensor")
+        hidden = run.sizes.hidden * run.tokens * run.bytes_of.compute
+        one_sum = link.all_reduce(hidden, run.mesh.tensor)
         in_f, in_b = (one_sum * sum(part.sums[op] * times for part, times in parts) for op in (0, 1))
-        in_f += transfers.gather(link, sum(part.gathered for part, _ in parts), run.mesh.tensor)
+        in_f += link.gather(sum(part.gathered for part, _ in parts), run.mesh.tensor)
         self.f = _time(gpu, [(part.f, times) for part, times in parts]) + in_f
         self.b = _time(gpu, [(part.b, times) for part, times in parts]) + in_b
         self.w = _time(gpu, [(part.w, times) for part, times in parts])
@@ -152,15 +172,13 @@ class _Stage:
         self.buffers = sum(part.buffers * times for part, times in parts)
         self.deferred = sum(part.deferred * times for part, times in parts)
         self.saved = sum(part.saved * times for part, times in parts)
-        # A received message is held whole; `part.saved` has only the tokens of it that this rank norms.
-        self.saved += hidden - hidden / kernels.norm_parts(run.mesh.tensor) if receives else 0.0
         self.temporary = max(part.temporary for part, _ in parts) + 4 * hidden
         self.temporary += _weight_gradient(run, max(part.largest for part, _ in parts))
         if run.recompute:
             layer, count = parts[0]
             self.b += _time(gpu, [(layer.f, count)]) + one_sum * layer.sums[0] * count
             self.sums += one_sum * layer.sums[0] * count
-            self.saved -= count * (layer.saved - hidden / kernels.norm_parts(run.mesh.tensor))
+            self.saved -= count * (layer.saved - hidden)
             self.temporary += layer.saved
 
 
@@ -174,13 +192,13 @@ def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
 
 def _weight_gradient(run: Run, largest: float) -> float:
     """Temporary bytes of W: mixed precision without shards makes a matrix's gradient before adding it up."""
-    precision = PRECISIONS[run.precision]
+    precision = run.bytes_of
     return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
 
 
 def static_bytes(run: Run, parameters: float) -> float:
     """The bytes of weights, gradients and AdamW's states for so many parameters on a rank."""
-    precision, shard = PRECISIONS[run.precision], run.mesh.shard
+    precision, shard = run.bytes_of, run.mesh.shard
     states = 2 * precision.stored
     if shard == 1:
         return parameters * (precision.compute + precision.gradient + precision.masters + states)
@@ -191,18 +209,19 @@ def static_bytes(run: Run, parameters: float) -> float:
 
 def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
     """For each stage, the time of a message that leaves it: the slower of its two directions."""
-    size = float(run.sizes.hidden * run.tokens * run.kernels.bytes_)
+    size = float(run.sizes.hidden * run.tokens * run.bytes_of.compute)
     node = run.hardware.gpus_per_node
 
     def between(stage: int) -> float:
         """From a stage to the next one; 0 on the same rank."""
-        ends = sorted((rank_of[stage], rank_of[stage + 1]))
-        if ends[0] == ends[1]:
+        low, high = sorted((rank_of[stage], rank_of[stage + 1]))
+        if low == high:
             return 0.0
-        crosses = ends[1] - ends[0] > 1 or run.mesh.message_crosses(ends[0], node)
-        if ends[1] - ends[0] > 1:  # a looped placement, from the last rank back to the first
+        if high - low > 1:  # a looped placement, from the last rank back to the first
             crosses = run.mesh.num_gpus > node
-        return transfers.message(run.hardware.link(crosses), size)
+        else:
+            crosses = run.mesh.message_crosses(low, node)
+        return run.hardware.link(crosses).message(size)
 
     hops = [between(stage) for stage in range(len(rank_of) - 1)]
     return [max(hops[max(0, stage - 1) : stage + 1], default=0.0) for stage in range(len(rank_of))]
@@ -210,17 +229,14 @@ def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
 
 def _reduction(run: Run, parameters: float) -> float:
     """The time (ms) to sum a stage's gradients over replicas and shards, and to gather sharded weights."""
-    precision, mesh, hardware = PRECISIONS[run.precision], run.mesh, run.hardware
-    size = parameters * precision.gradient
-    total = 0.0
+    mesh, size = run.mesh, parameters * run.bytes_of.gradient
+    total = run.link("replicate").all_reduce(size / mesh.shard, mesh.replicate)
     if mesh.shard > 1:
-        link = hardware.link(mesh.crosses("shard", hardware.gpus_per_node))
-        total += transfers.gather(link, size, mesh.shard)
-        total += transfers.gather(link, parameters * precision.compute, mesh.shard)
-    link = hardware.link(mesh.crosses("replicate", hardware.gpus_per_node))
-    return total + transfers.all_reduce(link, size / mesh.shard, mesh.replicate)
+        link = run.link("shard")
+        total += link.gather(size, mesh.shard)
+        total += link.gather(parameters * run.bytes_of.compute, mesh.shard)
+    return total
 
 
 def _update(run: Run, parameters: float) -> float:
-    stored = PRECISIONS[run.precision].stored
-    return _STEP_TRAFFIC * stored * parameters / run.mesh.shard / run.hardware.gpu.traffic
+    return _STEP_TRAFFIC * run.bytes_of.stored * parameters / run.mesh.shard / run.hardware.gpu.traffic

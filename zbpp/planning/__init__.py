@@ -5,8 +5,6 @@ Entries:
     plan             `plan`: a schedule by name
     schedules        the schedules by name, and the spellings of their names
     choose           `choose`: every family and the search at the same costs
-    request          the question that `choose` answers
-    answer           what `choose` has found
     compare          the timeline of each of several schedules, for one model
 
 Plans and their limits:
@@ -28,20 +26,17 @@ What they use:
     tolerance        the two tolerances of planning
     messages         the values that pass from stage to stage, by kind of action
     earliest_starts  how soon the actions of one microbatch can run
-    side_by_side     searches in processes of their own, at the same time
     rank_costs       costs of a model that is not cut yet
     costs_file       costs as `zbpp measure` writes them
 """
 
-from zbpp.planning.answer import Answer
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
-from zbpp.planning.choose import choose
+from zbpp.planning.choose import Answer, PlanningRequest, choose
 from zbpp.planning.compare import compare
-from zbpp.planning.costs_file import About, about_in_words, measured_layers, read_costs
+from zbpp.planning.costs_file import About, about_in_words, read_costs
 from zbpp.planning.memory_limit import read_memory_limit
 from zbpp.planning.plan import placement_of, plan
 from zbpp.planning.rank_costs import RankCosts
-from zbpp.planning.request import PlanningRequest
 from zbpp.planning.schedules import SCHEDULES, canonical_name, takes_costs
 
 __all__ = [
@@ -58,7 +53,6 @@ __all__ = [
     "choose",
     "compare",
     "lower_bound",
-    "measured_layers",
     "placement_of",
     "plan",
     "read_costs",

@@ -1,189 +1,219 @@
-"""Plans by every family and every placement's search, at the same costs and under several memory limits.
+"""Which schedule to use: every family and the search at the same costs, under one memory limit.
 
-A user then chooses: which schedule is best, and what would more memory bring?
-
-`choose` plans and searches for a `PlanningRequest`; its `Answer` holds all plans found.
-`zbpp.render.statements` draws conclusions from it.
+`choose` plans for a `PlanningRequest`; its `Answer` ranks the plans, each beside a lower bound.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
-from itertools import chain
-from typing import NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import pairwise
 
 from zbpp.families import FAMILIES
-from zbpp.planning.answer import Answer, Candidate
+from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
-from zbpp.planning.memory_limit import MemoryLimit
-from zbpp.planning.placement import PLACEMENTS
-from zbpp.planning.plan import plan
-from zbpp.planning.request import SWEEP_PLACEMENTS, PlanningRequest
+from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
+from zbpp.planning.objective import MAKESPAN, objective_value
+from zbpp.planning.option_ranges import check_range
+from zbpp.planning.placement import place_stages
+from zbpp.planning.plan import placement_of, plan
+from zbpp.planning.problem import Problem
+from zbpp.planning.rank_costs import RankCosts, check_rank_costs
+from zbpp.planning.schedules import takes_costs
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.local_search import NEAR_BOUND, LocalSearch
-from zbpp.planning.side_by_side import side_by_side
+from zbpp.planning.search.local_search import LocalSearch
+from zbpp.planning.search.paper_planner import memory_of_1f1b
+from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.planning.tolerance import EQUAL
-from zbpp.schedule.simulate import simulate
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.simulate import Timeline, simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
 Progress = Callable[[float, str], None]
 
-# Rounds without a better plan after which a search ends near its bound: one under the request's limit and
-# objective, and any other.
-_MOST_QUIET, _MOST_QUIET_BESIDE = 20, 3
-
-# The placements that share a process, for 1, 2 and 3 processes. A V takes longer than the others together.
-# A search uses earlier plans of its own placement only, so what it finds does not depend on the lanes.
-_LANES = ((("one", "looped", "v"),), (("v",), ("one", "looped")), (("v",), ("looped",), ("one",)))
+# The share of the time that is left which each placement's search may take. A search that ends early, at its
+# bound, leaves its time to the searches after it. One stage per rank takes the least, a V the most.
+_SHARES = {"one": 0.3, "v": 0.6, "looped": 1.0}
+_MOST_QUIET = 20  # rounds without a better plan after which a search ends near its bound
 
 
-def choose(request: PlanningRequest, progress: Progress | None = None, num_processes: int = 1) -> Answer:
-    """Plan every family and the paper's planner (zb_1p, zb_2p), then search.
+@dataclass(frozen=True, kw_only=True)
+class PlanningRequest:
+    """The pipeline that a schedule is to be chosen for.
 
-    Every placement is searched under the request's limit. The placements in SWEEP_PLACEMENTS are searched
-    under every limit of the memory sweep, too. answer.refused says why a schedule has no plan; for zb_auto,
-    why it has none under the request's limit.
-    progress(share done, what is being searched) is called often.
-    num_processes: with 2 or more, placements are searched at the same time, in up to 3 new processes. These
-    import the program that calls: it needs its `if __name__ == "__main__":`.
+    costs: for one rank's share of the model. memory_limit: in the unit of costs.saved, one number for all
+    ranks, or a list with one per rank. time_limit: seconds of all searches together.
+    Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
+    least that works).
     """
-    answer = Answer(request, [], {})
-    for name, make in _planned(request):
+
+    num_ranks: int
+    num_microbatches: int
+    costs: RankCosts = field(default_factory=RankCosts)
+    memory_limit: MemoryLimit = None
+    objective: str = MAKESPAN
+    time_limit: float = 10.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_rank_costs(self.costs)
+        check_range("memory_limit", self.memory_limit)
+        check_range("time_limit", self.time_limit)
+        check_size(self.num_ranks, self.num_microbatches, 1, BYTES_PER_SEARCHED_ACTION)
+        self.problem("one")  # refuses what can't be planned
+
+    @property
+    def memory_of_1f1b(self) -> float:
+        """num_ranks times the activations of the largest stage (printed as 1.00p)."""
+        return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
+
+    @property
+    def static(self) -> float:
+        """The most that a rank holds all the time, with one stage per rank."""
+        return max(self.costs_for(self.num_ranks).per_stage(self.num_ranks).static)
+
+    def costs_for(self, num_stages: int) -> Costs:
+        """The costs per stage of timetables with so many stages."""
+        return self.costs.per_stage(num_stages, self.num_ranks)
+
+    def problem(self, placement: str) -> Problem:
+        """The problem for one placement. Raises PlanError."""
+        return self._problem(place_stages(self.num_ranks, placement), self.memory_limit)
+
+    def bound(self, placement: str, limit: MemoryLimit) -> Bound | None:
+        """The lower bound (ms) for a placement under any limit; None if no plan fits."""
         try:
-            answer.candidates.append(_candidate(request, name, make()))
+            return bound_of(self._problem(place_stages(self.num_ranks, placement), limit))
+        except PlanError:
+            return None
+
+    def bound_for(self, timetable: Timetable) -> Bound:
+        """The lower bound for the timetable's own placement, which may have no name."""
+        return bound_of(self._problem(timetable.rank_of, self.memory_limit))
+
+    def _problem(self, rank_of: tuple[int, ...], limit: MemoryLimit) -> Problem:
+        costs = self.costs_for(len(rank_of))
+        return Problem(rank_of, self.num_microbatches, costs, limit, self.objective)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan, and the name under which `plan` makes it. value: its makespan or largest span (ms)."""
+
+    name: str
+    timeline: Timeline
+    value: float
+
+    @property
+    def placement(self) -> str:
+        return placement_of(self.timeline.timetable)
+
+    @property
+    def title(self) -> str:
+        """What to type after `zbpp plan` for this plan: its name; for zb_auto its placement, too."""
+        return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
+
+    @property
+    def depends_on_costs(self) -> bool:
+        """Whether the name alone is not enough for `plan` to make this timetable."""
+        own = self.timeline.timetable
+        return takes_costs(self.name) or own != plan(self.name, own.num_ranks, own.num_microbatches)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate that fits, and the lower bound for its placement within the memory limit."""
+
+    candidate: Candidate
+    bound: Bound
+
+    @property
+    def gap(self) -> float:
+        return self.bound.gap(self.candidate.value)
+
+    @property
+    def proved_optimal(self) -> bool:
+        return self.gap <= EQUAL
+
+
+@dataclass(frozen=True)
+class Answer:
+    """ranked: the plans that fit the limit, best first. too_large: those that don't, the least memory first.
+
+    refused: why a schedule has no plan, by its name.
+    """
+
+    request: PlanningRequest
+    ranked: list[Choice]
+    too_large: list[Candidate]
+    refused: dict[str, PlanError]
+
+
+def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer:
+    """Plan every family and the paper's planner (zb_1p, zb_2p), then search for each placement.
+
+    progress(share of the time that is spent, what is being searched) is called often.
+    """
+    found: list[Candidate] = []
+    refused: dict[str, PlanError] = {}
+    for name in (*FAMILIES, "zb_1p", "zb_2p"):
+        try:
+            found.append(_candidate(request, name, _planned(request, name)))
         except PlanError as refusal:
-            answer.refused[name] = refusal
-    found = _search_lanes(answer, _LANES[min(num_processes, len(_LANES)) - 1], progress or _ignore)
-    for search, result in sorted(found, key=lambda each: _searches(request).index(each[0])):
-        if isinstance(result, Candidate):
-            answer.candidates.append(result)
-        elif _is_listed(request, search):
-            answer.refused[f"zb_auto {search.placement}"] = result
-    return answer
+            refused[name] = refusal
+    deadline = Deadline(request.time_limit)
+    for placement, share in _SHARES.items():
+        try:
+            problem = request.problem(placement)
+        except PlanError as refusal:
+            refused[f"zb_auto {placement}"] = refusal
+            continue
+        if progress:
+            deadline.watch = _watch(deadline, placement, progress)
+        search = LocalSearch(problem, deadline.part(share), request.seed, most_quiet_near_bound=_MOST_QUIET)
+        found.append(_candidate(request, "zb_auto", problem.timetable_of(search.run())))
+    fitting = [each for each in found if _fits(request, each)]
+    too_large = [each for each in found if each not in fitting]
+    return Answer(
+        request,
+        ranked=sorted((Choice(each, _bound(request, each)) for each in fitting), key=_worth),
+        too_large=sorted(too_large, key=lambda each: max(each.timeline.peak_memory)),
+        refused=refused,
+    )
 
 
-def _ignore(share: float, what: str) -> None:
-    """Without progress: nothing is shown."""
-
-
-def _planned(request: PlanningRequest) -> Iterator[tuple[str, Callable[[], Timetable]]]:
-    """The families, and the paper's planner with 1F1B's memory and with twice that."""
+def _planned(request: PlanningRequest, name: str) -> Timetable:
     counts = request.num_ranks, request.num_microbatches
-    for name in FAMILIES:
-        yield name, partial(plan, name, *counts)
-    costs = request.costs_for(request.num_ranks)
-    for name in ("zb_1p", "zb_2p"):
-        yield name, partial(plan, name, *counts, costs=costs)
+    if name in FAMILIES:
+        return plan(name, *counts)
+    return plan(name, *counts, costs=request.costs_for(request.num_ranks))
 
 
 def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
     costs = request.costs_for(timetable.num_stages)
-    return Candidate(name, simulate(complete_stages_early(timetable, costs), costs))
+    timeline = simulate(complete_stages_early(timetable, costs), costs)
+    return Candidate(name, timeline, objective_value(timeline, request.objective))
 
 
-class _Search(NamedTuple):
-    """One run of zb_auto."""
-
-    placement: str
-    limit: MemoryLimit
-    objective: str
-
-    def __str__(self) -> str:
-        limit = "" if self.limit is None else f" within {self.limit}"
-        return f"{self.objective}, {self.placement}{limit}"
+def _watch(deadline: Deadline, placement: str, progress: Progress) -> Callable[[], None]:
+    return lambda: progress(deadline.fraction, f"zb_auto --placement {placement}")
 
 
-def _searches(request: PlanningRequest) -> list[_Search]:
-    """First the memory sweep, ascending, the given limit in it. Then a loop, and the other objective."""
-    given, objective = request.memory_limit, request.objective
-    others = [placement for placement in PLACEMENTS if placement not in SWEEP_PLACEMENTS]
-    return [
-        *(_Search(placement, limit, objective) for placement in SWEEP_PLACEMENTS for limit in request.limits),
-        *(_Search(placement, given, objective) for placement in others),
-        *(
-            _Search(placement, limit, request.other_objective)
-            for placement in SWEEP_PLACEMENTS
-            for limit in request.span_limits
-        ),
-    ]
+def _fits(request: PlanningRequest, candidate: Candidate) -> bool:
+    peaks = candidate.timeline.peak_memory
+    return fits(peaks, limits_per_rank(request.memory_limit, len(peaks)))
 
 
-_Found = list[tuple[_Search, Candidate | PlanError]]
+def _bound(request: PlanningRequest, candidate: Candidate) -> Bound:
+    return request.bound_for(candidate.timeline.timetable)
 
 
-def _search_lanes(answer: Answer, lanes: Sequence[tuple[str, ...]], progress: Progress) -> _Found:
-    """Search the placements of each lane in a process of its own; one lane is searched here."""
-    if len(lanes) == 1:
-        return _search_lane(answer, lanes[0], progress)
-    shares = [0.0] * len(lanes)
+def _worth(choice: Choice) -> tuple[float, bool, int]:
+    """A key to sort choices by: the shorter time wins.
 
-    def heard(number: int, share: float, what: str) -> None:
-        shares[number] = share
-        progress(sum(shares) / len(lanes), what)
-
-    return [*chain(*side_by_side(_search_lane, [(answer, lane) for lane in lanes], heard))]
-
-
-def _search_lane(answer: Answer, lane: tuple[str, ...], progress: Progress) -> _Found:
-    """Search these placements one after the other; `answer` has the plans to begin with."""
-    request, found = answer.request, _Found()
-    wanted = [search for search in _searches(request) if search.placement in lane]
-    # A lane has its share of the time, or each search would take longer where there are more processes.
-    deadline = Deadline(request.time_limit * len(wanted) / len(_searches(request)))
-    for number, search in enumerate(wanted):
-        progress(number / len(wanted), str(search))
-        earlier = [result for _, result in found if isinstance(result, Candidate)]
-        known = Answer(request, [*answer.candidates, *earlier], {})
-        if not _is_listed(request, search) and _is_answered(known, search, wanted[:number]):
-            continue
-        inner = _overall(progress, number, len(wanted), search)
-        # A search that ends early, at its bound, leaves its time to the searches after it.
-        part = deadline.part(1 / (len(wanted) - number))
-        found.append((search, _search(known, search, part, inner)))
-    return found
-
-
-def _overall(progress: Progress, number: int, total: int, search: _Search) -> Callable[..., None]:
-    """The progress of zb_auto in one search, as progress of all searches."""
-    return lambda share, *_: progress((number + share) / total, str(search))
-
-
-def _search(
-    answer: Answer, search: _Search, deadline: Deadline, progress: Callable[..., None]
-) -> Candidate | PlanError:
-    """The plan that a search finds, or why there is none.
-
-    It begins with the plans known for its placement, beside the families. Near the bound it ends soon,
-    later under the request's limit and objective.
+    Among equal times a plan that does not depend on costs wins, then the plan with fewer neighbouring stages
+    on different ranks, which sends fewer messages.
     """
-    request, (placement, limit, objective) = answer.request, search
-    try:
-        problem = request.problem(placement, limit, objective)
-    except PlanError as error:
-        return error
-    known = [each.timeline.timetable for each in answer.candidates if each.placement == placement]
-    most_quiet = _MOST_QUIET if _is_listed(request, search) else _MOST_QUIET_BESIDE
-    found = LocalSearch(problem, deadline, request.seed, progress, known, most_quiet)
-    return _candidate(request, "zb_auto", problem.timetable_of(found.run()))
-
-
-def _is_listed(request: PlanningRequest, search: _Search) -> bool:
-    """Whether the answer lists the search beside the families, so that its plan must be there."""
-    return (search.limit, search.objective) == (request.memory_limit, request.objective)
-
-
-def _is_answered(answer: Answer, search: _Search, earlier: list[_Search]) -> bool:
-    """Whether a known plan is optimal, or as good as another search for the same bound could make it.
-
-    The latter if the plan is near the bound, and no plan of the placement is better with any memory.
-    """
-    placement, limit, objective = search
-    known, best = (answer.best(placement, each, objective) for each in (limit, None))
-    if known is None or best is None or known.proved_optimal:
-        return known is not None
-    if not (known.gap <= NEAR_BOUND and known.value <= best.value * (1 + EQUAL)):
-        return False
-    same = [each.limit for each in earlier if (each.placement, each.objective) == (placement, objective)]
-    bounds = [answer.request.bound(placement, each, objective) for each in same]
-    return any(bound and abs(known.bound.gap(bound.value)) <= EQUAL for bound in bounds)
+    candidate = choice.candidate
+    num_links = sum(one != other for one, other in pairwise(candidate.timeline.timetable.rank_of))
+    return float(f"{candidate.value:.9g}"), takes_costs(candidate.name), num_links

@@ -6,11 +6,10 @@ import json
 import os
 from typing import Any
 
-from zbpp.partition import layers_of
 from zbpp.planning.rank_costs import RankCosts
-from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, Costs
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES
 from zbpp.schedule.interchange import naming, read_bytes
-from zbpp.schedule.timetable import Op, PlanError, printable, shown
+from zbpp.schedule.timetable import PlanError, printable, shown
 
 About = dict[str, Any]
 """What was measured, where and how. Any keys are allowed."""
@@ -45,31 +44,6 @@ def about_in_words(about: About) -> str:
     plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
     words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
-
-
-def measured_layers(costs: RankCosts, about: About, num_layers: int) -> tuple[list[float], float, float]:
-    """(layers, first, last) as `zbpp.partition.partition` takes them, in ms of F, B and W together.
-
-    about["layers_per_stage"]: how many layers each measured stage had. Raises PlanError if the entry is
-    missing, or its sum is not num_layers.
-    """
-    counts: Any = about.get("layers_per_stage")
-    if not _are_counts(counts) or sum(counts) != num_layers:
-        raise PlanError(
-            f"these costs were measured with layers_per_stage={shown(counts)}, not with {num_layers} layers: "
-            "give --layers as many as were measured, or --head in place of --costs"
-        )
-    measured = Costs(**costs.numbers)  # lists, with one number per measured stage
-    times = measured.per_stage(len(counts)).duration
-    stages = [sum(times[op][stage] for op in (Op.F, Op.B, Op.W)) for stage in range(len(counts))]
-    try:
-        return layers_of(stages, counts)
-    except ValueError as error:
-        raise PlanError(str(error)) from None
-
-
-def _are_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
 
 
 def _read_json(text: str | bytes) -> object:

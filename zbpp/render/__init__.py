@@ -9,14 +9,11 @@ picture.py     PNG, SVG or PDF, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
 trace.py       Chrome's trace format, for Perfetto
 style.py       what the drawings share: colours, the words for ops and figures
-statements.py  conclusions from an answer of `choose`, with their proofs
-advice.py      the whole answer as text: which schedule to use, and why
-cuts.py        which layers belong on which stage
+choice.py      which schedule to use: an answer of `choose`
 """
 
-from zbpp.render.advice import render_advice
+from zbpp.render.choice import render_choice
 from zbpp.render.curves import Curve, render_curves
-from zbpp.render.cuts import render_cuts
 from zbpp.render.hang import render_hang
 from zbpp.render.memory import (
     in_bytes,
@@ -28,7 +25,6 @@ from zbpp.render.memory import (
 )
 from zbpp.render.page import render_page
 from zbpp.render.picture import render_picture
-from zbpp.render.statements import Statement, statements
 from zbpp.render.style import Timelines
 from zbpp.render.table import render_figures, render_table
 from zbpp.render.text import render_text
@@ -36,13 +32,11 @@ from zbpp.render.trace import chrome_trace
 
 __all__ = [
     "Curve",
-    "Statement",
     "Timelines",
     "chrome_trace",
     "in_bytes",
-    "render_advice",
+    "render_choice",
     "render_curves",
-    "render_cuts",
     "render_figures",
     "render_hang",
     "render_limit",
@@ -54,5 +48,4 @@ __all__ = [
     "render_switches",
     "render_table",
     "render_text",
-    "statements",
 ]

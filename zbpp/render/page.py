@@ -52,8 +52,6 @@ def render_page(
     *,
     title: str = "Pipeline schedules",
     notes: Iterable[str] = (),
-    table: Sequence[Sequence[str]] | None = None,
-    more: str = "",
     costs: Costs | Mapping[str, Costs] | None = None,
     memory_limit: MemoryLimit = None,
 ) -> str:
@@ -62,8 +60,6 @@ def render_page(
     For each action it shows the times, the values that the action needs, and what the action waited for; for
     each rank the memory level over time, in the unit of costs.saved.
     notes: paragraphs under the title; a note of several lines is aligned text and keeps its shape.
-    table: rows of texts, the head first, shown instead of the figures of all timelines. more: aligned text
-    below the table, shown on demand.
     costs: what the timelines were simulated with, per stage; one for all timelines, or one for each title.
     Without costs a timeline is shown without its memory level, and its messages take no time.
     memory_limit: one for all ranks, or one for each rank; drawn beside the levels.
@@ -80,8 +76,7 @@ def render_page(
     return Template(_part("page.html")).substitute(
         title=escape(title),
         notes=_notes(notes),
-        summary=_summary(panels) if table is None else _table("summary", table[0], table[1:]),
-        more=_details(more) if more else "",
+        summary=_summary(panels),
         legend=_legend(panels, level=costs is not None, limit=memory_limit is not None),
         panels="\n".join(_panel(name, timeline) for name, timeline in panels),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False),
@@ -197,11 +192,6 @@ def _is_light(colour: str) -> bool:
 def _notes(notes: Iterable[str]) -> str:
     items = [f"<pre>{escape(note)}</pre>" if "\n" in note else f"<p>{escape(note)}</p>" for note in notes]
     return f'<div class="notes">{"".join(items)}</div>'
-
-
-def _details(more: str) -> str:
-    title = "What follows; what needs more memory; other memory limits"
-    return f"<details><summary>{title}</summary><pre>{escape(more)}</pre></details>"
 
 
 def _summary(panels: Panels) -> str:

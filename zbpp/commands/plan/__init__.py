@@ -1,50 +1,51 @@
 """`zbpp plan`: choose, print, compare and draw timetables. Needs numpy (matplotlib for --picture), no torch.
 
 arguments.py  the options, and the costs and the memory limit that they give
-reads.py      which options each form of the command reads; others are refused
-schedules.py  named schedules, or a timetable from a file: staircase, table, text, program
-choice.py     --choose: which schedule to use, and the commands that train with it
-layers.py     --layers: which layers belong on which stage
 cluster.py    --cluster: what a model would take on a cluster
-drawing.py    --picture, --html and --trace
-progress.py   the bar that a long search shows
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shlex
+import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
 
-from zbpp.commands.plan.arguments import Inputs, make_parser
-from zbpp.commands.plan.choice import advice
+from zbpp.commands.plan.arguments import CHOOSE, CLUSTER, COST_OPTIONS, Inputs, make_parser, parsed
 from zbpp.commands.plan.cluster import on_paper
-from zbpp.commands.plan.layers import cuts
-from zbpp.commands.plan.reads import form_of, given_options, refusal
-from zbpp.commands.plan.schedules import show
+from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare
 from zbpp.ranges import ConfigError
-from zbpp.schedule import PlanError
+from zbpp.render import (
+    chrome_trace,
+    render_choice,
+    render_figures,
+    render_page,
+    render_picture,
+    render_table,
+    render_text,
+)
+from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
+
+Outcomes = Mapping[str, Timeline | PlanError]
+"""For each schedule, its timeline, or the error that says why there is none."""
+
+_FORMS: dict[str, Callable[[Timetable], str]] = {"text": str, "csv": to_csv}
 
 
-def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: str = "") -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status, which is 2 for a plan or a file that can't be used.
 
-    argv: without the command's own name; None: the process's. prog: the command's name in the help text.
-    scripts: the folder of plan.py and train.py, if plan.py was called instead of the installed command.
+    argv: without the command's own name; None: the process's.
     """
-    parser = make_parser(prog)
-    options = parser.parse_args(argv)
-    options.schedules += options.compare
+    form, options = parsed(argv)
     try:
-        form = form_of(options)
-    except ValueError as error:
-        parser.error(str(error))
-    refused = refusal(form, given_options(parser, argv))
-    if refused:
-        parser.error(refused)
-    try:
-        print(_answer(options, scripts), flush=True)
+        print(_answer(form, options), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (PlanError, ConfigError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
@@ -53,10 +54,151 @@ def main(argv: Sequence[str] | None = None, prog: str = "zbpp plan", scripts: st
     return 0
 
 
-def _answer(options: argparse.Namespace, scripts: str) -> str:
-    if options.cluster is not None:
-        return on_paper(options)
-    if options.layers:
-        return cuts(options)
-    inputs = Inputs.read(options)
-    return advice(options, inputs, scripts) if options.choose else show(options, inputs)
+def _answer(form: str, options: argparse.Namespace) -> str:
+    with _bar() as progress:
+        if form == CLUSTER:
+            return on_paper(options, progress)
+        inputs = Inputs.read(options)
+        if form == CHOOSE:
+            return _choice(options, inputs, progress)
+        outcomes = _from_file(options, inputs) if options.timetable else _by_name(options, inputs, progress)
+    _draw(options, outcomes, inputs, inputs.notes)
+    if options.form:
+        return _FORMS[options.form](_only(outcomes).timetable)
+    if options.program is not None:
+        return _program(_only(outcomes).timetable, options.program)
+    if len(outcomes) > 1:
+        return "\n\n".join([*inputs.notes, render_table(outcomes)])
+    timeline = _only(outcomes)
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    return "\n\n".join([*inputs.notes, render_text(timeline, width=width), render_figures(timeline)])
+
+
+@contextmanager
+def _bar() -> Iterator[Callable[[float, str], None]]:
+    """Yield the function to call with (share done, what is being done): it draws a bar on standard error.
+
+    Nothing is drawn where standard error is no terminal, or rich is missing.
+    """
+    if not sys.stderr.isatty() or find_spec("rich") is None:
+        yield lambda share, what: None
+        return
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("planning", total=1.0)
+        yield lambda share, what: bar.update(task, completed=share, description=what)
+
+
+# ---------------------------------------------------------------- schedules by name, or from a file
+
+
+def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
+    timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
+    costs = inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
+    return {Path(options.timetable).stem: simulate(timetable, costs)}
+
+
+def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> Outcomes:
+    return compare(
+        [name for given in options.schedules for name in (SCHEDULES if given == "all" else [given])],
+        options.ranks,
+        options.microbatches,
+        costs=inputs.costs,
+        memory_limit=inputs.memory_limit,
+        placement=options.placement,
+        objective=options.objective,
+        time_limit=options.time_limit,
+        seed=options.seed,
+        progress=lambda share, *_: progress(share, "searching"),
+    )
+
+
+def _only(outcomes: Outcomes) -> Timeline:
+    if len(outcomes) > 1:
+        raise PlanError(f"--text, --csv and --program show one schedule; {len(outcomes)} are named")
+    return next(iter(_timelines(outcomes).values()))
+
+
+def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
+    """The timelines of the schedules that can run. Raises the first PlanError if none can."""
+    timelines = {name: each for name, each in outcomes.items() if isinstance(each, Timeline)}
+    errors = [each for each in outcomes.values() if isinstance(each, PlanError)]
+    if errors and not timelines:
+        raise errors[0]
+    return timelines
+
+
+def _program(timetable: Timetable, rank: int) -> str:
+    if not 0 <= rank < timetable.num_ranks:
+        raise PlanError(f"--program {rank}: ranks are 0..{timetable.num_ranks - 1}")
+    return str(lower(timetable)[rank])
+
+
+def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes: Sequence[str]) -> None:
+    """Write the files that the options name. notes: paragraphs of the page."""
+    if options.picture:
+        render_picture(_timelines(outcomes), options.picture)
+    if options.trace:
+        Path(options.trace).write_text(json.dumps(chrome_trace(_timelines(outcomes))))
+    if options.html:
+        timelines = _timelines(outcomes)
+        timetables = {name: timeline.timetable for name, timeline in timelines.items()}
+        costs = {
+            name: inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
+            for name, timetable in timetables.items()
+        }
+        page = render_page(timelines, costs=costs, memory_limit=inputs.memory_limit, notes=notes)
+        Path(options.html).write_text(page)
+
+
+# ---------------------------------------------------------------- --choose
+
+
+def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> str:
+    """The commands that train with the best plan, and all plans beside their bounds."""
+    request = PlanningRequest(
+        num_ranks=options.ranks,
+        num_microbatches=options.microbatches,
+        costs=inputs.costs,
+        memory_limit=inputs.memory_limit,
+        objective=options.objective,
+        time_limit=options.time_limit,
+        seed=options.seed,
+    )
+    answer = choose(request, progress)
+    timelines = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
+    texts = [*inputs.notes, _commands(options, answer), render_choice(answer)]
+    _draw(options, timelines, inputs, texts)
+    return "\n\n".join(texts)
+
+
+def _commands(options: argparse.Namespace, answer: Answer) -> str:
+    """What to type to train with the best plan: its name, or the file of a plan that depends on costs."""
+    best = answer.ranked[0].candidate
+    train, end = f"zbpp train -n {options.ranks}", f"num_microbatches={options.microbatches}"
+    lines = [f"  {train} schedule={best.name} {end}"]
+    if best.depends_on_costs:
+        lines = [
+            f"  zbpp plan {best.title} {_same_question(options)} --text > plan.txt",
+            f"  {train} schedule.timetable=plan.txt {end}",
+        ]
+    return "\n".join([f"to train with the best plan, {best.title}:", *lines])
+
+
+def _same_question(options: argparse.Namespace) -> str:
+    """The options with which a plan for the same question is made again."""
+    names = ("ranks", "microbatches", "memory_limit", "objective", "time_limit", "seed", "costs")
+    given = {name: getattr(options, name) for name in (*names, *COST_OPTIONS)}
+    defaults = vars(make_parser().parse_args([]))
+    return " ".join(
+        f"--{name.replace('_', '-')} {_shell_word(value)}"
+        for name, value in given.items()
+        if name in ("ranks", "microbatches") or value != defaults[name]
+    )
+
+
+def _shell_word(value: object) -> str:
+    numbers = value if isinstance(value, list) else [value]
+    return shlex.quote(",".join(str(number).removesuffix(".0") for number in numbers))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
@@ -17,7 +17,6 @@ from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.justify import justify
 from zbpp.planning.search.random_moves import move_at_random
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Timetable
 
 Progress = Callable[[float, float, float], None]
 
@@ -27,7 +26,7 @@ _MOVES = 4000  # at random in a round
 _MOST_STALE = 8  # rounds of list scheduling without a better setting, then a new population
 _SHARE_OF_STARTS = 0.3  # of the time, at most, for improving what the search starts from
 _MOST_QUIET = 80  # rounds without a better plan, then the search ends
-NEAR_BOUND = 0.02  # a gap to the bound
+_NEAR_BOUND = 0.02  # a gap to the bound
 
 
 class LocalSearch:
@@ -36,7 +35,6 @@ class LocalSearch:
     A round takes a plan of the pool, the best one most often, moves actions at random, justifies it, and
     puts the result back. With one stage per rank it also lets a population of list schedulers advance.
 
-    known: plans of this placement, to begin with beside the families. Those that don't fit are left out.
     most_quiet_near_bound: rounds without a better plan after which the search ends within 2 % of the bound.
     """
 
@@ -46,13 +44,12 @@ class LocalSearch:
         deadline: Deadline,
         seed: int,
         progress: Progress | None = None,
-        known: Sequence[Timetable] = (),
         most_quiet_near_bound: int = _MOST_QUIET,
     ) -> None:
         self.problem, self.deadline, self.progress, self.seed = problem, deadline, progress, seed
         if progress:
             deadline.watch = self._report
-        self.known, self.most_quiet_near_bound = known, most_quiet_near_bound
+        self.most_quiet_near_bound = most_quiet_near_bound
         self.bound = bound_of(problem).value
         self.goal = self.bound + problem.tolerance
         self.rng = random.Random(seed)
@@ -68,7 +65,7 @@ class LocalSearch:
 
     def run(self) -> Plan:
         """The best plan found; never worse than the best family that fits."""
-        starts = [*initial_plans(self.problem), *self._known_plans()]
+        starts = [*initial_plans(self.problem)]
         for value, plan in starts:
             self._add(value, plan)
         if self.uses_list_scheduling and not self._finished:
@@ -83,15 +80,9 @@ class LocalSearch:
             self.progress(1.0, self.best, self.bound)
         return self._chosen([plan for _, plan in starts])
 
-    def _known_plans(self) -> Iterator[tuple[float, Plan]]:
-        for plan in map(self.problem.plan_of, self.known):
-            value = self.problem.value_of_plan(plan)
-            if value < math.inf:
-                yield value, plan
-
     @property
     def _most_quiet(self) -> int:
-        is_near = self.best <= self.bound * (1 + NEAR_BOUND)
+        is_near = self.best <= self.bound * (1 + _NEAR_BOUND)
         return self.most_quiet_near_bound if is_near else _MOST_QUIET
 
     def _chosen(self, starts: list[Plan]) -> Plan:

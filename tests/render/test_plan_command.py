@@ -1,0 +1,302 @@
+"""`zbpp plan` as its user meets it."""
+
+import contextlib
+import html
+import json
+import os
+import pty
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from helpers.pages import ROOT
+from zbpp.commands.plan import main
+from zbpp.commands.plan.arguments import READ, make_parser
+from zbpp.planning import SCHEDULES, RankCosts, canonical_name, plan
+from zbpp.render import render_text
+from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
+
+# A laptop without torch: importing it, or what configures a training run, fails.
+LAPTOP = """
+import sys
+for name in ("torch", "hydra", "omegaconf"):
+    sys.modules[name] = None
+from zbpp.__main__ import main
+sys.exit(main(["plan", *sys.argv[1:]]))
+"""
+
+
+@pytest.fixture
+def output(capsys):
+    """What the command prints, in this process: a second is saved each time."""
+
+    def run(*arguments):
+        assert main(list(map(str, arguments))) == 0
+        return capsys.readouterr().out
+
+    return run
+
+
+def on_a_laptop(*arguments, cwd=ROOT, **options):
+    command = [sys.executable, "-c", LAPTOP, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, timeout=200, **options)
+
+
+def test_it_needs_no_torch_and_no_config_library():
+    done = on_a_laptop("zb_h1", "--ranks", 4, "--microbatches", 8)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(render_text(simulate(plan("zb_h1", 4, 8))))
+    assert "largest    27       3      11.11 %                 4\nmakespan 27 ms\n" in done.stdout
+
+
+def test_a_flag_wins_over_the_costs_file(output, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": 3, "b": [1, 2], "comm": 9}))
+    text = output("1f1b", "--ranks", 2, "--costs", file, "--comm", 0.5, "--w", "4,5")
+    expected = simulate(plan("1f1b", 2, 8), Costs(f=3, b=[1, 2], w=[4, 5], comm=0.5))
+    assert f"makespan {expected.makespan:g} ms" in text
+
+
+def test_several_schedules_are_a_table_of_figures_or_reasons(output):
+    text = output("all", "--ranks", 4, "--microbatches", 6, "--memory-limit", 5, "--time-limit", 1)
+    lines = {line.split()[0]: line for line in text.splitlines()}
+    assert list(lines) == ["schedule", *SCHEDULES]
+    assert lines["1f1b"].split() == ["1f1b", "1", "27.0", "27.0", "9.0", "33.33", "%", "4"]
+    assert "  gpipe needs 6 on rank 0, memory_limit allows 5" in lines["gpipe"]
+    assert "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 7" in lines["zb_h2"]
+
+
+@pytest.mark.parametrize(("form", "read"), [("text", Timetable.parse), ("csv", from_csv)])
+def test_a_timetable_round_trips_through_a_file(output, tmp_path, form, read):
+    text = output("zb_v", f"--{form}")
+    assert read(text) == plan("zb_v", 4, 8)
+    (tmp_path / f"mine.{form}").write_text(text)
+    assert output("--timetable", tmp_path / f"mine.{form}") == output("zb_v")
+
+
+def test_a_timetable_is_read_from_stdin():
+    done = on_a_laptop("--timetable", "-", "--csv", input=str(plan("zb_v", 4, 8)))
+    assert from_csv(done.stdout.strip()) == plan("zb_v", 4, 8)
+
+
+CHOOSE = ["--choose", "--ranks", "4", "--microbatches", "8"]
+LONG_B = ["--f", "10", "--b", "16", "--w", "8", "--comm", "2"]
+
+
+def test_choose_opens_with_one_command_where_a_family_is_best(output):
+    title, command, blank, *_ = output(*CHOOSE, "--memory-limit", 4, "--time-limit", 0.2).splitlines()
+    assert (title, blank) == ("to train with the best plan, zb_v:", "")
+    assert command == "  zbpp train -n 4 schedule=zb_v num_microbatches=8"
+
+
+def test_the_two_commands_for_a_searched_plan_make_a_plan_that_is_as_good(output, tmp_path):
+    """The second one's file is what the first one writes."""
+    text = output(*CHOOSE, *LONG_B, "--memory-limit", 5, "--time-limit", 3)
+    title, first, second, *_ = text.splitlines()
+    assert re.fullmatch(r"to train with the best plan, zb_auto --placement \w+:", title)
+    zbpp, command, *arguments, redirect, path = shlex.split(first)
+    assert (zbpp, command, redirect, path) == ("zbpp", "plan", ">", "plan.txt")
+    assert second == "  zbpp train -n 4 schedule.timetable=plan.txt num_microbatches=8"
+    (tmp_path / "plan.txt").write_text(output(*arguments))
+    timetable = read_timetable(tmp_path / "plan.txt")
+    costs = RankCosts(f=10, b=16, w=8, comm=2).per_stage(timetable.num_stages, 4)
+    timeline = simulate(timetable, costs)
+    best = re.search(r"^zb_auto --placement \w+ +\w+ +([\d.]+)", text, re.MULTILINE)
+    assert timeline.makespan <= float(best[1]) * 1.02  # another machine's pace, another plan
+    assert max(timeline.peak_memory) <= 5 * (1 + 1e-9)
+
+
+def test_every_row_of_choose_can_be_typed(output):
+    """Each is a name that the command takes, with the makespan that the table says."""
+    sections = output(*CHOOSE, "--memory-limit", 4, "--time-limit", 0.2).split("\n\n")
+    tables = [each for each in sections if re.match("(schedule|needs more memory)  +placement", each)]
+    rows = [re.split("  +", line) for table in tables for line in table.splitlines()[1:]]
+    assert len(rows) == len(SCHEDULES) - 1 + 3  # zb_auto has three
+    for name, _, makespan, *_ in rows:
+        text = output(*name.split(), "--ranks", 4, "--microbatches", 8, "--time-limit", 0.2)
+        said = re.search(r"^makespan (\S+) ms$", text, re.MULTILINE)[1]
+        assert float(said) <= float(makespan) or not name.startswith("zb_auto")
+        assert name.startswith("zb_auto") or float(said) == float(makespan)
+
+
+def test_the_page_of_choose_has_its_commands_and_its_table(output, tmp_path):
+    output(*CHOOSE, "--time-limit", 0.2, "--html", tmp_path / "a.html")
+    page = html.unescape((tmp_path / "a.html").read_text())
+    assert page.index("to train with the best plan") < page.index("least makespan at")
+    assert page.count('<th scope="row">zb_h1</th>') == 1
+
+
+def test_choose_counts_reductions_as_the_schedules_it_names_do(output):
+    """The last W's of a family are ordered for the reductions, in --choose as where it is named."""
+    costs = ["--f", "1", "--b", "1.1", "--w", "0.9", "--comm", "0.1", "--reduce", "6"]
+    row = re.search(r"^zb_v +v +([\d.]+)", output(*CHOOSE, *costs, "--time-limit", 0), re.MULTILINE)
+    text = output("zb_v", "--ranks", 4, "--microbatches", 8, *costs)
+    said = re.search(r"^makespan (\S+) ms \(\S+ ms of reductions at its end\)$", text, re.MULTILINE)
+    assert float(said[1]) == float(row[1])
+
+
+@pytest.mark.parametrize("given", ["1F1B", "ZB-H1", "ZBVZeroBubble", "Interleaved1F1B"])
+def test_names_are_typed_in_any_case_and_in_torchs_spelling(output, given):
+    assert Timetable.parse(output(given, "-n", 2, "--text")) == plan(given, 2, 8)
+    assert output(given, "gpipe").splitlines()[1].split()[0] == canonical_name(given)
+
+
+def test_a_memory_limit_has_the_unit_of_the_costs(output, capsys, tmp_path):
+    costs = {"saved": 2**30, "deferred": 2**29, "memory_unit": "bytes"}
+    (tmp_path / "costs.json").write_text(json.dumps(costs))
+    arguments = ["zb_h1", "--costs", str(tmp_path / "costs.json"), "--memory-limit"]
+    table = output(*arguments, "4GiB")
+    assert re.search(r"^ +span +bubble +bubble rate +peak memory\nrank 0 .* 4 GiB$", table, re.MULTILINE)
+    assert main([*arguments, "3.5GiB"]) == main(["zb_h1", "--memory-limit", "4GiB"]) == 2
+    short, foreign = capsys.readouterr().err.splitlines()
+    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; this plan")
+    assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
+
+
+def test_the_output_says_where_the_costs_were_measured(output, tmp_path):
+    """Two stages per rank were measured: for one stage per rank they are joined."""
+    about = {"device": "2 CPU cores", "num_ranks": 2, "links": [{"ms": 1}]}
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps({"f": [1, 2, 3, 4], "b": 2, "w": 1, "about": about}))
+    text = output("1f1b", "--ranks", 2, "--costs", file)
+    assert text.startswith("costs measured: device 2 CPU cores; num ranks 2\n\n")
+    expected = simulate(plan("1f1b", 2, 8), Costs(f=[3, 7], b=2, w=1))
+    assert f"makespan {expected.makespan:g} ms" in text
+
+
+def test_a_search_takes_placement_objective_and_seed(output):
+    options = {"placement": "v", "objective": "span", "seed": 3, "time_limit": 5.0}
+    flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
+    assert Timetable.parse(output("zb_auto", *flags, "--text")) == plan("zb_auto", 4, 8, **options)
+
+
+def test_a_long_search_shows_a_bar_to_who_looks():
+    """stderr is a terminal here; stdout is not, and holds the timetable alone."""
+    ours, theirs = pty.openpty()
+    arguments = ["zb_auto", "--placement", "v", *LONG_B, "--text"]
+    arguments += ["--ranks", "8", "--microbatches", "24", "--memory-limit", "10", "--time-limit", "2"]
+    command = [sys.executable, "-m", "zbpp", "plan", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=theirs, text=True, cwd=ROOT) as process:
+        os.close(theirs)
+        shown = "".join(read_terminal(ours))
+        text = process.stdout.read()
+    os.close(ours)
+    assert Timetable.parse(text).num_stages == 16
+    assert "searching" in shown
+    assert "%" in shown
+
+
+def read_terminal(terminal):
+    """What is written to it, until nobody has it open any more."""
+    with contextlib.suppress(OSError):
+        while True:
+            yield os.read(terminal, 4096).decode(errors="replace")
+
+
+def test_program_prints_what_a_rank_executes(output):
+    lines = output("zb_h1", "--ranks", 2, "--microbatches", 2, "--program", 1).splitlines()
+    assert lines[:3] == ["Recv x(1,0) from 0", "1F0", "1B0"]
+
+
+def test_picture_and_trace_leave_out_a_schedule_that_refuses(output, tmp_path):
+    names = ["1f1b", "zb_h2", "zb_v"]  # zb_h2 needs more microbatches
+    output(*names, "--picture", tmp_path / "a.png", "--trace", tmp_path / "a.json", "--microbatches", 3)
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in events} == set(range(2 * 4))
+
+
+FILES = {
+    "bad.txt": "0F0 0G0",
+    "bad.csv": "0F0,0G0",
+    "stuck.txt": "0F0 0W0 0B0",
+    "unknown.json": '{"forward": 1}',
+    "two.json": '{"f": 1, "b": [1, 2], "about": {"num_ranks": 2}}',
+}
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("zb_h3", f"unknown schedule 'zb_h3'; known: {', '.join(SCHEDULES)}; did you mean zb_h2?"),
+        ("zb_h2 --ranks 8", "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 15"),
+        ("zb_h1 --ranks 0", "num_ranks=0: write a whole number, 1 or more"),
+        ("zb_h1 --memory-limit 3", "zb_h1 needs 4 on rank 0, memory_limit allows 3"),
+        ("zb_h1 --f 1,2,3", "Costs: f has 3 numbers for 4 stages"),
+        ("zb_h1 --f -1", "Costs(f=-1.0"),
+        ("zb_h1 --program 4", "--program 4: ranks are 0..3"),
+        ("1f1b zb_h1 --text", "--text, --csv and --program show one schedule"),
+        ("--timetable missing.txt", "[Errno 2] No such file or directory: 'missing.txt'"),
+        ("--timetable bad.txt", "bad.txt: line 1, word 2: '0G0' is no action"),
+        ("--timetable bad.csv", "bad.csv: line 1, cell 2: '0G0' is no"),
+        ("--timetable stuck.txt", "stuck.txt: the timetable cannot proceed: rank 0 waits in 0W0"),
+        ("zb_h1 --costs bad.txt", "bad.txt: line 1, column 2 is no JSON"),
+        ("zb_h1 --costs unknown.json", "unknown.json: 'forward' is no cost; known: f, b, w, bw"),
+        ("1f1b --costs nowhere.json", "--costs nowhere.json: there is no such file; zbpp measure writes one"),
+        ("1f1b --costs two.json", "--costs two.json: b has 2 numbers, one per stage, which can't be divided"),
+        ("--choose --memory-limit 0.5", "memory_limit 0.5 on rank 0 can't hold one microbatch"),
+        ("--choose --ranks 1000000000", "num_ranks=1,000,000,000, num_microbatches=8: 16,000,"),
+        ("--choose --time-limit inf", "time_limit=inf: write seconds, 0 or more"),
+        ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
+        ("zb_h1 --trace no/such/folder.json", "[Errno 2] No such file or directory"),
+    ],
+)
+def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arguments, message):
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments.split()) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ("", "name at least one schedule, or give one of --choose, --timetable and --cluster"),
+        ("zb_h1 --timetable x", "name at least one schedule, or give one of"),
+        ("zb_h1 --f fast", "argument --f: 'fast' is neither a number nor a comma list of numbers"),
+        ("zb_h1 --picture a.jpeg", "argument --picture: 'a.jpeg' must end in .png, .pdf or .svg"),
+        ("zb_h1 --colour", "unrecognized arguments: --colour"),
+        ("zb_h1 --model llama_1b", "--model doesn't go with SCHEDULE; it goes with --cluster"),
+        ("--choose --placement v", "--placement doesn't go with --choose; it goes with SCHEDULE"),
+        ("--choose --text", "--text doesn't go with --choose; it goes with SCHEDULE and with --timetable"),
+        ("--timetable x --ranks 4", "--ranks doesn't go with --timetable; it goes with SCHEDULE"),
+        ("--cluster a100 --memory-limit 3GiB", "--memory-limit doesn't go with --cluster; it goes with"),
+    ],
+)
+def test_wrong_usage_says_how(capsys, arguments, message):
+    """An option without effect is refused, also with its default value."""
+    with pytest.raises(SystemExit) as ended:
+        main(arguments.split())
+    assert ended.value.code == 2
+    assert f"error: {message}" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_every_option_is_read_by_some_form():
+    assert set().union(*READ.values()) == vars(make_parser().parse_args([])).keys()
+
+
+def test_help_has_examples_that_run(output, capsys, tmp_path, monkeypatch):
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    text = capsys.readouterr().out
+    examples = re.findall(r"^  zbpp plan (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
+    assert len(examples) == text.count("  zbpp plan ") == 11
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
+    for example in examples:
+        limit = "" if re.search("--(cluster|timetable)", example) else " --time-limit 0.2"
+        assert output(*(re.sub(r"--time-limit \S+", "", example) + limit).split())
+
+
+def test_a_reader_that_leaves_early_is_no_error():
+    command = f"{sys.executable} -m zbpp plan zb_h1 --ranks 32 --microbatches 256 --text | head -c 10"
+    done = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=200
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "0F0 0F1 0F", "")

@@ -1,0 +1,112 @@
+"""An answer of `choose` as text: the plans, best first, and what more memory could bring at best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from zbpp.planning.choose import Answer, Candidate, Choice
+from zbpp.planning.memory_limit import MemoryLimit, memory_text
+from zbpp.planning.placement import PLACEMENTS
+from zbpp.render.style import peak_text
+from zbpp.render.table import aligned, decimals_of, digits, percent
+from zbpp.schedule.costs import BYTES
+
+_MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)  # of 1F1B's memory
+
+
+def render_choice(answer: Answer) -> str:
+    """The question, a table of the plans that fit, those that don't, and bounds for other limits."""
+    sections = [_question(answer), _ranked(answer), _too_large(answer), _refused(answer), _bounds(answer)]
+    return "\n\n".join(filter(None, sections))
+
+
+def _question(answer: Answer) -> str:
+    request = answer.request
+    limit = request.memory_limit
+    most = "no memory limit" if limit is None else f"at most {_limit_text(answer, limit)} per rank"
+    unit = request.costs.memory_unit
+    static = f"; weights, gradients and states count, too: up to {memory_text(request.static, unit)}"
+    return (
+        f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
+        f"{request.objective} first.\n"
+        f"1.00p is 1F1B's memory, {memory_text(request.memory_of_1f1b, unit)}"
+        f"{static * bool(request.static)}.\n"
+        "Bound: no plan with the row's placement and within the memory limit takes less."
+    )
+
+
+def _limit_text(answer: Answer, limit: MemoryLimit) -> str:
+    """A memory limit as `10 (1.25p)`: in parentheses how much that is of 1F1B's memory."""
+    if not isinstance(limit, int | float):
+        return "the given memory"
+    request = answer.request
+    unit, text = request.memory_of_1f1b, memory_text(limit, request.costs.memory_unit)
+    return f"{text} ({(limit - request.static) / unit:.2f}p)" if unit else text
+
+
+def _ranked(answer: Answer) -> str:
+    head = ("schedule", "placement", "makespan", "max span", "bubble rate", "bound", "gap", _peak(answer))
+    return _table([head, *(_row(choice, _decimals(answer)) for choice in answer.ranked)])
+
+
+def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
+    timeline = choice.candidate.timeline
+    return (
+        choice.candidate.title,
+        choice.candidate.placement,
+        digits(timeline.makespan, decimals),
+        digits(timeline.max_span, decimals),
+        percent(timeline.bubble_rate),
+        digits(choice.bound.value, decimals),
+        "optimal" if choice.proved_optimal else percent(choice.gap),
+        peak_text(timeline),
+    )
+
+
+def _too_large(answer: Answer) -> str:
+    head = ("needs more memory", "placement", "makespan", "max span", _peak(answer))
+    rows = [_row_without_bound(each, _decimals(answer)) for each in answer.too_large]
+    return _table([head, *rows]) if rows else ""
+
+
+def _row_without_bound(candidate: Candidate, decimals: int) -> tuple[str, ...]:
+    timeline = candidate.timeline
+    times = (digits(time, decimals) for time in (timeline.makespan, timeline.max_span))
+    return (candidate.name, candidate.placement, *times, peak_text(timeline))
+
+
+def _refused(answer: Answer) -> str:
+    lines = [f"  {name}: {error}" for name, error in answer.refused.items()]
+    return "\n".join(["can't be planned", *lines]) if lines else ""
+
+
+def _bounds(answer: Answer) -> str:
+    """What no plan can undercut, by memory limit and placement."""
+    request, decimals = answer.request, _decimals(answer)
+    rows: list[tuple[str, ...]] = [(f"least {request.objective} at", *PLACEMENTS)]
+    for text, limit in _limits(answer):
+        bounds = (request.bound(placement, limit) for placement in PLACEMENTS)
+        rows.append((text, *("" if each is None else digits(each.value, decimals) for each in bounds)))
+    return _table(rows)
+
+
+def _limits(answer: Answer) -> Iterator[tuple[str, MemoryLimit]]:
+    request = answer.request
+    for multiple in _MULTIPLES:
+        limit = multiple * request.memory_of_1f1b + request.static
+        yield _limit_text(answer, limit), limit
+    yield "any memory", None
+
+
+def _decimals(answer: Answer) -> int:
+    """How many decimals times have, the same in all tables."""
+    candidates = [*(choice.candidate for choice in answer.ranked), *answer.too_large]
+    return decimals_of(each.timeline.makespan for each in candidates)
+
+
+def _peak(answer: Answer) -> str:
+    return "peak memory" if answer.request.costs.memory_unit == BYTES else "peak activations"
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    return "\n".join(map(str.rstrip, aligned(rows)))
