@@ -103,34 +103,6 @@ def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_l
         raise ValueError(f"{given} adds up to {sum(counts)}: make it num_layers={num_layers}, or change that")
 
 
-def loads(
-    counts: Sequence[int], layers: Sequence[float], *, first: float = 0.0, last: float = 0.0
-) -> list[float]:
-    """The cost of each stage, in the unit of the layers."""
-    bounds = pairwise(accumulate(counts, initial=0))
-    costs = [math.fsum(layers[start:stop]) for start, stop in bounds]
-    costs[0] += first
-    costs[-1] += last
-    return costs
-
-
-def layers_of(stages: Sequence[float], counts: Sequence[int]) -> tuple[list[float], float, float]:
-    """(layers, first, last) for `partition`, from the measured cost of each stage of some cut.
-
-    counts: the layers that each stage had. A layer's cost is the average over the stages between the first
-    and the last; what those two cost beyond their layers is `first` and `last`.
-    Raises ValueError if no stage between them has a layer.
-    """
-    if len(stages) != len(counts) or sum(counts[1:-1]) < 1:
-        raise ValueError(
-            f"{len(stages)} measured stages with {list(counts)} layers don't show what a layer costs: "
-            "measure three stages or more, layers on one between the first and the last"
-        )
-    layer = math.fsum(stages[1:-1]) / sum(counts[1:-1])
-    first, last = (max(0.0, stages[end] - counts[end] * layer) for end in (0, -1))
-    return [layer] * sum(counts), first, last
-
-
 class _Model:
     """The layers' costs as shares of the whole model, and the stages that they are cut into.
 
