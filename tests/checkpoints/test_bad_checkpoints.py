@@ -121,21 +121,6 @@ class Runs:
         return os.mkdir, ("it_ran",)
 
 
-def test_a_checkpoint_without_the_file_that_names_it_is_whole(tmp_path, monkeypatch):
-    """A disk that was full at the last file made `save` fail with a whole checkpoint on the disk."""
-    write = folders.write_file
-
-    def full(path, text):
-        if path.name.startswith(folders.LATEST):
-            raise OSError(28, "No space left on device")
-        return write(path, text)
-
-    monkeypatch.setattr(folders, "write_file", full)
-    pipeline, optimizer = pipeline_of(3, 4, 2)
-    zbpp.save(tmp_path, pipeline, optimizer, step=1)
-    assert load(tmp_path) == 1
-
-
 def test_loading_runs_no_code(folder, monkeypatch):
     """Not even from a checkpoint that somebody made on purpose, with the right checksums."""
     monkeypatch.chdir(folder)
@@ -251,19 +236,6 @@ def test_a_run_goes_on_loudly_while_the_disk_is_full(tmp_path, capfd, background
     assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-8", "latest"}
 
 
-def test_one_of_the_runs_own_checkpoints_is_not_saved_again_however_its_path_is_written(
-    tmp_path, monkeypatch, capfd
-):
-    monkeypatch.chdir(tmp_path)
-    options = {"every": 2, "keep": 5, "background": False, "config": {}}
-    list(small_trainer(callbacks=[Checkpoints(tmp_path / "run", **options), StopAfter(2)]).run(4))
-    again = Checkpoints(tmp_path / "run", **options)
-    trainer = small_trainer(callbacks=[again])
-    again.resume(trainer, Path("run/step-2"), 4)
-    list(trainer.run(4))
-    assert "CHECKPOINT FAILED" not in capfd.readouterr().out
-
-
 def test_a_folder_that_can_not_be_written_stops_nobody_but_who_leaves(tmp_path, capfd):
     (tmp_path / "file").write_text("")
     saving = Checkpoints(tmp_path / "file", every=2, keep=5, background=True, config={})
@@ -300,17 +272,10 @@ def names_in(folder):
     return sorted(path.name for path in folder.glob("step-*"))
 
 
-@pytest.mark.parametrize("step", [-1, 1.5, True, None, "abc", "../../evil"])
-def test_a_step_is_a_whole_number(tmp_path, step):
-    with pytest.raises(CheckpointError, match="step=.*: write how many steps are done"):
-        zbpp.save(tmp_path / "new", *pipeline_of(3, 4, 2), step=step)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("keep", [0, -1, 1.5, "2", True])
-def test_keep_is_a_whole_number(tmp_path, keep):
-    with pytest.raises(CheckpointError, match="keep=.*: write how many checkpoints stay"):
-        zbpp.save(tmp_path / "new", *pipeline_of(3, 4, 2), step=1, keep=keep)
+@pytest.mark.parametrize(("key", "value"), [("step", -1), ("step", "../../evil"), ("keep", 0), ("keep", "2")])
+def test_step_and_keep_are_whole_numbers(tmp_path, key, value):
+    with pytest.raises(CheckpointError, match=f"{key}=.*: write how many"):
+        zbpp.save(tmp_path / "new", *pipeline_of(3, 4, 2), **{"step": 1, key: value})
     assert list(tmp_path.iterdir()) == []
 
 
@@ -320,18 +285,6 @@ def test_what_was_just_written_stays_and_so_do_later_steps(tmp_path, keep):
         zbpp.save(tmp_path, *pipeline_of(3, 4, 2), step=step)
     assert zbpp.save(tmp_path, *pipeline_of(3, 4, 2), step=5, keep=keep).path.is_dir()
     assert names_in(tmp_path) == ["step-10", "step-20", "step-5"]
-
-
-def test_loading_forgets_gradients_of_the_weights_before(folder):
-    pipeline, optimizer = pipeline_of(3, 4, 2)
-    pipeline.step(torch.ones(4, 3), target=torch.ones(4, 2))
-    assert all(each.grad is not None for each in pipeline.parameters())
-    zbpp.load(folder, pipeline, optimizer)
-    fresh = pipeline_of(3, 4, 2)
-    zbpp.load(folder, *fresh)
-    for each in ((pipeline, optimizer), fresh):
-        train(*each)
-    assert all(map(torch.equal, pipeline.parameters(), fresh[0].parameters()))
 
 
 def test_states_of_another_class_or_with_other_options_are_refused(tmp_path):
@@ -345,14 +298,6 @@ def test_states_of_another_class_or_with_other_options_are_refused(tmp_path):
     amsgrad = torch.optim.AdamW(pipeline.parameters(), amsgrad=True)
     with pytest.raises(CheckpointError, match="has amsgrad=False, this one amsgrad=True"):
         zbpp.load(tmp_path, pipeline, amsgrad)
-
-
-def test_a_second_save_waits_for_the_first(tmp_path):
-    pipeline, optimizer = pipeline_of(3, 4, 2)
-    for step in (1, 2):
-        saving = zbpp.save(tmp_path, pipeline, optimizer, step=step, background=True)
-    saving.wait()
-    assert names_in(tmp_path) == ["step-1", "step-2"]
 
 
 def forged(path, name, data):
@@ -386,24 +331,9 @@ def test_metadata_of_every_python_is_read(tmp_path, by_name):
     assert read_metadata(tmp_path / ".metadata") == written
 
 
-def test_a_name_is_looked_up_in_no_other_object(folder):
-    """`getattr` in `.metadata` is not Python's."""
-    forged(folder / "step-2", ".metadata", b"cbuiltins\ngetattr\n(ctorch\nSize\nVmro\ntR.")
-    with pytest.raises(CheckpointError, match=r"asks for mro of <class 'torch.Size'>: it was not loaded"):
-        load(folder)
-
-
 @pytest.mark.parametrize("text", ["{}", "[]", "{x", '{"step": "1; x"}'])
 def test_facts_that_zbpp_does_not_write_are_refused(folder, text):
     forged(folder / "step-2", "state.json", text.encode())
-    with pytest.raises(CheckpointError, match="step-2"):
-        load(folder)
-
-
-@pytest.mark.parametrize("key", ["model", "optimizer", "random", "step"])
-def test_facts_with_a_bad_part_are_refused(folder, key):
-    facts = json.loads((folder / "step-2/state.json").read_text())
-    forged(folder / "step-2", "state.json", json.dumps({**facts, key: "bad"}).encode())
     with pytest.raises(CheckpointError, match="step-2"):
         load(folder)
 
@@ -434,14 +364,6 @@ def test_a_file_that_can_not_be_read_is_no_damage(folder, monkeypatch, name):
     assert names_in(folder) == ["step-1", "step-2"]
 
 
-def test_a_step_can_be_damaged_twice(folder):
-    for _ in range(2):
-        flip_bytes(folder / "step-2/__0_0.distcp")
-        assert load(folder) == 1
-        zbpp.save(folder, *pipeline_of(3, 4, 2), step=2)
-    assert names_in(folder) == ["step-1", "step-2", "step-2.damaged", "step-2.damaged-2"]
-
-
 def test_nothing_is_renamed_in_the_folder_of_another_run(tmp_path):
     first = Checkpoints(tmp_path / "first", every=2, keep=5, background=False, config={})
     list(small_trainer(callbacks=[first]).run(4))
@@ -464,27 +386,3 @@ def test_a_path_that_holds_no_checkpoint_is_said(folder, tmp_path):
     (folder / "run").mkdir()
     shutil.copytree(folder / "step-2", folder / "run/checkpoints/step-2")
     assert load(folder / "run", missing_ok=True) == 2
-
-
-class Counting(nn.Linear):
-    """A layer with an extra state."""
-
-    def get_extra_state(self):
-        return {"calls": 3}
-
-    def set_extra_state(self, state):
-        pass
-
-
-def test_an_extra_state_that_only_one_side_has_is_said(tmp_path):
-    def pipeline(layer):
-        plan = zbpp.plan("1f1b", 1, 2)
-        return zbpp.Pipeline({0: nn.Sequential(layer(3, 3))}, plan, nn.functional.mse_loss)
-
-    zbpp.save(tmp_path / "with", pipeline(Counting), step=1)
-    zbpp.save(tmp_path / "without", pipeline(nn.Linear), step=1)
-    assert zbpp.load(tmp_path / "with", pipeline(Counting)) == 1
-    with pytest.raises(CheckpointError, match="0._extra_state is not in the checkpoint"):
-        zbpp.load(tmp_path / "without", pipeline(Counting))
-    with pytest.raises(CheckpointError, match="0._extra_state is in the checkpoint only"):
-        zbpp.load(tmp_path / "with", pipeline(nn.Linear))

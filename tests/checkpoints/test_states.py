@@ -11,7 +11,6 @@ from torch import nn
 
 import zbpp
 from zbpp import GradientRelease
-from zbpp.checkpoints import Checkpoint
 from zbpp.checkpoints.nest import decoded, encoded
 from zbpp.training.optim.optimizer import MuonAndAdamW
 
@@ -125,13 +124,3 @@ def test_what_is_no_tensor_travels_as_json():
     assert repr(back) == repr(value)
     with pytest.raises(ValueError, match=r"state.f is a function, and a checkpoint holds tensors, numbers"):
         encoded({"f": lambda: 0}, "state", {})
-
-
-def test_only_the_newest_are_kept(tmp_path):
-    pipeline, _ = run_of("sgd")
-    for step in (1, 2, 10, 9):
-        zbpp.save(tmp_path, pipeline, step=step, keep=2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-10", "step-9"]
-    assert Checkpoint(tmp_path / "step-9").step == 9
-    with pytest.raises(ValueError, match="keep=0: write how many checkpoints stay, 1 or more"):
-        zbpp.save(tmp_path, pipeline, step=11, keep=0)

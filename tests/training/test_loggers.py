@@ -1,7 +1,6 @@
 """metrics.jsonl survives a crash; wandb offline writes one real run per job, and needs no account."""
 
 import importlib.util
-import json
 import math
 import time
 
@@ -12,15 +11,6 @@ from zbpp.training.loggers import JsonLines, Loggers, TensorBoard, Wandb
 STEPS = [{"step": 1, "loss": 2.5, "note": "text"}, {"step": 2, "loss": 1.25, "note": "text"}]
 
 needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="wandb is not installed")
-
-
-def test_each_step_is_in_the_file_as_soon_as_it_is_logged(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    logger = JsonLines(path)
-    for number, metrics in enumerate(STEPS, 1):
-        logger.log(metrics)
-        assert [json.loads(line) for line in path.read_text().splitlines()] == STEPS[:number]
-    logger.close({}, failed=False)
 
 
 def test_numbers_that_json_cannot_write_are_texts_that_float_reads(tmp_path):
@@ -55,19 +45,6 @@ def test_several_loggers_get_the_same_and_are_closed_with_the_summary():
             loggers.log(metrics)
         loggers.summary = {"loss": 1.25}
     assert [(spy.logged, spy.closed) for spy in spies] == [(STEPS, [({"loss": 1.25}, False)])] * 2
-
-
-def test_loggers_are_closed_when_a_run_fails():
-    spy = Spy()
-
-    def fail():
-        with Loggers([spy]) as loggers:
-            loggers.log(STEPS[0])
-            raise KeyError("planted")
-
-    with pytest.raises(KeyError, match="planted"):
-        fail()
-    assert spy.closed == [({}, True)]
 
 
 def test_each_logger_is_closed_even_if_another_cannot_be():
@@ -130,12 +107,6 @@ def test_wandb_online_without_a_key_goes_offline_and_says_so(no_account, tmp_pat
     write(tmp_path, "online")
     assert "logging offline, `wandb sync` later" in capsys.readouterr().out
     assert len(runs_in(tmp_path)) == 1
-
-
-@needs_wandb
-def test_wandb_disabled_writes_nothing(no_account, tmp_path):
-    write(tmp_path, "disabled")
-    assert runs_in(tmp_path) == []
 
 
 def test_tensorboard_has_metrics_pictures_and_texts(tmp_path):

@@ -8,7 +8,6 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, auxiliary_loss, plan
 from zbpp.data import regression_data
-from zbpp.training.optim.update import with_named_losses
 from zbpp.training.trainer import Trainer
 
 M, STEPS = 2, 4
@@ -114,9 +113,3 @@ def test_a_loss_with_the_name_of_one_of_the_models_metrics_is_refused():
     trainer = trainer_of(0, 1, metrics=lambda output, target: {"accuracy": 0.5})
     names = {"evaluation_loss", "evaluation_accuracy", "evaluation_error", "evaluation_size"}
     assert trainer.evaluate().keys() == names
-
-
-def test_without_named_losses_the_metrics_are_as_before():
-    assert with_named_losses({"loss": 1.0}, {}) == {"loss": 1.0}
-    trainer = trainer_of(0, 1, None, loss_fn=lambda output, target: F.mse_loss(output, target.double()))
-    assert trainer.evaluate().keys() == {"evaluation_loss"}

@@ -12,7 +12,6 @@ from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
 from zbpp.data import Data, loaded_data
-from zbpp.training import non_finite
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.loggers import finite
 from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
@@ -145,35 +144,6 @@ def test_continue_is_what_plain_torch_does(validation):
         assert any(each.isnan().any() for each in found.values()) == (spoil == "nan")
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("clip", [None, 0.5])
-def test_continue_clips_by_such_a_norm_as_torch_does(clip, value):
-    """torch divides all gradients by the norm: by NaN they become NaN, by an infinity 0."""
-
-    def spoiled(gradient):
-        return torch.cat([torch.full_like(gradient[:1], value), gradient[1:]])
-
-    whole = nn.Sequential(*layers())
-    whole[1][0].bias.register_hook(spoiled)
-    optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)
-    x, y = Batches().batch(0)
-    loss_of(whole(x), y).backward()
-    if clip is not None:
-        nn.utils.clip_grad_norm_(whole.parameters(), clip)
-    optimizer.step()
-    trainer = trainer_of(
-        Batches(), non_finite=NonFinitePolicy("continue"), clip_norm=clip, make_optimizer=torch.optim.SGD
-    )
-    trainer.pipeline.stages[1].layer1[0].bias.register_hook(spoiled)
-    (metrics,) = trainer.run(1)
-    assert not metrics["skipped"]
-    found, expected = weights(trainer), dict(whole.named_parameters())
-    assert any(each.isnan().any() for each in expected.values()) or clip is None
-    for name, each in found.items():
-        plain_name = name.removeprefix("layer")
-        torch.testing.assert_close(each, expected[plain_name].detach(), equal_nan=True, rtol=1e-9, atol=1e-12)
-
-
 def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp_path):
     trainer = trainer_of(Batches("nan"), non_finite=NonFinitePolicy("stop"))
     trainer.callbacks = [Checkpoints(tmp_path, every=1, keep=2, background=True, config={})]
@@ -211,19 +181,6 @@ def test_a_parameter_that_is_nan_stops_the_run_and_is_never_saved(tmp_path, caps
         trainer.callbacks[0].finish(trainer)
 
 
-def test_faults_in_a_row_are_counted_and_rarely_searched(monkeypatch):
-    trainer = trainer_of(Batches("ever"), non_finite=NonFinitePolicy("skip", max_skipped=4))
-    calls, find = [], non_finite.find_non_finite
-    monkeypatch.setattr(non_finite, "find_non_finite", lambda *a, **k: calls.append(1) or find(*a, **k))
-    history, error = run(trainer)
-    assert error.startswith("step 6: the loss is NaN. NaN first appeared in the output of layer0.0,")
-    assert "4 steps in a row were skipped (max_skipped=4)" in error
-    assert len(history) == 6
-    assert len(calls) == 2  # at the first one, and at the end
-    trainer.values.load_state_dict(trainer_of(Batches()).values.state_dict())
-    assert trainer.values.num_skipped == 0
-
-
 def test_a_result_that_does_not_come_again_is_said_to(capsys):
     trainer = trainer_of(Batches())
     layer, done = trainer.pipeline.stages[0].layer0, []
@@ -253,21 +210,6 @@ def test_overflows_of_a_loss_scale_are_no_faults_and_its_loss_is():
         assert trainer.values.num_non_finite == 0
     trainer = trainer_of(Batches("loss"), loss_scale=LossScale(start=8.0), non_finite=NonFinitePolicy("stop"))
     assert "the loss is Infinity" in run(trainer)[1]
-
-
-def test_gradient_release_cannot_skip_and_says_so():
-    history, error = run(trainer_of(Batches("nan"), gradient_release="step"))
-    assert len(history) == BAD + 1
-    assert "memory.gradient_release has updated the weights with it, so the step can't be skipped" in error
-    trainer = trainer_of(Batches("nan"), gradient_release="step", non_finite=NonFinitePolicy("continue"))
-    assert run(trainer)[1] is None
-    assert_close(weights(trainer), plain(Batches("nan")))
-
-
-@pytest.mark.parametrize("policy", [NonFinitePolicy("ignore"), NonFinitePolicy("skip", 0)])
-def test_a_wrong_policy_is_refused(policy):
-    with pytest.raises(ValueError, match="write one of skip, stop, continue"):
-        trainer_of(Batches(), non_finite=policy)
 
 
 def on_two_ranks(rank):

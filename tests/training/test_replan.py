@@ -1,8 +1,5 @@
 """Planning anew in the middle of a run: no loss shows it, on two processes with dropout and batch norm."""
 
-import time
-from contextlib import contextmanager, nullcontext
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -10,7 +7,7 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from helpers.trainers import small_trainer
-from zbpp import Pipeline, PlanError, Recorder, Timetable, make_mesh, plan, simulate
+from zbpp import Pipeline, PlanError, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
@@ -167,79 +164,6 @@ def refused(rank, corpus):
 
 def test_a_limit_that_holds_no_plan_ends_the_run_on_all_ranks(corpus):
     assert run_ranks(refused, P, corpus) == [MEASURED + 1] * P
-
-
-def test_a_run_that_is_over_before_is_not_replanned():
-    timetable = Timetable.parse("0F0 0BW0")
-    module = nn.Linear(2, 2)
-    replan = Replan(
-        plan=lambda costs, limits: 1 / 0,
-        loss_fn=nn.MSELoss(),
-        stages={0: module},
-    )
-    pipeline = Pipeline({0: module}, timetable, nn.MSELoss())
-    for step in range(3):
-        pipeline.step(torch.ones(1, 2), target=torch.ones(1, 2))
-        assert replan.after(step, pipeline, [], torch.ones(1, 2)) == (pipeline, {})
-
-
-GATHER = 25.0  # ms that an all-gather takes at least
-NUM_BLOCKS = 2  # of each stage: F gathers each once, and so does B
-
-
-@contextmanager
-def slow_gathers():
-    """Inside, each all-gather of weights takes GATHER ms and more."""
-    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
-
-    def slow(*args, **kwargs):
-        time.sleep(GATHER / 1e3)
-        return gather(*args, **kwargs)
-
-    setattr(dist, name, slow)
-    try:
-        yield
-    finally:
-        setattr(dist, name, gather)
-
-
-def gathered(rank):
-    """By reshard: the costs that rank 0 plans with, and the makespan that every rank then expects."""
-    found, x = {}, torch.ones(M, 4)
-    for reshard in ("step", "microbatch"):
-        stages = {rank // 2: nn.Sequential(*(nn.Linear(4, 4) for _ in range(NUM_BLOCKS)))}
-        mesh, loss_fn, asked, timelines = make_mesh(shard=2), nn.functional.mse_loss, [], []
-
-        def spying(costs, limits, asked=asked):
-            asked.append(costs)
-            return plan("zb_h1", P, M)
-
-        pipeline = Pipeline(stages, "zb_h1", loss_fn, num_microbatches=M, mesh=mesh, reshard=reshard)
-        replan = Replan(plan=spying, loss_fn=loss_fn, stages=stages, num_measured=MEASURED)
-        recorder = Recorder()
-        with slow_gathers():
-            for step in range(MEASURED + 1):
-                with pipeline.using(recorder) if step else nullcontext():
-                    pipeline.step(x, target=x)
-                timelines += [recorder.timeline()] if step else []
-                pipeline, metrics = replan.after(step, pipeline, timelines, x)
-        pipeline.close()
-        found[reshard] = asked, metrics["expected_makespan_ms"]
-    return found
-
-
-def test_the_cost_of_gathering_weights_for_each_microbatch_is_in_what_is_planned_with():
-    """reshard=step gathers in the first F of a step alone, which a median leaves out."""
-    least = NUM_BLOCKS * GATHER
-    first, *others = run_ranks(gathered, 2 * P)
-    (costs,), _ = first["microbatch"]
-    assert min(*costs.f, *costs.b) >= least > max(costs.w)
-    (costs,), _ = first["step"]
-    assert max(*costs.f, *costs.b, *costs.w) < least
-    for found in (first, *others):
-        (_, once), (_, often) = found["step"], found["microbatch"]
-        assert often >= 2 * least * M > once
 
 
 def left_and_continued(rank, corpus, folder):

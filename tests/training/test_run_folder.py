@@ -128,15 +128,6 @@ def test_a_restart_keeps_the_metrics_of_its_unfinished_attempt(tmp_path, monkeyp
         run(folder, "fourth")
 
 
-def test_an_unfinished_run_of_another_job_is_not_continued(tmp_path, monkeypatch):
-    folder = tmp_path / "run"
-    monkeypatch.setenv("SLURM_JOB_ID", "17")
-    run(folder, "first", finished=False)
-    monkeypatch.setenv("SLURM_JOB_ID", "18")
-    with pytest.raises(FolderError, match="holds a run already"):
-        run(folder, "second")
-
-
 def test_a_refused_job_leaves_no_new_folder(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(ZeroDivisionError), claimed(tmp_path / "runs/2026/first"):
@@ -149,13 +140,6 @@ def test_a_run_dir_that_can_not_be_made_is_said_in_one_line(tmp_path):
     with pytest.raises(FolderError, match="run_dir=.*file.*; write another run_dir") as caught:
         check_free(tmp_path / "file/run")
     assert "\n" not in str(caught.value)
-
-
-def test_the_record_says_where_a_run_was_made(tmp_path):
-    run(tmp_path / "run", "first")
-    record = json.loads((tmp_path / "run/job.json").read_text())
-    assert record["process"] == os.getpid()
-    assert {"job", "host", "started"} <= record.keys()
 
 
 def checkpoint(folder, step):
@@ -219,13 +203,6 @@ def test_weights_of_a_run_that_was_left_are_not_taken_for_those_of_the_run_that_
     assert list(folder.rglob("*.safetensors")) == []
 
 
-def test_a_new_run_leaves_no_adapter_of_the_old_one(tmp_path):
-    run(tmp_path, "old")
-    (tmp_path / "adapter").mkdir()
-    run(tmp_path, "new", overwrite=True)
-    assert not (tmp_path / "adapter").exists()
-
-
 def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     folder = tmp_path / "run"
     begun(folder, [1, 2])
@@ -275,16 +252,6 @@ def test_a_line_that_was_cut_off_costs_no_step(tmp_path, stump):
     begun(folder, [3], step=2, resume="auto")
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
     assert (folder / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
-
-
-def test_a_last_line_without_its_end_stays_a_line(tmp_path):
-    folder = tmp_path / "run"
-    begun(folder, [1])
-    checkpoint(folder, 2)
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 2}')
-    begun(folder, [3], step=2, resume="auto")
-    assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
 
 
 def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with(tmp_path, monkeypatch):

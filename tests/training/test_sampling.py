@@ -105,38 +105,6 @@ def test_two_ranks_leave_together_and_sample_what_the_uncut_model_says(folder, s
     assert all(line["prompt"] == "def f" and line["text"] for line in lines)
 
 
-def test_a_run_that_samples_has_the_losses_of_one_that_does_not(folder):
-    plain = [metrics["loss"] for metrics in trainer_of(0, 1, "zb_v", folder).run(5)]
-    shown = []
-    sampler = Sampler(
-        "def f",
-        Bytes(),
-        every=2,
-        max_tokens=2,
-        temperature=0.7,
-        window=WINDOW,
-        log=lambda *text: shown.append(text),
-        folder=folder,
-    )
-    assert [
-        metrics["loss"] for metrics in trainer_of(0, 1, "zb_v", folder, callbacks=[sampler]).run(5)
-    ] == plain
-    assert [(name, text[:5], step) for name, text, step in shown] == [
-        ("sample", "def f", 2),
-        ("sample", "def f", 4),
-    ]
-
-
-def test_a_model_without_logits_is_refused_before_the_first_step():
-    from helpers.trainers import small_trainer
-
-    trainer = small_trainer(callbacks=[Sampler("a", Bytes(), every=100)])
-    trainer.pipeline.predict = lambda *args: torch.zeros(4, 3)
-    with pytest.raises(ValueError, match=r"but the last stage returned \[4, 3\]"):
-        list(trainer.run(2))
-    assert trainer.next_step == 0
-
-
 def test_bytes_and_tokenizer_files_give_the_text_back():
     assert Bytes().decode(Bytes().encode("größer")) == "größer"
     assert Bytes().decode([65, 300, 0xFF]) == "A<300>\ufffd"
@@ -146,11 +114,6 @@ def test_bytes_and_tokenizer_files_give_the_text_back():
     coder = TokenizerFile(made)
     assert coder.encode("def f") == [0, 1]
     assert coder.decode([0, 1]) == "def f"
-
-
-def test_a_prompt_without_a_token_is_refused():
-    with pytest.raises(ValueError, match="has no token: write a longer text"):
-        Sampler("", Bytes(), every=1)
 
 
 def test_a_prompt_with_tokens_that_the_model_lacks_is_refused():

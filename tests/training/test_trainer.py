@@ -89,16 +89,6 @@ def test_a_run_follows_a_plain_loop_with_adamw_clipping_and_schedule(clip_norm):
     assert [metrics["grad_norm"] for metrics in history] == pytest.approx(norms, rel=1e-11, abs=0)
 
 
-def test_every_step_has_its_metrics():
-    history = list(trainer_of(evaluate_every=2).run(5))
-    assert [metrics["step"] for metrics in history] == [1, 2, 3, 4, 5]
-    assert [metrics["learning_rate"] for metrics in history] == pytest.approx(
-        [0.01 * FACTOR(s) for s in range(5)]
-    )
-    assert all(metrics["rows_per_second"] > 0 for metrics in history)
-    assert [metrics["step"] for metrics in history if "evaluation_loss" in metrics] == [2, 4, 5]
-
-
 def test_the_predicted_peak_of_a_run_has_the_unit_of_zbpp_plan():
     """With two stages per rank timeline.png showed twice what `zbpp plan` says."""
     trainer = trainer_of()
@@ -139,43 +129,6 @@ def test_a_line_of_progress_says_held_out_only_where_it_was_measured():
     trainer = trainer_of(evaluate_every=1)
     trainer.data = trainer.data._replace(num_evaluation_batches=0)
     assert not any("evaluation_loss" in each for each in trainer.run(2))
-
-
-def test_evaluations_between_steps_do_not_change_the_run():
-    often = list(trainer_of(evaluate_every=1).run(6))
-    never = list(trainer_of(evaluate_every=0).run(6))
-    assert [metrics["loss"] for metrics in often] == [metrics["loss"] for metrics in never]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_norm_that_is_not_finite_skips_the_update_and_the_run_goes_on(bad):
-    poisoned_microbatch = M + 1  # the second step's second one
-    calls = []
-
-    def loss(output, target):
-        calls.append(output)
-        return F.mse_loss(output, target) * (bad if len(calls) == poisoned_microbatch + 1 else 1.0)
-
-    trainer = trainer_of("1f1b", loss_fn=loss, clip_norm=1.0)
-    weights = []
-    for metrics in trainer.run(3):
-        weights.append([p.detach().clone() for p in trainer.pipeline.stages[0].parameters()])
-        assert metrics["skipped"] == (metrics["step"] == 2)
-        assert math.isfinite(metrics["grad_norm"]) == (metrics["step"] != 2)
-    first, second, third = weights
-    assert all(torch.equal(one, other) for one, other in zip(first, second, strict=True))
-    assert not any(torch.equal(one, other) for one, other in zip(second, third, strict=True))
-    assert all(weight.isfinite().all() for weight in third)
-
-
-@pytest.mark.parametrize(("num_steps", "num_recorded", "expected"), [(6, 2, 2), (2, 5, 2), (4, 0, 0)])
-def test_the_last_steps_are_measured_action_by_action(num_steps, num_recorded, expected):
-    trainer = trainer_of(num_recorded=num_recorded, evaluate_every=1)
-    for _ in trainer.run(num_steps):
-        pass
-    assert len(trainer.timelines) == expected
-    num_actions = len(trainer.pipeline.timetable.rows[0])
-    assert all(len(timeline.starts[0]) == num_actions for timeline in trainer.timelines.values())
 
 
 @pytest.mark.parametrize("name", ["adamw", "stable_adamw", "lion"])

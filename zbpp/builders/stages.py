@@ -16,7 +16,7 @@ from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
-from zbpp.training.optim.precision import Precision, check_device
+from zbpp.training.optim.precision import Precision
 
 
 def move_stages(
@@ -25,10 +25,8 @@ def move_stages(
     """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
 
     stay_on_host: the stages are left on the CPU, though they will compute on `device`. Raises ConfigError
-    for a device or a norm that can't compute in the precision.
+    for a norm that can't compute in the precision.
     """
-    with naming("precision"):
-        check_device(precision, device)
     if precision.is_mixed:
         _check_norms(stages, precision)
     for stage in stages.values():

@@ -26,7 +26,7 @@ from zbpp.training.callbacks import Callback, call_each, states_of
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import BegunSteps, NonFinitePolicy, Values
-from zbpp.training.optim.choose_update import KnownParameters, check_gradients, make_update
+from zbpp.training.optim.choose_update import KnownParameters, make_update
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.optim.precision import LossScale
@@ -59,8 +59,7 @@ class Trainer:
     non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
     callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
     reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
-    Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`, and for one
-    whose step can't be taken back with post_validation.
+    Raises ValueError for options that exclude each other.
     """
 
     pipeline: Pipeline
@@ -85,7 +84,6 @@ class Trainer:
     non_finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def __post_init__(self) -> None:
-        check_gradients(self.pipeline, self.optimizer, self.masters)
         if (self.learning_rate is None) == (self.scheduler is None):
             raise ValueError("give the trainer one of learning_rate and scheduler: each sets the rate")
         place = self.pipeline.place

@@ -1,6 +1,6 @@
 """Which update goes with the trainer's options: after the step, inside it, or before the norm is known.
 
-And what is checked of an optimizer: that it has the gradients and the parameters that the pipeline trains.
+And a check that the optimizer has the parameters that the pipeline trains.
 """
 
 from __future__ import annotations
@@ -49,26 +49,6 @@ def make_update(
     return PostValidatedUpdate(
         optimizer, pipeline=pipeline, validation=post_validation, skips=skips, **common
     )
-
-
-def check_gradients(
-    pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
-) -> None:
-    """Raises ValueError for an optimizer that would read `.grad` where W sums in a `main_grad`."""
-    optimized = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in pipeline.named_parameters():
-        if getattr(parameter, "main_grad", None) is None:
-            continue
-        if masters is None or masters.of(parameter) is parameter:
-            raise ValueError(
-                f"{name} has a main_grad, where W adds its gradient, but no master whose gradient it is: "
-                "give the trainer masters=MasterWeights(...) of all stages, or leave main_grad out"
-            )
-        if id(parameter) in optimized:
-            raise ValueError(
-                f"the optimizer updates {name}, whose gradient is its master's: make the optimizer over "
-                "masters.parameters()"
-            )
 
 
 # ----------------------------------------------------------------

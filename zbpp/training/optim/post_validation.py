@@ -59,7 +59,6 @@ class PostValidation:
         loss_scale: LossScale | None = None,
     ) -> None:
         self.pipeline, self.norm = pipeline, math.nan
-        self._num_steps: int | None = None  # of the pipeline, after the last step here
         self._update = PostValidatedUpdate(
             optimizer,
             pipeline=pipeline,
@@ -80,28 +79,11 @@ class PostValidation:
         return self._update.num_taken_back
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
-        """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before.
-
-        Raises ValueError if they are those of a `pipeline.step` that was called since the last step here.
-        """
-        self._check_no_other_step()
+        """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before."""
         self._update.prepare(self.pipeline)
         losses = self.pipeline.step(*args, target=target, **kwargs)
-        self._num_steps = self.pipeline.num_steps
         self._note(self._update.end(self.pipeline, losses))
         return losses
-
-    def _check_no_other_step(self) -> None:
-        known, now = self._num_steps, self.pipeline.num_steps
-        if known is None or now <= known:
-            return
-        gradients = (parameter.grad for parameter in self.pipeline.parameters())
-        if any(gradient is not None and bool(gradient.any()) for gradient in gradients):
-            raise ValueError(
-                f"pipeline.step was called {now - known} time(s) since the last PostValidation.step, which "
-                "would drop its gradients: call PostValidation.step alone; or settle(), step the optimizer "
-                "and zero the gradients yourself before you call it again"
-            )
 
     def settle(self) -> None:
         """Wait until the last update is validated, and redone if it was wrong."""

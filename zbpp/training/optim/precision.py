@@ -57,26 +57,6 @@ _ALL = (
 PRECISIONS = {each.name: each for each in _ALL}
 
 
-def check_device(precision: Precision, device: torch.device) -> None:
-    """Raise ValueError if the device can't compute in this precision."""
-    if device.type == "cuda" and precision.compute == torch.bfloat16:
-        if not torch.cuda.is_bf16_supported(including_emulation=False):
-            name = torch.cuda.get_device_name(device)
-            raise ValueError(
-                f"precision={precision.name}: {name} has no bfloat16 arithmetic; "
-                "write precision=mixed_float16 or float32"
-            )
-        return
-    try:
-        x = torch.ones(2, 2, dtype=precision.compute, device=device, requires_grad=True)
-        nn.functional.layer_norm(x @ x, (2,)).sum().backward()
-    except RuntimeError as error:  # "not implemented for 'Half'"
-        raise ValueError(
-            f"precision={precision.name}: this torch ({torch.__version__}) can't compute in it on a "
-            f"{device.type} device ({str(error).partition(chr(10))[0]}); write precision=float32"
-        ) from error
-
-
 class InFloat32(nn.Module):
     """A loss or metrics function (output, target) whose output argument is cast to float32 first.
 
