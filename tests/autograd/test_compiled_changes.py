@@ -162,19 +162,6 @@ def test_a_number_that_changes_in_every_step_is_not_compiled_for_ever(
     assert all("has changed 4 times, and each time it was compiled anew" in line for line in told)
 
 
-class Called(nn.Linear):
-    def __call__(self, x):
-        return super().__call__(x) * 3
-
-
-def test_a_class_with_its_own_call_is_not_called_twice():
-    """It was traced instead of forward, and ran around it as well: nine times for three."""
-    stage, x = linear(Called, 4, 4), double(3, 4)
-    expected = stage(x)
-    compile_stage(stage, backend="eager")
-    assert torch.equal(stage(x), expected)
-
-
 @pytest.mark.parametrize("is_split", [True, False])
 def test_a_weight_that_is_frozen_after_f_gets_no_gradient(is_split):
     """Plain autograd and eager stages give none; a compiled one did."""
@@ -232,19 +219,6 @@ def test_what_a_compiled_backward_reads_is_not_changed_in_silence(what):
         rest()
 
 
-def test_a_weight_may_change_when_nothing_reads_it_any_more():
-    """Between B and W: the product with it is done."""
-    stage, x = Shifted(), torch.randn(3, 4, requires_grad=True)
-    expected = copy.deepcopy(stage)
-    expected(x).sum().backward()
-    compile_stage(stage, backend="eager")
-    _, weight_grads = backward_input(stage(x), torch.ones(3, 4), x)
-    with torch.no_grad():
-        stage.down.weight.add_(1)
-    weight_grads.accumulate()
-    assert_close(grads_of(stage), grads_of(expected), 1e-5)
-
-
 # ---------------------------------------------------------------- random numbers
 
 OWN = random.Random(0)
@@ -285,21 +259,3 @@ def test_a_compiled_stage_draws_the_random_numbers_of_the_eager_one(name, caplog
         found.append(torch.stack([side(double(3, 4)) for _ in range(3)]))
     assert torch.equal(*found)
     assert bool(warnings_in(caplog)) == (name != "two of torch's")
-
-
-def test_a_graph_that_draws_again_in_b_is_refused(caplog, monkeypatch):
-    """Whatever torch's partitioner makes of the marks on random operations."""
-    from torch._functorch import partitioners
-
-    cut = partitioners.min_cut_rematerialization_partition
-
-    def unfaithful(graph, *args, **kwargs):
-        forward, _ = cut(graph, *args, **kwargs)
-        return forward, forward
-
-    monkeypatch.setattr(partitioners, "min_cut_rematerialization_partition", unfaithful)
-    stage = Drawing(DRAWS["two of torch's"]).double()
-    compile_stage(stage, backend="eager")
-    stage(double(3, 4))
-    (line,) = warnings_in(caplog)
-    assert "random numbers would be drawn twice" in line

@@ -16,73 +16,20 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import zbpp
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
+from helpers.toy_lm import HIDDEN, ROWS, ToyLm, batch, rows_of
 from zbpp import Pipeline, Timetable, checkpoint, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
 from zbpp.runtime import CommunicationError
 
-VOCAB, HIDDEN, M, ROWS = 11, 6, 2, 8
+M = 2
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
 
 
-class Model:
-    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`."""
-
-    def __init__(self, is_tied=False, dtype=torch.float64):
-        torch.manual_seed(0)
-        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
-        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
-        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
-        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
-        for part in self.parts.values():
-            part.to(dtype)
-        if is_tied:
-            self.parts["head"].weight = self.parts["embedding"].weight
-
-    def build_stage(self, index, num_stages):
-        names = list(self.parts)
-        stage = nn.Sequential()
-        for name in names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]:
-            stage.add_module(name, self.parts[name])
-        return stage
-
-    def loss(self, output, target):
-        return F.cross_entropy(output.float().flatten(0, 1), target.flatten())
-
-
-class Float64(Model):
-    def loss(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-class Copies(Float64):
-    """Tied by declaration: each stage has a copy of its own, and the head's starts with other values."""
-
-    def tied(self):
-        return {"head.weight": "embedding.weight"}
-
-
 KINDS = {
-    "untied": Float64,
-    "tied": lambda: Float64(True),
-    "copies": Copies,
-    "untied float32": lambda: Model(dtype=torch.float32),
-    "tied float32": lambda: Model(is_tied=True, dtype=torch.float32),
+    "untied": ToyLm,
+    "tied": functools.partial(ToyLm, "object"),
+    "copies": functools.partial(ToyLm, "copies"),
 }
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB, (ROWS, 5), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def rows_of(place, *tensors):
-    size = ROWS // place.num_data_parts
-    return [each[place.data_part * size :][:size] for each in tensors]
-
-
-def is_float32(kind):
-    return kind.endswith("float32")
 
 
 def full(named):
@@ -90,16 +37,13 @@ def full(named):
     return {name: each.full_tensor() if hasattr(each, "full_tensor") else each for name, each in named}
 
 
-def train(kind, parameters, step_of, clip):
-    """Two steps of AdamW with clipping, then two whose gradients add up. Returns losses and norms.
-
-    In float32 the gradients of four steps add up: AdamW would amplify the rounding of small gradients.
-    """
+def train(parameters, step_of, clip):
+    """Two steps of AdamW with clipping, then two whose gradients add up. Returns losses and norms."""
     optimizer = torch.optim.AdamW(parameters(), lr=0.1)
     losses, norms = [], []
     for step in range(4):
         losses.append(step_of(step))
-        if step < 2 and not is_float32(kind):
+        if step < 2:
             norms.append(float(clip(0.5)))
             optimizer.step()
             optimizer.zero_grad()
@@ -121,7 +65,7 @@ def alone(kind):
     def clip(most):
         return torch.nn.utils.clip_grad_norm_(whole.parameters(), most)
 
-    losses, norms = train(kind, whole.parameters, step, clip)
+    losses, norms = train(whole.parameters, step, clip)
     named = [*whole.named_parameters(remove_duplicate=False)]
     return losses, norms, {name: p.grad for name, p in named}, {name: p.detach() for name, p in named}
 
@@ -143,7 +87,7 @@ def in_mesh(rank, degrees, cases):
             def clip(most, pipeline=pipeline):
                 return clip_grad_norm_(pipeline, most)
 
-            losses, norms = train(kind, pipeline.parameters, step, clip)
+            losses, norms = train(pipeline.parameters, step, clip)
             assert all(each.placements[-1].is_shard() for each in pipeline.parameters())
             named = [*pipeline.named_parameters()]
             grads, weights = full((n, p.grad) for n, p in named), full((n, p.detach()) for n, p in named)
@@ -158,7 +102,7 @@ def close(one, other):
 def check(everyone, cases):
     for case in cases:
         kind = case[1].replace("copies", "tied")
-        tolerance = 1e-5 if is_float32(kind) else 1e-12
+        tolerance = 1e-12
         losses, norms, grads, weights = alone(kind)
         parts = {}
         for found in everyone:
@@ -180,13 +124,12 @@ def check(everyone, cases):
 CASES = [(schedule, "untied", "step") for schedule in SCHEDULES]
 CASES += [(schedule, "tied", "step") for schedule in SCHEDULES if schedule != "zb_v"]
 CASES += [("zb_h1", "copies", "step"), ("zb_h1", "tied", "microbatch"), ("zb_v", "untied", "microbatch")]
-IN_FLOAT32 = [(schedule, f"{kind} float32", way) for schedule, kind, way in CASES[: 2 * len(SCHEDULES) - 1]]
 
 
 @pytest.fixture(scope="module")
 def everyone():
     """What each process of two shards has found. All cases run in the same processes."""
-    return run_ranks(in_mesh, 4, {"shard": 2}, CASES + IN_FLOAT32)
+    return run_ranks(in_mesh, 4, {"shard": 2}, CASES)
 
 
 def test_shards_train_as_one_process_does(everyone):
@@ -194,16 +137,11 @@ def test_shards_train_as_one_process_does(everyone):
     check(everyone, CASES)
 
 
-def test_shards_in_float32_have_the_losses_and_gradients_of_one_process(everyone):
-    check(everyone, IN_FLOAT32)
-
-
 def test_shards_and_replicas_together():
     """HSDP: reduce-scatter over shards, all-reduce over replicas; tied copies stay one parameter."""
     cases = [
         ("zb_h1", "copies", "step"),
         ("zb_h1", "tied", "microbatch"),
-        ("zb_h1", "untied float32", "step"),
     ]
     check(run_ranks(in_mesh, 8, {"replicate": 2, "shard": 2}, cases), cases)
 
@@ -486,7 +424,9 @@ def refusals(rank):
     stage = {rank // 2: blocks(1)}
     options = {"num_microbatches": 2, "loss_fn": F.mse_loss}
     said["reshard"] = refused(lambda: Pipeline(stage, "1f1b", mesh=mesh, reshard="often", **options))
-    said["tied on one rank"] = refused(lambda: Pipeline(Float64(True), "zb_v", num_microbatches=2, mesh=mesh))
+    said["tied on one rank"] = refused(
+        lambda: Pipeline(ToyLm("object"), "zb_v", num_microbatches=2, mesh=mesh)
+    )
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
     said["policy"] = refused(lambda: Pipeline(stage, "1f1b", mesh=replicas, mp_policy=policy, **options))
     return said

@@ -7,10 +7,11 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
+from helpers.toy_lm import HIDDEN, ROWS, VOCAB, ToyLm, batch
 from zbpp import GradientRelease, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
 
-VOCAB, HIDDEN, M, ROWS, STEPS = 11, 8, 4, 8, 5
+M, STEPS = 4, 5
 OPTIMIZERS = {
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.01),
     "adamw, tensor lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01)),
@@ -21,39 +22,6 @@ OPTIMIZERS = {
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
     "asgd": lambda p: torch.optim.ASGD(p, lr=0.1),
 }
-
-
-class Model:
-    """Embedding, layers and a head; is_tied: the head has the embedding's weight, as one object or a copy."""
-
-    def __init__(self, is_tied=False, dtype=torch.float64):
-        torch.manual_seed(0)
-        self.is_tied = is_tied
-        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
-        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
-        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
-        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
-        for part in self.parts.values():
-            part.to(dtype)
-
-    def build_stage(self, index, num_stages):
-        names = list(self.parts)
-        stage = nn.Sequential()
-        for name in names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]:
-            stage.add_module(name, self.parts[name])
-        return stage
-
-    def loss(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1).double(), target.flatten())
-
-    def tied(self):
-        return {"head.weight": "embedding.weight"} if self.is_tied else {}
-
-
-def batch(step):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB, (ROWS, 5), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
 
 
 def trained(pipeline, optimizer, *, released, steps=range(STEPS), scheduler=None):
@@ -76,7 +44,7 @@ def trained(pipeline, optimizer, *, released, steps=range(STEPS), scheduler=None
 
 
 def run(make_optimizer, schedule, *, released, is_tied=False, **options):
-    with Pipeline(Model(is_tied), schedule, num_microbatches=M, **options) as pipeline:
+    with Pipeline(ToyLm("copies" if is_tied else ""), schedule, num_microbatches=M, **options) as pipeline:
         optimizer = make_optimizer(pipeline.parameters())
         scheduler = StepLR(optimizer, 2, 0.5)
         if released:
@@ -108,7 +76,7 @@ MESHES = [
 
 def gradients_at_updates():
     """How many gradients exist at each update of two replicas with two stages; how many each stage has."""
-    with Pipeline(Model(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
+    with Pipeline(ToyLm(), "zb_v", num_microbatches=M, mesh=make_mesh(replicate=2)) as pipeline:
         parameters, seen = list(pipeline.parameters()), []
         optimizer = torch.optim.AdamW(parameters, lr=0.01)
         pipeline.use(GradientRelease(optimizer))
@@ -149,7 +117,7 @@ def test_two_processes_train_as_with_the_ordinary_step():
 
 
 def on_one_rank(schedule="zb_v", model=None, **options):
-    return Pipeline(model or Model(), schedule, num_microbatches=M, **options)
+    return Pipeline(model or ToyLm(), schedule, num_microbatches=M, **options)
 
 
 def released(make_optimizer=OPTIMIZERS["adamw"], **options):
@@ -255,7 +223,7 @@ def test_no_step_follows_one_that_failed_after_an_update():
     first = nn.Sequential(nn.Embedding(VOCAB, HIDDEN).double(), Fails())
     last = nn.Linear(HIDDEN, VOCAB).double()
     timetable = Timetable.parse("0F0 0F1 0F2 0F3 1F0 1F1 1F2 1F3 1BW0 1BW1 1BW2 1BW3 0BW0 0BW1 0BW2 0BW3")
-    pipeline = Pipeline({0: first, 1: last}, timetable, Model().loss)
+    pipeline = Pipeline({0: first, 1: last}, timetable, ToyLm().loss)
     before = last.weight.detach().clone()
     pipeline.use(GradientRelease(torch.optim.SGD(pipeline.parameters(), lr=0.1)))
     inputs, target = batch(0)

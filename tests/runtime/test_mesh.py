@@ -11,64 +11,17 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
+from helpers.toy_lm import VOCAB, ToyLm, batch, rows_of
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.runtime.parallel.mesh import num_pipeline_ranks
 
-VOCAB, HIDDEN, M, ROWS = 11, 6, 4, 8
+M = 4
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
-
-
-class Model:
-    """Embedding, layers, and a head, which has the embedding's weight if `is_tied`."""
-
-    def __init__(self, is_tied, dtype=torch.float64):
-        torch.manual_seed(0)
-        self.is_tied = is_tied
-        layers = [nn.Sequential(nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN), nn.GELU()) for _ in range(6)]
-        self.parts = {"embedding": nn.Embedding(VOCAB, HIDDEN)}
-        self.parts |= {f"layer_{i}": layer for i, layer in enumerate(layers)}
-        self.parts["head"] = nn.Linear(HIDDEN, VOCAB, bias=False)
-        for part in self.parts.values():
-            part.to(dtype)
-        if is_tied:
-            self.parts["head"].weight = self.parts["embedding"].weight
-
-    def build_stage(self, index, num_stages):
-        names = list(self.parts)
-        mine = names[len(names) * index // num_stages : len(names) * (index + 1) // num_stages]
-        stage = nn.Sequential()
-        for name in mine:
-            stage.add_module(name, self.parts[name])
-        return stage
-
-    def loss(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-class Copies(Model):
-    """Tied by declaration: each stage has a copy of its own, and the head's starts with other values."""
-
-    def __init__(self, dtype=torch.float64):
-        super().__init__(is_tied=False, dtype=dtype)
-
-    def tied(self):
-        return {"head.weight": "embedding.weight"}
-
-
-def batch(step, rows=ROWS):
-    generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(VOCAB, (rows, 5), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def rows_of(place, *tensors):
-    size = ROWS // place.num_data_parts
-    return [each[place.data_part * size :][:size] for each in tensors]
 
 
 def alone(is_tied, steps=2, dtype=torch.float64):
     """Losses, gradients (of two steps, added up), and their norm in one process."""
-    model = Model(is_tied, dtype)
+    model = ToyLm("object" if is_tied else "", dtype)
     whole = model.build_stage(0, 1)
     losses = []
     for step in range(steps):
@@ -80,7 +33,7 @@ def alone(is_tied, steps=2, dtype=torch.float64):
     return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
 
 
-KINDS = {"untied": partial(Model, False), "tied": partial(Model, True), "copies": Copies}
+KINDS = {"untied": ToyLm, "tied": partial(ToyLm, "object"), "copies": partial(ToyLm, "copies")}
 CASES = [
     *product(SCHEDULES, KINDS, (torch.float64,)),
     *product(SCHEDULES, ("untied", "tied"), (torch.float32,)),
@@ -153,7 +106,7 @@ def at_random(rank, num_timetables):
         timetable = None
         while timetable is None or timetable.num_ranks != 2:
             timetable = random_timetable(rng, most_ranks=2, most_microbatches=4)
-        model = Model(is_tied=True)
+        model = ToyLm("object")
         with Pipeline(model, timetable, mesh=mesh) as pipeline:
             tokens = torch.randint(VOCAB, (2 * timetable.num_microbatches, 5), generator=rng_of(found))
             half = slice(pipeline.place.data_part, None, 2)
@@ -169,7 +122,7 @@ def rng_of(found):
 def test_no_timetable_deadlocks_or_errs_while_gradients_are_reduced():
     everyone = run_ranks(at_random, 4, 12, timeout=200)
     for turn, (_, tokens, _) in enumerate(everyone[0]):
-        model = Model(is_tied=True)
+        model = ToyLm("object")
         whole = model.build_stage(0, 1)
         model.loss(whole(tokens[:, :-1]), tokens[:, 1:]).backward()
         expected = {name: p.grad for name, p in whole.named_parameters(remove_duplicate=False)}
@@ -256,7 +209,7 @@ def tied_in_a_v(rank):
     timetable = Timetable.parse(
         "0F0 0F1 3F0 3B0 3F1 0B0 3B1 0B1 0W0 0W1 3W0 3W1\n1F0 1F1 2F0 2F1 2B0 1B0 2B1 1B1 2W0 1W0 2W1 1W1"
     )
-    model = Model(is_tied=True)
+    model = ToyLm("object")
     with Pipeline(model, timetable, mesh=make_mesh(replicate=2)) as pipeline:
         inputs, target = rows_of(pipeline.place, *batch(0))
         pipeline.step(inputs, target=target)
