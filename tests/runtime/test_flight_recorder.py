@@ -19,7 +19,7 @@ from zbpp import Pipeline, plan
 from zbpp.commands import hang
 from zbpp.runtime import CommunicationError, FlightRecorder
 from zbpp.runtime.call import Call
-from zbpp.runtime.failures import watchdog
+from zbpp.runtime.failures import flight_recorder
 from zbpp.schedule import Action, Op
 
 M, SIZE, TIMEOUT = 4, 4, 5.0
@@ -88,8 +88,8 @@ def wait_until(condition):
 
 
 def test_a_rank_that_is_busy_between_calls_has_a_record_until_it_goes_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(watchdog, "_INTERVAL", 0.01)
-    monkeypatch.setattr(watchdog, "_GRACE", 0.0)
+    monkeypatch.setattr(flight_recorder, "_INTERVAL", 0.01)
+    monkeypatch.setattr(flight_recorder, "_GRACE", 0.0)
     flight, path = recorder(tmp_path, timeout=0.1), tmp_path / "flight-rank-0.json"
     wait_until(lambda: path.exists() and path.read_text().endswith("}"))
     assert "most recent call first" in record_in(tmp_path)["stack"]

@@ -152,7 +152,7 @@ def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_e
 def clock(monkeypatch):
     """A clock that a test sets, in ms."""
     now = [0.0]
-    monkeypatch.setattr("zbpp.runtime.measure.clocks._now", lambda: float(now[0]))
+    monkeypatch.setattr("zbpp.runtime.measure.record._now", lambda: float(now[0]))
     return now
 
 

@@ -1,7 +1,6 @@
 """What a rank leaves when a call fails or does not end: a file with its last instructions, and its stacks.
 
 flight_recorder     FlightRecorder, an extra that notes each instruction and writes the file
-watchdog            a thread that looks whether its rank still does something
 """
 
 from zbpp.runtime.failures.flight_recorder import FlightRecorder

@@ -5,7 +5,7 @@ and writes has one address for ever:
 
     what                              where it is                                    file
     what lives between F, B and W     in the graphs' memory pool                     capture.py
-    messages between stages           in buffers outside the pool                    buffers.py
+    messages between stages           in buffers outside the pool                    capture.py
     inputs, targets, keywords         copied into buffers when a step begins         inputs.py
     losses                            in the pool, copied out of it after the step   capture.py
     gradients                         `.grad` stays the same tensor                  gradients.py

@@ -3,6 +3,10 @@
 The capture is one run of an executor whose links carry nothing, and whose actions are captured instead of
 computed. So receives are posted, buffers are taken and messages are released where eager steps do so.
 
+Messages are in the same buffers in every replay. In the capture a buffer is given out as in an eager step,
+once nothing refers to its memory any more (see BufferPool), and NotedBuffers notes which one it was. A replay
+writes and reads in the order of the capture, so it takes the same buffers in the same order.
+
 An F draws its random numbers by a seed of its own. The seed is set before the replay, outside of the graph:
 torch gives the graph the generator's seed and offset when the replay starts. A B goes on with the generator's
 state, as in an eager step.
@@ -11,9 +15,10 @@ state, as in an eager step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from itertools import cycle
 from typing import Any, Protocol
 
 import torch
@@ -21,8 +26,7 @@ from torch import Tensor
 
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extra, Extras, Run
-from zbpp.runtime.graphs.buffers import NotedBuffers, PlannedBuffers
-from zbpp.runtime.layout import Layout, Message, layout_of
+from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import StageWorker
@@ -41,6 +45,37 @@ class GraphMaker(Protocol):
 
     def capture(self, function: Callable[[], None]) -> Callable[[], None]:
         """Record what the function computes, without computing it; returns what replays the record."""
+
+
+class NotedBuffers(BufferPool):
+    """Gives out buffers of a pool that others take from, too, and notes which."""
+
+    def __init__(self, pool: BufferPool) -> None:
+        super().__init__(pool.device)
+        self._pool = pool
+        self._noted: list[tuple[TensorLayout, Tensor]] = []
+
+    def free(self, layout: TensorLayout) -> Tensor:
+        """See BufferPool."""
+        buffer = self._pool.free(layout)
+        self._noted.append((layout, buffer))  # the pool's own tensor: no further use of its memory
+        return buffer
+
+    def tensors(self) -> list[Tensor]:
+        """What was given out, in this order."""
+        return [each.detach().requires_grad_(layout.requires_grad) for layout, each in self._noted]
+
+
+class PlannedBuffers(BufferPool):
+    """Gives out these tensors in turn, pass after pass."""
+
+    def __init__(self, device: torch.device, tensors: Iterable[Tensor]) -> None:
+        super().__init__(device)
+        self._next = cycle(tensors)
+
+    def take(self, layout: TensorLayout) -> Tensor:
+        """The next tensor, which has this layout: messages of captured steps never change theirs."""
+        return next(self._next)
 
 
 def noting(actions: Mapping[Action, Run], layouts: dict[Action, Layout]) -> dict[Action, Run]:

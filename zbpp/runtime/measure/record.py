@@ -2,28 +2,68 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from zbpp.runtime.extra import Background
-from zbpp.runtime.measure.clocks import Clock, Mark
 from zbpp.schedule import Action, Recv, Send, Value
 from zbpp.schedule.lower import Instruction
+from zbpp.streams import Event, streams_of
 
 Times = npt.NDArray[np.float64]
 Messages = tuple[dict[Value, float], dict[Value, float]]  # sent by a rank, arrived there: ms
 Copies = list[tuple[Value, bool, float, float]]  # value, whether it leaves the device, start, end: ms
 Spans = list[tuple[int, float, float]]  # stage, start, end: ms
+Mark = Any  # a time in ms, or an Event
+
+
+class Clock:
+    """Sets marks on a device, and reads them.
+
+    A mark is the host's time; on a GPU, an event in the current stream. Setting a mark waits for nothing.
+    Reading the first events of a step waits for the device, once: by then all events have passed, and one
+    more event ties the device's time to the host's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._streams = streams_of(device)
+        self._end: tuple[float, Event] | None = None  # one moment after the step, by both clocks
+
+    def begin(self) -> None:
+        """Begin a step: the marks of the previous one will not be read any more."""
+        self._end = None
+
+    def mark(self) -> Mark:
+        """A mark of this moment; on a GPU, of the moment at which the current stream gets here."""
+        return _now() if self._streams is None else self._streams.mark()
+
+    def in_ms(self, marks: Sequence[Mark]) -> list[float]:
+        """Marks in ms of the host's clock (CLOCK_MONOTONIC), which all processes of a machine share."""
+        if self._streams is None:
+            return [*marks]
+        if self._end is None:
+            self._streams.synchronize()
+            event = self._streams.mark()  # the device is idle: it comes to this event at once
+            event.synchronize()
+            self._end = _now(), event
+        now, end = self._end
+        return [now - mark.elapsed_time(end) for mark in marks]
+
+
+def _now() -> float:
+    return time.perf_counter() * 1e3
 
 
 class StepRecord:
     """When each instruction of a rank began and ended in its last recorded step, in ms.
 
     Measured by CUDA events on a GPU: a recorded step waits for nothing, and whoever reads the times first
-    waits for the device, once. On the CPU measured by the machine's clock, see clocks.py.
+    waits for the device, once. On the CPU measured by the machine's clock.
     """
 
     def __init__(self, device: torch.device) -> None:
