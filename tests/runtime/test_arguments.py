@@ -68,35 +68,6 @@ def test_a_loss_fn_stands_in_place_of_the_models_loss():
     assert losses[0].item() == pytest.approx(expected.item())
 
 
-def test_a_device_for_given_stages_is_refused():
-    with pytest.raises(ValueError, match="device='cuda' is for the stages that a model builds: move given"):
-        Pipeline({0: module()}, "zb_h1", num_microbatches=M, device="cuda")
-
-
-class NoLoss:
-    def build_stage(self, index, num_stages):
-        return nn.Linear(SIZE, SIZE)
-
-
-class Forgetful(NoLoss):
-    loss = staticmethod(F.mse_loss)
-
-    def build_stage(self, index, num_stages):
-        super().build_stage(index, num_stages)
-
-
-def test_a_class_is_not_a_model():
-    with pytest.raises(ValueError, match=r"stages is the class Mlp, not an instance: write Pipeline\(Mlp\("):
-        Pipeline(Mlp, "zb_h1", num_microbatches=M)
-
-
-def test_a_model_that_lacks_a_method_or_returns_no_module_is_named():
-    with pytest.raises(ValueError, match=r"stages is a NoLoss: .* it lacks loss\(output, target\)"):
-        Pipeline(NoLoss(), "zb_h1", num_microbatches=M)
-    with pytest.raises(ValueError, match=r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a"):
-        Pipeline(Forgetful(), "zb_h1", num_microbatches=M)
-
-
 class TwoLayers:
     """Can't be cut into more than two stages, as stage 2 finds out."""
 
@@ -125,13 +96,6 @@ def test_a_stage_that_one_rank_cannot_build_is_an_error_on_every_rank():
 # ---------------------------------------------------------------- neither stages nor a model
 
 
-@pytest.mark.parametrize("given, kind", [(module, "Sequential"), (lambda: [module()], "list")])
-def test_a_module_or_a_list_in_place_of_stages_says_what_to_write(given, kind):
-    expected = rf"stages is a {kind}: write Pipeline\(\{{stage index: module\}}.*; or give a model with "
-    with pytest.raises(ValueError, match=expected):
-        Pipeline(given(), plan("zb_h1", 1, 2))
-
-
 # ---------------------------------------------------------------- a schedule's name in place of a timetable
 
 
@@ -140,19 +104,6 @@ def test_a_schedules_name_is_planned():
     pipeline = Pipeline({0: module()}, "zb_h1", num_microbatches=4, loss_fn=F.mse_loss)
     assert pipeline.timetable == plan("zb_h1", 1, 4)
     assert len(pipeline.step(x, target=x)) == 4
-
-
-def test_a_timetable_that_is_missing_or_contradicted_says_what_to_write():
-    with pytest.raises(TypeError, match=r"needs a timetable, no timetable was given: write Pipeline"):
-        Pipeline(module())
-    with pytest.raises(
-        ValueError, match=r'Pipeline\(stages, "zb_h1"\) does not say num_microbatches: add num'
-    ):
-        Pipeline({0: module()}, "zb_h1")
-    with pytest.raises(ValueError, match="num_microbatches=8, but the timetable has 4: leave"):
-        Pipeline({0: module()}, plan("zb_h1", 1, 4), num_microbatches=8)
-    with pytest.raises(TypeError, match="needs a timetable, got int"):
-        Pipeline({0: module()}, 4)
 
 
 def test_a_name_without_a_process_group_is_refused_under_torchrun(monkeypatch):
@@ -164,10 +115,37 @@ def test_a_name_without_a_process_group_is_refused_under_torchrun(monkeypatch):
     assert Pipeline({0: module()}, timetable, F.mse_loss).timetable == timetable
 
 
-def by_name(rank):
-    pipeline = Pipeline({rank: module()}, "1f1b", F.mse_loss, num_microbatches=4)
-    return str(pipeline.timetable)
+# ---------------------------------------------------------------- refusals
 
 
-def test_a_name_is_planned_for_the_groups_ranks():
-    assert run_ranks(by_name, 2) == [str(plan("1f1b", 2, 4))] * 2
+class NoLoss:
+    def build_stage(self, index, num_stages):
+        return nn.Linear(SIZE, SIZE)
+
+
+class Forgetful(NoLoss):
+    loss = staticmethod(F.mse_loss)
+
+    def build_stage(self, index, num_stages):
+        super().build_stage(index, num_stages)
+
+
+FOUR = plan("zb_h1", 1, 4)
+REFUSED = [
+    ((Mlp, FOUR), {}, ValueError, r"stages is the class Mlp, not an instance: write Pipeline\(Mlp\("),
+    ((NoLoss(), FOUR), {}, ValueError, r"stages is a NoLoss: .* it lacks loss\(output, target\)"),
+    ((Forgetful(), FOUR), {}, ValueError, r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a"),
+    ((module(), FOUR), {}, ValueError, r"stages is a Sequential: write Pipeline\(\{stage index: module\}"),
+    (([module()], FOUR), {}, ValueError, r"stages is a list: write .*; or give a model with "),
+    (({0: module()}, FOUR), {"device": "cuda"}, ValueError, "is for the stages that a model builds: move"),
+    ((module(),), {}, TypeError, "needs a timetable, no timetable was given: write Pipeline"),
+    (({0: module()}, 4), {}, TypeError, "needs a timetable, got int"),
+    (({0: module()}, "zb_h1"), {}, ValueError, "does not say num_microbatches: add num_microbatches=8"),
+    (({0: module()}, FOUR), {"num_microbatches": 8}, ValueError, "but the timetable has 4: leave"),
+]
+
+
+@pytest.mark.parametrize(("given", "keywords", "error", "said"), REFUSED)
+def test_arguments_that_make_no_pipeline_are_refused(given, keywords, error, said):
+    with pytest.raises(error, match=said):
+        Pipeline(*given, **keywords)

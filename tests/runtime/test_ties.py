@@ -261,65 +261,41 @@ def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities
     assert ties_of(everyone) == [((0, "a.weight"), (1, "b.weight"))]
 
 
-@pytest.mark.parametrize(
-    "ranks, message",
-    [
-        (
-            lambda: [{0: linear()}, {1: linear({"b.weight": "a.weight"})}],
-            "declares b.weight in tied_parameters, but",
-        ),
-        (
-            lambda: [{0: linear()}, {1: linear({"a.weight": "b.weight"})}],
-            "stage 1 declares a.weight to be tied to b.weight, which no other stage has: write tied_",
-        ),
-        (
-            lambda: [{0: linear({"a.weight": "a.weight"})}],
-            "stage 0 declares a.weight to be tied to a.weight, which no other stage has",
-        ),
-        (
-            lambda: [{0: linear({"a.weight": (1, "b.weight")})}, {1: linear()}],
-            "to be tied to (1, 'b.weight'), which no other stage has",
-        ),
-        (lambda: [{0: linear(A_TO_FIRST)}], "to be tied to (0, 'a.weight'), which no other stage has"),
-        (
-            lambda: [{0: linear(), 1: linear()}, {2: linear({"a.weight": "a.weight"})}],
-            "which stages 0, 1 have: write tied_parameters = {'a.weight': (stage, name)}",
-        ),
-        (
-            lambda: [{0: linear({"a.weight": 3})}],
-            "which no other stage has: write tied_parameters = {'a.weight': (stage, name)}",
-        ),
-        (
-            lambda: [{0: linear()}, {1: linear(A_TO_FIRST, size=(2, 4))}],
-            "a.weight of stage 0 and a.weight of stage 1 are tied, but one is [3, 2] torch.float32 trained",
-        ),
-        (
-            lambda: [{0: linear()}, {1: linear(A_TO_FIRST, dtype=torch.float64)}],
-            "one is [3, 2] torch.float32 trained, the other [3, 2] torch.float64 trained: make them alike",
-        ),
-        (
-            lambda: [{0: linear()}, {1: linear(A_TO_FIRST).requires_grad_(False)}],
-            "the other [3, 2] torch.float32 frozen",
-        ),
-        (
-            lambda: [
-                {0: nn.ModuleDict({"a": nn.Embedding(3, 2, sparse=True)})},
-                {1: linear(A_TO_FIRST)},
-            ],
-            "on several ranks, which can't sum sparse gradients: write sparse=False",
-        ),
-        (
-            lambda: [{0: linear(), 1: linear(A_TO_FIRST)}],
-            "a.weight of stage 0 and a.weight of stage 1 are tied and on one rank, but they are two tensors",
-        ),
-        (  # by way of another rank's stage
-            lambda: [{0: linear(), 2: linear({"a.weight": (1, "a.weight")})}, {1: linear(A_TO_FIRST)}],
-            "a.weight of stage 0 and a.weight of stage 2 are tied and on one rank, but they are two tensors",
-        ),
-    ],
-)
+SPARSE = {"a": nn.Embedding(3, 2, sparse=True)}
+REFUSED = [
+    ([{0: linear()}, {1: linear({"b.weight": "a.weight"})}], "declares b.weight in tied_parameters, but"),
+    (
+        [{0: linear()}, {1: linear({"a.weight": "b.weight"})}],
+        "to be tied to b.weight, which no other stage ha",
+    ),
+    (
+        [{0: linear({"a.weight": (1, "b.weight")})}, {1: linear()}],
+        "(1, 'b.weight'), which no other stage has",
+    ),
+    ([{0: linear(A_TO_FIRST)}], "to be tied to (0, 'a.weight'), which no other stage has"),
+    (
+        [{0: linear(), 1: linear()}, {2: linear({"a.weight": "a.weight"})}],
+        "which stages 0, 1 have: write tied",
+    ),
+    ([{0: linear({"a.weight": 3})}], "write tied_parameters = {'a.weight': (stage, name)}"),
+    ([{0: linear()}, {1: linear(A_TO_FIRST, size=(2, 4))}], "but one is [3, 2] torch.float32 trained"),
+    (
+        [{0: linear()}, {1: linear(A_TO_FIRST, dtype=torch.float64)}],
+        "the other [3, 2] torch.float64 trained: ",
+    ),
+    ([{0: linear()}, {1: linear(A_TO_FIRST).requires_grad_(False)}], "the other [3, 2] torch.float32 frozen"),
+    ([{0: nn.ModuleDict(SPARSE)}, {1: linear(A_TO_FIRST)}], "write sparse=False"),
+    ([{0: linear(), 1: linear(A_TO_FIRST)}], "of stage 1 are tied and on one rank, but they are two tensors"),
+    (  # by way of another rank's stage
+        [{0: linear(), 2: linear({"a.weight": (1, "a.weight")})}, {1: linear(A_TO_FIRST)}],
+        "a.weight of stage 0 and a.weight of stage 2 are tied and on one rank, but they are two tensors",
+    ),
+]
+
+
+@pytest.mark.parametrize(("ranks", "message"), REFUSED)
 def test_ties_that_are_impossible_are_refused(ranks, message):
-    assert message in refusal(*ranks())
+    assert message in refusal(*ranks)
 
 
 def test_a_name_in_tied_that_no_stage_has_is_refused():
