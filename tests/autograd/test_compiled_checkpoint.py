@@ -182,14 +182,3 @@ def test_selective_checkpointing_in_a_compiled_stage_has_plain_gradients(policy,
         refused = [line for line in told if line.startswith(("stage layers.0 is", "stage layers.1 is"))]
         assert all("torch.utils.checkpoint calls it with context_fn" in line for line in refused)
         assert len(refused) == 2
-
-
-def test_a_layer_that_runs_compiled_runs_eager_in_a_selective_checkpoint():
-    """Its recompute would get operations that its forward did not have."""
-    with float64():
-        torch.manual_seed(0)
-        plain, x, dy = Selective(keep_matmuls), torch.randn(3, 4), torch.randn(3, 4)
-    compiled = copy.deepcopy(plain)
-    compile_stage(compiled, backend="eager", whole=False)
-    compiled.layers[0](x.requires_grad_())
-    assert_close(step_of(compiled, x, dy, split_backward), step_of(plain, x, dy, plain_backward), 1e-12)

@@ -49,23 +49,6 @@ class Recomputed(nn.Module):
         return self.how(self.second, torch.relu(self.first(x)))
 
 
-class OnNode(nn.Linear):
-    """A hook on the node of the layer, not on its output."""
-
-    def __init__(self):
-        super().__init__(4, 4)
-
-    def forward(self, x):
-        y = super().forward(x)
-        y.grad_fn.register_hook(lambda *_: None)
-        return y
-
-
-class OfSparse(OnNode):
-    def forward(self, x):
-        return nn.Linear.forward(self, x.detach().to_sparse())
-
-
 def own_hooks():
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
@@ -111,22 +94,6 @@ CASES = {
     "frozen weight": (
         frozen_weight,
         {"bias": ("B", "used by AddmmBackward0, whose weight does not wait"), "weight": ("none", "frozen")},
-    ),
-    "hooks on a node": (
-        OnNode,
-        {
-            "weight": ("B", "used by AddmmBackward0 through TBackward0, which has a hook of its own"),
-            "bias": ("B", "whose weight does not wait"),
-        },
-    ),
-    "sparse input": (
-        OfSparse,
-        {
-            "weight": (
-                "B",
-                "used by AddmmBackward0 through TBackward0, which has a hook of its own, a factor",
-            )
-        },
     ),
     "weight norm": (
         normed,
