@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 from zbpp.cluster.model_sizes import ModelSizes
 
-_LOSS_IN_F, _LOSS_IN_B = 18, 12  # bytes of traffic for each logit: it is widened to float32
+# Bytes of traffic for each logit, in float32 for some tokens at a time: F reads logits twice and writes log
+# probabilities; B does so again, reads them and writes gradients.
+_LOSS_IN_F, _LOSS_IN_B = 8, 14
+_LOSS_CHUNK = 2**26
 
 
 class Work(NamedTuple):
@@ -48,6 +51,11 @@ class Part(NamedTuple):
     sums: tuple[int, int] = (0, 0)
     buffers: float = 0.0
     gathered: float = 0.0
+
+    def w_at_once(self) -> Part:
+        """With W at the end of B, so that nothing waits for W."""
+        both = Work(*(b + w for b, w in zip(self.b, self.w, strict=True)))
+        return self._replace(b=both, w=Work(), deferred=0.0)
 
 
 class Precision(NamedTuple):
@@ -134,7 +142,8 @@ def embedding(sizes: ModelSizes, tokens: float, tensor: int, precision: Precisio
 def head(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) -> Part:
     """The last norm, the head and the loss, which every rank computes from all logits.
 
-    A tied head has a copy of the embedding's weight.
+    B overwrites logits with their gradient, but not logits that were gathered from tensor-parallel ranks. A
+    tied head has a copy of the embedding's weight.
     """
     entries = sizes.vocab * sizes.hidden / tensor
     logits = sizes.vocab * tokens
@@ -144,9 +153,9 @@ def head(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) ->
         f=Work(product, 2 * normed + _LOSS_IN_F * logits, read),
         b=Work(product, 3 * normed + _LOSS_IN_B * logits, read),
         w=Work(product, 0.0, 2 * entries * precision.gradient),
-        saved=2 * normed + 4 * logits,
+        saved=2 * normed + precision.compute * logits,
         deferred=normed + precision.compute * logits / tensor,
-        temporary=(precision.compute + 4) * logits,
+        temporary=min(_LOSS_CHUNK, 4 * logits) + (precision.compute * logits if tensor > 1 else 0.0),
         parameters=entries + sizes.hidden * (2 if sizes.has_biases else 1),
         largest=entries,
         sums=(0, 1),

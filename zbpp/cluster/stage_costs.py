@@ -70,7 +70,7 @@ class Mesh(NamedTuple):
 class Run:
     """A run without its schedule. sequences: in a microbatch.
 
-    recompute: B computes all activations of its layers again.
+    recompute: B computes all activations of its layers again. head_at_once: as memory.head_at_once.
     """
 
     sizes: ModelSizes
@@ -79,6 +79,7 @@ class Run:
     sequences: int = 1
     precision: str = "mixed_bfloat16"
     recompute: bool = False
+    head_at_once: bool = False
 
     @property
     def tokens(self) -> int:
@@ -110,15 +111,32 @@ class StageWork(NamedTuple):
 def parts_of(run: Run) -> tuple[Part, Part, Part]:
     """(the embedding, a layer, the head) for one microbatch on one rank."""
     known = run.sizes, run.tokens, run.mesh.tensor, run.bytes_of
-    return layer_work.embedding(*known), layer_work.layer(*known), layer_work.head(*known)
+    head = layer_work.head(*known)
+    last = head.w_at_once() if run.head_at_once else head
+    return layer_work.embedding(*known), layer_work.layer(*known), last
 
 
 def counts_of(run: Run, num_stages: int) -> tuple[int, ...]:
     """How many layers each stage gets. Raises ValueError for too few layers."""
-    sizes = run.sizes
+    return _cut(run.sizes.num_layers, num_stages, _head_in_layers(run.sizes))
+
+
+def _head_in_layers(sizes: ModelSizes) -> float:
+    """The FLOPs of the head, in those of a layer."""
     tokens = float(sizes.sequence)
     one = 2.0 * sizes.layer_matrices * tokens + layer_work.attention_flops(sizes, tokens)
-    return _cut(sizes.num_layers, num_stages, 2.0 * sizes.hidden * sizes.vocab * tokens / one)
+    return 2.0 * sizes.hidden * sizes.vocab * tokens / one
+
+
+def vocabulary_parallelism(sizes: ModelSizes, num_stages: int) -> str:
+    """A line that says what vocabulary parallelism would bring at most: all ranks share the head evenly."""
+    head, counts = _head_in_layers(sizes), _cut(sizes.num_layers, num_stages, 0.0)
+    *others, last = _cut(sizes.num_layers, num_stages, head)
+    ratio = (max(counts) + head / num_stages) / max(*others, last + head)
+    return (
+        f"If {num_stages} ranks shared the head (vocabulary parallelism, arXiv:2411.05288; zbpp has none), a "
+        f"step would take {min(1.0, ratio):.2f} of the time at best."
+    )
 
 
 @lru_cache(maxsize=512)

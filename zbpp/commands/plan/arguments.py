@@ -50,7 +50,7 @@ READ = {
     NAMED: {"schedules", "placement", "form", "program", *_SEARCH, *_COSTS, *_DRAWN},
     TIMETABLE: {"timetable", "form", "program", *_COSTS, *_DRAWN},
     CHOOSE: {"choose", *_SEARCH, *_COSTS, *_DRAWN},
-    CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "precision", "sequence"},
+    CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "precision", "sequence", "head_at_once"},
 }
 """The options that each form of the command reads; a form is named by the words that choose it."""
 
