@@ -11,11 +11,11 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 
-# schedule <- families <- planning <- render; {schedule, autograd} <- runtime <- training;
+# schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
 # stage_api, seeding, streams, error_text, ranges and partition know nobody.
-_PLANS = {"schedule", "families", "planning"}
+_PLANS = {"schedule", "planning"}
 _LEAVES = {"stage_api", "seeding", "streams", "error_text"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
@@ -48,7 +48,6 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"builders", "benchmark", "config"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
-    "zbpp/families/": {"families", "schedule"},
     "zbpp/planning/": {"partition"} | _PLANS,
     # Scale on paper: hardware and a model's sizes become costs. Pure Python.
     "zbpp/cluster/": {"cluster", "partition", "ranges"} | _PLANS,
@@ -86,8 +85,7 @@ MAY_IMPORT = {
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
     "scripts/dev/bench_torch_pipelining.py": {"launch", "models", "torch_pipelining"} | _TRAINING,
-    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "families", "render", "partition"}
-    | _TRAINING,
+    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "render", "partition"} | _TRAINING,
 }
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")
@@ -95,11 +93,11 @@ _PURE = ("torch", "hydra", "omegaconf", "rich")
 # (where, what it must not import, why); a folder stands for its files.
 MUST_NOT_IMPORT = [
     ("zbpp/schedule/", _PURE, "plans are pure Python and numpy"),
-    ("zbpp/families/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/planning/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/render/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/cluster/", _PURE, "plans are pure Python and numpy"),
-    ("zbpp/families/", ("zbpp.schedule.lower",), "families know no messages"),
+    ("zbpp/schedule/families/", ("zbpp.schedule.lower",), "families know no messages"),
+    ("zbpp/runtime/", ("zbpp.schedule.families",), "the runtime knows no schedule by name"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
@@ -115,7 +113,7 @@ EXTRAS_OF_SPLIT = ("zbpp.autograd.models", "zbpp.autograd.offload", "zbpp.autogr
 MAKES_EXTRAS = ("zbpp/runtime/__init__.py", "zbpp/runtime/pipeline.py")
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
-_SILENT = ("zbpp/schedule/", "zbpp/families/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
+_SILENT = ("zbpp/schedule/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
 CONFIGURED = ("hydra", "omegaconf")  # in zbpp/config/ only: commands get plain objects
 
 
@@ -172,10 +170,10 @@ def _forbidden(name: str, tree: ast.AST) -> Iterator[Finding]:
 
 def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
     """Families don't know each other; the data-flow table knows actions only."""
-    is_family = name.startswith("zbpp/families/") and not name.endswith("__init__.py")
+    is_family = name.startswith("zbpp/schedule/families/") and not name.endswith("__init__.py")
     is_dataflow = name == "zbpp/schedule/dataflow.py"
     for line, dotted in _imports(name, tree):
-        if is_family and _within(dotted, ("zbpp.families",)):
+        if is_family and _within(dotted, ("zbpp.schedule.families",)):
             yield line, f"imports {dotted}: families don't know each other"
         if is_dataflow and _within(dotted, ("zbpp",)) and not _within(dotted, ("zbpp.schedule.timetable",)):
             yield line, f"imports {dotted}: dataflow knows no placement, order or cost"
@@ -223,23 +221,30 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/schedule/costs.py", "import torch", "plans are pure Python"),
         ("zbpp/render/html.py", "from torch import nn", "plans are pure Python"),
         ("zbpp/planning/search/random_moves.py", "def f():\n    import hydra.utils", "plans are pure Python"),
-        ("zbpp/schedule/costs.py", "from zbpp.families import zb_v", "may import schedule"),
         ("zbpp/schedule/lower.py", "from zbpp.planning import plan", "may import schedule"),
         ("zbpp/schedule/simulate.py", "from zbpp.render import render_text", "may import schedule"),
         ("zbpp/schedule/interchange.py", "from zbpp.partition import partition", "may import schedule"),
-        ("zbpp/families/a.py", "from zbpp.planning import plan", "may import families, schedule"),
-        ("zbpp/families/a.py", "from zbpp.partition import partition", "may import families, schedule"),
-        ("zbpp/planning/plan.py", "from zbpp.render import render_text", "may import families, partition"),
-        ("zbpp/planning/search/random_moves.py", "from zbpp.runtime import Pipeline", "may import families"),
-        ("zbpp/render/text.py", "from zbpp.runtime import Pipeline", "may import families, partition"),
+        ("zbpp/schedule/families/a.py", "from zbpp.planning import plan", "may import schedule"),
+        (
+            "zbpp/schedule/families/a.py",
+            "from zbpp.partition import partition",
+            "may import schedule",
+        ),
+        ("zbpp/planning/plan.py", "from zbpp.render import render_text", "may import partition, planning"),
+        ("zbpp/planning/search/random_moves.py", "from zbpp.runtime import Pipeline", "may import partition"),
+        ("zbpp/render/text.py", "from zbpp.runtime import Pipeline", "may import partition, planning"),
         ("zbpp/planning/plan.py", "def f():\n    print(1)", "prints"),
-        ("zbpp/families/a.py", "from zbpp.families.b import c", "families don't know each other"),
-        ("zbpp/families/a.py", "from .b import c", "families don't know each other"),
-        ("zbpp/families/a.py", "from zbpp.schedule.lower import lower", "families know no messages"),
-        ("zbpp/families/a.py", "from ..schedule.lower import Send", "families know no messages"),
+        (
+            "zbpp/schedule/families/a.py",
+            "from zbpp.schedule.families.b import c",
+            "families don't know each other",
+        ),
+        ("zbpp/schedule/families/a.py", "from .b import c", "families don't know each other"),
+        ("zbpp/schedule/families/a.py", "from zbpp.schedule.lower import lower", "families know no messages"),
+        ("zbpp/schedule/families/a.py", "from ..schedule.lower import Send", "families know no messages"),
         ("zbpp/schedule/dataflow.py", "from zbpp.schedule.costs import Costs", "dataflow knows no placement"),
         ("zbpp/runtime/stage.py", "from zbpp.planning import plan", "may import autograd,"),
-        ("zbpp/runtime/pipeline.py", "from zbpp.families import zb_v", "may import autograd,"),
+        ("zbpp/runtime/pipeline.py", "from zbpp.schedule.families import zb_v", "knows no schedule by name"),
         ("zbpp/cutting/traced.py", "from zbpp.runtime import Pipeline", "may import autograd, cutting,"),
         ("zbpp/autograd/split.py", "import torch.distributed as dist", "the split is usable on its own"),
         ("zbpp/autograd/split.py", "from torch import distributed", "the split is usable on its own"),
@@ -273,11 +278,7 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/commands/train.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         ("scripts/train.py", "import hydra", "belong to zbpp/config/"),
         ("zbpp/commands/plan/arguments.py", "def f():\n    import torch", "it runs without torch"),
-        (
-            "zbpp/commands/plan/arguments.py",
-            "from zbpp.training import Trainer",
-            "may import commands, families",
-        ),
+        ("zbpp/commands/plan/arguments.py", "from zbpp.training import Trainer", "may import commands"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
@@ -309,7 +310,7 @@ def test_what_the_plan_allows_is_no_violation(tmp_path):
     [
         "import zbpp",
         "from zbpp import plan, simulate, lower, Costs",
-        "import zbpp.planning, zbpp.render, zbpp.families",
+        "import zbpp.planning, zbpp.render, zbpp.schedule.families",
         "import zbpp.commands.plan",
     ],
 )

@@ -21,12 +21,12 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-from zbpp.families import FAMILIES
 from zbpp.planning import SCHEDULES, plan
 from zbpp.planning.bounds import certificate
 from zbpp.planning.objective import objective_value
 from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
+from zbpp.schedule.families import FAMILIES
 
 TOLERANCE = 1e-9  # relative: what sums of floats may be off by
 GIB = 2.0**30

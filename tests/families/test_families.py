@@ -8,10 +8,10 @@ import torch.distributed.pipelining.schedules as torch_schedules
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbpp.families import FAMILIES, building_blocks
 from zbpp.planning import plan
 from zbpp.schedule import Op, PlanError, Recv, Send, lower, simulate
-from zbpp.schedule.numbering import numbered
+from zbpp.schedule.families import FAMILIES, building_blocks
+from zbpp.schedule.timetable import numbered
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 LOOPED = ("interleaved_1f1b", "interleaved_zb", "looped_bfs")

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from zbpp.families import FAMILIES
 from zbpp.planning import RankCosts, compare, plan
 from zbpp.schedule import Costs, Timeline, simulate
+from zbpp.schedule.families import FAMILIES
 
 ranks = st.integers(2, 9)
 

@@ -7,12 +7,12 @@ from itertools import pairwise
 import pytest
 
 from helpers.exact import solve
-from zbpp.families import FAMILIES
 from zbpp.planning import SCHEDULES, PlanningRequest, RankCosts, choose, plan
+from zbpp.planning.objective import EQUAL
 from zbpp.planning.placement import PLACEMENTS
-from zbpp.planning.tolerance import EQUAL
 from zbpp.render import render_choice
 from zbpp.schedule import Costs, PlanError, Timetable
+from zbpp.schedule.families import FAMILIES
 
 EQUAL_TIMES = RankCosts(f=10, b=10, w=10)
 UNEVEN = RankCosts(f=10, b=12, w=7, comm=1)

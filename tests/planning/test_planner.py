@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
 from zbpp.planning import SCHEDULES, canonical_name, placement_of, plan
-from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 

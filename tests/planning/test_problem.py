@@ -10,9 +10,9 @@ import pytest
 import zbpp.planning
 from helpers.timetables import random_placement, random_timetable
 from zbpp.planning import RankCosts
+from zbpp.planning.objective import EQUAL, ROUNDING
 from zbpp.planning.placement import PLACEMENTS, place_stages, placement_name
 from zbpp.planning.problem import Problem, one_by_one
-from zbpp.planning.tolerance import EQUAL, ROUNDING
 from zbpp.schedule import Costs, CostsInBytes, PlanError, simulate
 
 

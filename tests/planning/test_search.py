@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from zbpp.families import FAMILIES
 from zbpp.planning import plan
 from zbpp.planning.objective import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
+from zbpp.schedule.families import FAMILIES
 
 DATA = Path(__file__).parent.parent / "reference"
 PAPER = json.loads((DATA / "zb_paper_table.json").read_text())

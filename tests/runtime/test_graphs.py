@@ -27,7 +27,7 @@ from zbpp import (
     replicate,
 )
 from zbpp.autograd import auxiliary_loss, recompute
-from zbpp.families import FAMILIES
+from zbpp.schedule.families import FAMILIES
 
 
 @pytest.mark.parametrize("schedule", sorted(FAMILIES))

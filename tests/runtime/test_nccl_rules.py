@@ -15,11 +15,11 @@ import zbpp
 from helpers.processes import run_ranks
 from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
-from zbpp.families import FAMILIES
 from zbpp.models.llama import Llama
 from zbpp.runtime import links
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel import groups
+from zbpp.schedule.families import FAMILIES
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

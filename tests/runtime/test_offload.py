@@ -9,11 +9,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from helpers.processes import run_ranks
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, make_mesh, plan, simulate
 from zbpp.autograd import recompute
-from zbpp.families import FAMILIES
 from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory.activation_offload import offload_of
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import choose_offload
+from zbpp.schedule.families import FAMILIES
 
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512

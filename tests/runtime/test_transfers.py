@@ -6,7 +6,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import Pipeline, Recorder, plan
 from zbpp.schedule import consumes, produces, simulate
-from zbpp.schedule.transfers import transfers_of
+from zbpp.schedule.timeline import transfers_of
 
 
 def recorded(rank, timetable):

@@ -8,9 +8,9 @@ from itertools import pairwise
 import pytest
 
 from helpers.timetables import makes, needs, random_timetable
-from zbpp.families import FAMILIES
 from zbpp.planning import plan
 from zbpp.schedule import Action, Op, PlanError, Recv, Reduce, Release, Send, Timetable, lower
+from zbpp.schedule.families import FAMILIES
 
 
 class Interpreter:

@@ -5,7 +5,7 @@ import pytest
 from zbpp.planning import SCHEDULES, plan
 from zbpp.schedule import Costs, Timetable, lower, simulate
 from zbpp.schedule.lower import Send
-from zbpp.schedule.transfers import transfers_of
+from zbpp.schedule.timeline import transfers_of
 
 
 def test_a_predicted_message_leaves_when_it_is_made_and_takes_the_time_of_the_stage_that_it_leaves():

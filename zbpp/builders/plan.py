@@ -10,7 +10,7 @@ import numpy as np
 from zbpp.builders.model import layers_per_stage
 from zbpp.config import NUM_MICROBATCHES, ConfigError, MemoryConfig, ScheduleConfig, naming
 from zbpp.planning import RankCosts, canonical_name, compare, read_costs, read_memory_limit, takes_costs
-from zbpp.planning.compare import stages_per_rank
+from zbpp.planning.plan import stages_per_rank
 from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
 from zbpp.training.measured_steps import Title

@@ -24,10 +24,10 @@ from zbpp.cluster.stage_costs import (
     static_bytes,
     vocabulary_parallelism,
 )
-from zbpp.families import FAMILIES
 from zbpp.planning import plan
 from zbpp.ranges import ConfigError
 from zbpp.schedule import Costs, Op, PlanError, Timetable, simulate
+from zbpp.schedule.families import FAMILIES
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
 SHOWN = 5  # steps of an answer

@@ -9,24 +9,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-from zbpp.families import FAMILIES
 from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
-from zbpp.planning.objective import MAKESPAN, objective_value
-from zbpp.planning.option_ranges import check_range
+from zbpp.planning.objective import EQUAL, MAKESPAN, objective_value
+from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_range, check_size
 from zbpp.planning.placement import place_stages
-from zbpp.planning.plan import placement_of, plan
+from zbpp.planning.plan import placement_of, plan, takes_costs
 from zbpp.planning.problem import Problem
 from zbpp.planning.rank_costs import RankCosts, check_rank_costs
-from zbpp.planning.schedules import takes_costs
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import LocalSearch
 from zbpp.planning.search.paper_planner import memory_of_1f1b
-from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_size
-from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Timetable
 
 Progress = Callable[[float, str], None]

@@ -16,17 +16,17 @@ that releases its gradients.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.planning.receive_pool import pool_bytes
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
-from zbpp.schedule.lower import Program, Reduce, Release, lower
+from zbpp.schedule.lower import Program, Recv, Reduce, Release, lower
 from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
@@ -284,3 +284,45 @@ def excess(ranks: Sequence[RankMemory], limits: Sequence[float]) -> dict[int, fl
     """{rank: bytes above its limit}, for the ranks whose peak is above their limit."""
     pairs = zip(ranks, limits, strict=True)
     return {each.rank: each.peak - limit for each, limit in pairs if each.peak > limit}
+
+
+def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
+    """The bytes of the receive buffers of a program.
+
+    A buffer is in use from when its receive is posted, which is ahead of the message, until the last action
+    that reads the message.
+    """
+    waiting = {peer: iter(values) for peer, values in _received(program).items()}
+    in_use, most = Counter[tuple[str, float]](), Counter[tuple[str, float]]()
+    ends: dict[tuple[int, int, Op], list[tuple[str, float]]] = {}
+
+    def post(peer: int) -> None:
+        value = next(waiting[peer], None)
+        if value is None:
+            return
+        own = stages[value.stage]
+        kind = (value.name, own.x if value.name == "x" else own.g)
+        in_use[kind] += 1
+        most[kind] = max(most[kind], in_use[kind])
+        until = own.x_until if value.name == "x" else own.g_until
+        ends.setdefault((value.stage, value.microbatch, until), []).append(kind)
+
+    for peer in waiting:
+        for _ in range(max(program.in_flight[peer], 1)):
+            post(peer)
+    for instruction in program.instructions:
+        match instruction:
+            case Recv(_, peer):
+                post(peer)
+            case Action(stage, op, microbatch):
+                for ended in (Op.B, Op.W) if op == Op.BW else (op,):
+                    in_use.subtract(ends.pop((stage, microbatch, ended), []))
+    return sum(size * count for (_, size), count in most.items())
+
+
+def _received(program: Program) -> dict[int, list[Value]]:
+    found: dict[int, list[Value]] = {}
+    for instruction in program.instructions:
+        if isinstance(instruction, Recv):
+            found.setdefault(instruction.peer, []).append(instruction.value)
+    return found

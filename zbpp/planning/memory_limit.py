@@ -9,8 +9,8 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
+from zbpp.planning.objective import ROUNDING
 from zbpp.planning.rank_costs import RankCosts
-from zbpp.planning.tolerance import ROUNDING
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs
 from zbpp.schedule.timetable import PlanError, shown
 

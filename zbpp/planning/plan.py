@@ -1,4 +1,4 @@
-"""`plan`: the one entry to every schedule.
+"""`plan`: the one entry to every schedule; `compare`: several schedules for the same model.
 
 The function behind a name is called with num_ranks, num_microbatches and those of plan's options that it
 declares as keyword-only parameters. `plan` then checks the timetable against placement, stages_per_rank,
@@ -9,20 +9,59 @@ Where costs.reduce is not 0, `plan` orders the last W's of any schedule so that 
 
 from __future__ import annotations
 
+import difflib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
 from zbpp.planning.objective import MAKESPAN
-from zbpp.planning.option_ranges import check_range
+from zbpp.planning.option_ranges import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_range, check_size
 from zbpp.planning.placement import has_placement, place_stages, placement_name
-from zbpp.planning.schedules import SCHEDULES, canonical_name, takes_costs
-from zbpp.planning.size_limit import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.rank_costs import RankCosts, check_rank_costs
+from zbpp.planning.search import zb_1p, zb_2p, zb_auto
 from zbpp.schedule.costs import Costs
+from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import PlanError, Timetable
+from zbpp.schedule.timeline import Timeline
+from zbpp.schedule.timetable import PlanError, Timetable, shown
+
+SCHEDULES: dict[str, Callable[..., Timetable]] = {
+    **FAMILIES,
+    "zb_1p": zb_1p,
+    "zb_2p": zb_2p,
+    "zb_auto": zb_auto,
+}
+
+# Names in torch.distributed.pipelining that `_letters` does not map to ours.
+_NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
+
+
+def canonical_name(name: str) -> str:
+    """The name in `SCHEDULES` that is meant, in any case and in torch's spelling.
+
+    `1F1B`, `ZB-H1`, `zbh1`, `ZBVZeroBubble`, `ScheduleInterleaved1F1B`: case, punctuation and torch's
+    "Schedule" make no difference. Raises PlanError with what may be meant.
+    """
+    spellings = {_letters(known): known for known in SCHEDULES}
+    spellings |= {_letters(theirs): ours for theirs, ours in _NAMES_IN_TORCH.items()}
+    wanted = _letters(name) if isinstance(name, str) else ""
+    if wanted not in spellings:
+        close = difflib.get_close_matches(wanted, spellings, n=1)
+        hint = f"; did you mean {spellings[close[0]]}?" if close else ""
+        raise PlanError(f"unknown schedule {shown(name)}; known: {', '.join(SCHEDULES)}{hint}")
+    return spellings[wanted]
+
+
+def takes_costs(name: str) -> bool:
+    """Whether the schedule's plan depends on the costs, but for the order of last W's that reduce decides."""
+    return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
+
+
+def _letters(name: str) -> str:
+    """Letters and digits alone, in lower case, without torch's "Schedule" before them."""
+    return "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")
 
 
 def plan(
@@ -106,3 +145,42 @@ def _check_placement(
         raise PlanError(
             f"{name} has {per_rank} stage(s) per rank, not {stages_per_rank}: leave stages_per_rank out"
         )
+
+
+def compare(
+    names: Iterable[str],
+    num_ranks: int,
+    num_microbatches: int,
+    *,
+    costs: RankCosts | None = None,
+    **options: Any,
+) -> dict[str, Timeline | PlanError]:
+    """The timeline of each schedule, or the PlanError with which it refuses.
+
+    costs: for one rank's share of the model, so that all schedules run the same model.
+    options: as `plan` takes them, for each schedule.
+    The keys are the names in `SCHEDULES`. Raises PlanError for an unknown name.
+    """
+
+    costs = RankCosts() if costs is None else costs
+    check_rank_costs(costs)
+
+    def outcome(name: str, num_stages: int) -> Timeline | PlanError:
+        try:
+            per_stage = costs.per_stage(num_stages, num_ranks)
+            timetable = plan(name, num_ranks, num_microbatches, costs=per_stage, **options)
+            return simulate(timetable, per_stage)
+        except PlanError as error:
+            return error
+
+    shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
+    per_rank = {name: stages_per_rank(name, **shape) for name in map(canonical_name, names)}
+    return {name: outcome(name, num_ranks * number) for name, number in per_rank.items()}
+
+
+def stages_per_rank(name: str, *, placement: str | None = None, stages_per_rank: int | None = None) -> int:
+    """How many stages a schedule puts on each rank, as its plan for 1 rank and 2 microbatches shows."""
+    try:
+        return plan(name, 1, 2, placement=placement, stages_per_rank=stages_per_rank).num_stages
+    except PlanError:  # The schedule can't have this shape. So plan its own; `outcome` will raise the error.
+        return plan(name, 1, 2).num_stages

@@ -16,7 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
-from zbpp.planning.earliest_starts import dependency_order, earliest_starts
+from zbpp.planning.dependencies import Messages, dependency_order, earliest_starts, messages_between
 from zbpp.planning.memory_limit import (
     MemoryLimit,
     ceiling,
@@ -24,16 +24,14 @@ from zbpp.planning.memory_limit import (
     fits,
     limits_per_rank,
 )
-from zbpp.planning.messages import Messages, messages_between
-from zbpp.planning.objective import MAKESPAN, SPAN, check_objective, objective_value
+from zbpp.planning.objective import MAKESPAN, ROUNDING, SPAN, check_objective, objective_value
+from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_count, check_size
 from zbpp.planning.placement import place_stages, placement_name
-from zbpp.planning.size_limit import BYTES_PER_SEARCHED_ACTION, check_count, check_size
-from zbpp.planning.tolerance import ROUNDING
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
-from zbpp.schedule.numbering import numbered
-from zbpp.schedule.simulate import Timeline, simulate
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timeline import Timeline
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
 
 Plan = list[list[int]]
 

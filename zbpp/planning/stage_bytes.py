@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbpp.schedule.microbatch_bytes import MicrobatchBytes
+from zbpp.schedule.costs import MicrobatchBytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,7 +37,7 @@ from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
 from zbpp.schedule.dataflow_arrays import Values, kinds_of
 from zbpp.schedule.reductions import complete_stages
-from zbpp.schedule.simulate import Floats, Timeline
+from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
 _SCRIPTS = ("timeline.js", "drawing.js", "page.js")  # a script uses those before it

@@ -23,7 +23,7 @@ from zbpp.render.style import (
     index_on_rank,
     panels_of,
 )
-from zbpp.schedule.simulate import Floats, Timeline
+from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op
 
 if TYPE_CHECKING:

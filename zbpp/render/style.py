@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from zbpp.planning.memory_limit import memory_text
 from zbpp.schedule.costs import ACTIVATIONS
-from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
 # For each op (dark, light): dark for a rank's first stage, light for its later ones.

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from zbpp.render.style import peak_name, peak_text, tail_text
-from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError
 
 _DIGITS = 5  # of the largest time in a table: enough to see 762.5 beside 762

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from zbpp.render.style import MEANING, first_start, index_on_rank
-from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
 _B_BEFORE_W = "|"

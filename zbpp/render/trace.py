@@ -8,8 +8,7 @@ from typing import Any
 from zbpp.render.style import Timelines, first_start, panels_of
 from zbpp.schedule.lower import Reduce
 from zbpp.schedule.offload import Fetch, Offload
-from zbpp.schedule.simulate import Timeline, Transfer
-from zbpp.schedule.transfers import transfers_of
+from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
 
 Event = dict[str, Any]
 

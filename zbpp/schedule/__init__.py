@@ -1,6 +1,6 @@
-"""What a plan is, and what it takes. Pure Python and numpy; imports no other folder of this package.
+"""What a plan is, and what it takes. Pure Python and numpy; imports no other room.
 
-schedule    a name, such as zb_h1, and the rule behind it (in `zbpp.families` or `zbpp.planning`)
+schedule    a name, such as zb_h1, and the rule behind it (in families/ or `zbpp.planning`)
 timetable   what the rule makes for given counts: each rank's actions in order; also called a plan
 timeline    a timetable with times: `simulate` predicts them, the runtime measures them
 program     what one rank executes: its row of the timetable, with sends, receives and reductions; made by
@@ -11,15 +11,15 @@ The files, in the order in which to read them:
 timetable.py        ops, actions (an op on one stage for one microbatch), timetables, and their text form
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
-simulate.py         timetable and costs -> timeline: when each action runs; refuses what can never finish
+timeline.py         when each action and each message ran, predicted or measured
+simulate.py         timetable and costs -> timeline; refuses what can never finish
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
+families/           the field's schedules: pure functions of counts, one file per family
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
 reductions.py       when each stage's gradients are complete and are summed over its replicas
-offload.py          what leaves the device between F and B: the instructions; with offload_choice.py (which
-                    values, and where the instructions stand) and copy_times.py (how long copies take)
+offload.py          what leaves the device between F and B: the instructions, and how long the copies take
+offload_choice.py   which values leave, and where the instructions stand
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
-numbering.py        gives each op of an order its microbatch; used by families and by the search
-transfers.py        a timeline's messages: when each one was sent and when it arrived
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """
 
@@ -29,7 +29,8 @@ from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
 from zbpp.schedule.lower import Program, Programs, Recv, Reduce, Release, Send, lower
 from zbpp.schedule.offload_choice import choose_offload
-from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 
 __all__ = [

@@ -38,7 +38,8 @@ from zbpp.schedule.dataflow_arrays import Numbers, Values
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.reductions import complete_stages
-from zbpp.schedule.simulate import Floats, Timeline, simulate
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Action, Op, Timetable
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from bisect import insort
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -20,11 +20,8 @@ import numpy.typing as npt
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload, Placed, RankOffload
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Row
-
-if TYPE_CHECKING:
-    from zbpp.schedule.simulate import Timeline
-
 
 _TINY = 1e-9  # ms: two sums of the same times may differ by rounding
 

@@ -4,106 +4,20 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.schedule.complete import check_backwards, check_row
-from zbpp.schedule.copy_times import CopySpan, RankCopies
-from zbpp.schedule.costs import ACTIVATIONS, Costs, StageCosts
-from zbpp.schedule.dataflow import Value, consumes
+from zbpp.schedule.costs import Costs, StageCosts
+from zbpp.schedule.dataflow import consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
-from zbpp.schedule.offload import RankOffload
-from zbpp.schedule.peak_memory import peak_memory
+from zbpp.schedule.offload import RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
-from zbpp.schedule.timetable import Op, PlanError, Timetable
-
-Floats = npt.NDArray[np.float64]
+from zbpp.schedule.timeline import Timeline
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
 _NONE = -1  # stands for "no value" where the number of a value is expected
-
-
-class Transfer(NamedTuple):
-    """A message between two ranks.
-
-    sent: when the sender had made the value; arrived: when the receiver could use it; in ms.
-    """
-
-    value: Value
-    sender: int
-    receiver: int
-    sent: float
-    arrived: float
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """When each action ran, predicted or measured: for each rank the times in ms, in the row's order.
-
-    peak_memory: for each rank. Predicted: the most that the rank holds after an action, in memory_unit, the
-    unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
-    too.
-    message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
-    transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
-    reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
-    time.
-    copies: of what leaves the device and comes back, rank by rank, in order.
-    """
-
-    timetable: Timetable
-    starts: tuple[Floats, ...]
-    ends: tuple[Floats, ...]
-    peak_memory: tuple[float, ...]
-    message_ms: tuple[float, ...] = ()
-    transfers: tuple[Transfer, ...] = ()
-    reductions: tuple[Reduction, ...] = ()
-    copies: tuple[CopySpan, ...] = ()
-    memory_unit: str = ACTIVATIONS
-    measured: bool = False
-
-    @property
-    def makespan(self) -> float:
-        """Last end minus first start over all ranks. A step ends when its reductions have ended, too."""
-        first = float(min(start[0] for start in self.starts))
-        return max([self._last_end, *(each.end for each in self.reductions)]) - first
-
-    @property
-    def tail(self) -> float:
-        """How long (ms) the last reduction still runs when the last action has ended."""
-        return max([0.0, *(each.end - self._last_end for each in self.reductions)])
-
-    @property
-    def _last_end(self) -> float:
-        return float(max(end[-1] for end in self.ends))
-
-    def span(self, rank: int) -> float:
-        """Last end minus first start of one rank's actions."""
-        return float(self.ends[rank][-1] - self.starts[rank][0])
-
-    def idle(self, rank: int) -> float:
-        """The time within its span in which a rank runs nothing."""
-        return self.span(rank) - float((self.ends[rank] - self.starts[rank]).sum())
-
-    @property
-    def max_span(self) -> float:
-        """The largest span of a rank: what the Zero Bubble paper (arXiv:2401.10241) calls cost."""
-        return max(map(self.span, self._ranks))
-
-    @property
-    def bubble(self) -> float:
-        """The largest idle time (ms) of a rank within its own span."""
-        return max(map(self.idle, self._ranks))
-
-    @property
-    def bubble_rate(self) -> float:
-        """The largest share of its span in which a rank is idle."""
-        return max(self.idle(rank) / (self.span(rank) or 1.0) for rank in self._ranks)
-
-    @property
-    def _ranks(self) -> range:
-        return range(self.timetable.num_ranks)
 
 
 def simulate(
@@ -299,3 +213,62 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
     for each in ranks if any(reduce) else ():
         ends = np.array(each.ends[-len(each.row) :])
         yield from predicted_reductions(each.rank, each.row, ends, reduce)
+
+
+def check_row(row: Row, num_microbatches: int) -> None:
+    """A stage has per microbatch one F, one B or BW, one W or BW, or F alone; each kind ascends."""
+    by_stage = np.argsort(row.stages, kind="stable")
+    for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
+        own = row.select(positions)
+        stage = int(own.stages[0])
+        if (own.ops == Op.F).all():
+            checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
+        else:
+            checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
+        for ops in checked:
+            _check_ascending(stage, ops, own.microbatches[np.isin(own.ops, ops)], num_microbatches)
+
+
+def _check_ascending(
+    stage: int, ops: tuple[Op, ...], microbatches: npt.NDArray[np.int32], expected: int
+) -> None:
+    name, names = str(ops[0]), " or ".join(map(str, ops))
+    found, counts = np.unique(microbatches, return_counts=True)
+    repeated = found[counts > 1]
+    if len(repeated):
+        raise PlanError(f"{stage}{name}{repeated[0]} repeats: a stage has one {names} per microbatch")
+    # No array here is as long as `expected`: a short text can name microbatch 2147483647.
+    if len(found) < expected:
+        missing = next((i for i, microbatch in enumerate(found.tolist()) if i != microbatch), len(found))
+        raise PlanError(f"{stage}{name}{missing} is missing: a stage has one {names} per microbatch")
+    if (np.diff(microbatches) > 0).all():
+        return
+    late = int(np.flatnonzero(np.diff(microbatches) < 0)[0])
+    raise PlanError(
+        f"{stage}{name}{microbatches[late + 1]} comes after {stage}{name}{microbatches[late]}: "
+        f"{names} of a stage must ascend in microbatch, so that gradients are always summed in the same order"
+    )
+
+
+def check_backwards(timetable: Timetable) -> None:
+    """Either all stages have backwards, or none has."""
+    with_backward: set[int] = set()
+    for row in timetable.rows:
+        with_backward |= set(np.unique(row.stages[row.ops != Op.F]).tolist())
+    without = set(range(timetable.num_stages)) - with_backward
+    if with_backward and without:
+        raise PlanError(f"stage {min(without)} has no backward, but stage {min(with_backward)} has one")
+
+
+def peak_memory(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float:
+    """The most that the rank holds after any action of its row or any Fetch, and all the time."""
+    change = np.zeros(len(row))
+    stages, place = np.unique(row.stages, return_inverse=True)
+    for op, per_stage in costs.memory.items():
+        chosen = row.ops == op
+        change[chosen] = np.array([per_stage[stage] for stage in stages.tolist()])[place[chosen]]
+    if offload:
+        places, amounts = zip(*changes_of(offload, costs), strict=True)
+        change = np.insert(change, places, amounts)
+    static: float = sum(costs.static[stage] for stage in stages.tolist())
+    return float(np.cumsum(change).max()) + static

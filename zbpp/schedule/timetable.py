@@ -9,6 +9,7 @@ action per word:
 
 from __future__ import annotations
 
+import itertools
 import re
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -265,3 +266,23 @@ def printable(text: str) -> str:
 
 def _shorten(numbers: list[int], limit: int = 12) -> str:
     return ", ".join(map(str, numbers[:limit])) + (", ..." if len(numbers) > limit else "")
+
+
+StageOp = tuple[int, Op]
+
+# The last entry that has an op decides its number: a BW is numbered among the backwards.
+_COUNTED_TOGETHER = ((Op.F,), (Op.W, Op.BW), (Op.B, Op.BW))
+
+
+def numbered(order: Iterable[StageOp]) -> Row:
+    """Give each op its microbatch: the order (2, F), (2, F), (2, B) is the row 2F0 2F1 2B0."""
+    flat = np.fromiter(itertools.chain.from_iterable(order), dtype=np.int32)
+    stages, ops = np.ascontiguousarray(flat.reshape(-1, 2).T)
+    microbatches = np.empty_like(ops)
+    counted_together = [np.isin(ops, counted_ops) for counted_ops in _COUNTED_TOGETHER]
+    for stage in np.unique(stages):
+        of_stage = stages == stage
+        for each in counted_together:
+            counted = np.flatnonzero(of_stage & each)
+            microbatches[counted] = np.arange(len(counted))
+    return Row(stages, ops, microbatches)

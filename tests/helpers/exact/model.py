@@ -22,11 +22,10 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from zbpp.planning.objective import MAKESPAN, SPAN
+from zbpp.planning.objective import EQUAL, MAKESPAN, SPAN
 from zbpp.planning.problem import Problem
-from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
-from zbpp.schedule.simulate import Timeline
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Action, Op, Timetable
 
 _FINEST = 2**45

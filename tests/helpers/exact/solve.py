@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from helpers.exact.model import Model
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
-from zbpp.planning.objective import MAKESPAN
+from zbpp.planning.objective import EQUAL, MAKESPAN
 from zbpp.planning.problem import Problem, one_by_one
-from zbpp.planning.tolerance import EQUAL
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.simulate import Timeline, simulate
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 MOST_RANKS = 4

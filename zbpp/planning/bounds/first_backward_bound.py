@@ -25,8 +25,7 @@ from typing import NamedTuple
 
 from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation
-from zbpp.planning.objective import MAKESPAN
-from zbpp.planning.tolerance import ROUNDING
+from zbpp.planning.objective import MAKESPAN, ROUNDING
 
 _BISECTIONS = 60
 

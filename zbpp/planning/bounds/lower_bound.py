@@ -11,9 +11,8 @@ from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation
 from zbpp.planning.bounds.round_trip_bound import round_trips
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
-from zbpp.planning.objective import MAKESPAN, objective_value
+from zbpp.planning.objective import EQUAL, MAKESPAN, ROUNDING, objective_value
 from zbpp.planning.problem import Problem
-from zbpp.planning.tolerance import EQUAL, ROUNDING
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Op, PlanError, Timetable

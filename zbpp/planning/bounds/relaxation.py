@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from zbpp.planning.earliest_starts import earliest_starts
+from zbpp.planning.dependencies import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op

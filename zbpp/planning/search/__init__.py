@@ -1,7 +1,6 @@
 """Search for plans: within a memory limit, for given costs, with any placement.
 
-auto                  zb_auto, the entry
-local_search          the search as a whole: a pool of plans, improved in rounds
+local_search          zb_auto, the search as a whole: a pool of plans, improved in rounds
 deadline              how much of the search's time is left
 initial_orders        plans to begin with
 insert_weight_grads   W's inserted into a given order of F's and B's
@@ -18,7 +17,7 @@ Where a W goes is decided when a plan is made (by a family, insert_weight_grads,
 list_scheduling), and again when the plan is improved (by random_moves, justify and fuse_backward).
 """
 
-from zbpp.planning.search.auto import zb_auto
+from zbpp.planning.search.local_search import zb_auto
 from zbpp.planning.search.paper_planner import zb_1p, zb_2p
 
 __all__ = ["zb_1p", "zb_2p", "zb_auto"]

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from zbpp.planning.earliest_starts import earliest_starts
+from zbpp.planning.dependencies import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.list_scheduling import PriorityRules, list_schedule

@@ -8,13 +8,13 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 
-from zbpp.families import FAMILIES
 from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.insert_weight_grads import insert_weight_grads
 from zbpp.planning.search.paper_planner import paper_plan
 from zbpp.schedule.dataflow_arrays import op_of
+from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.timetable import Op, PlanError, Timetable
 
 # Gives F's and B's in order, per rank; empty if the family can't have so many ranks and microbatches.

@@ -25,7 +25,7 @@ from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, RunW, StageWorker, add_weight_gradients
 from zbpp.schedule import Op
-from zbpp.schedule.microbatch_bytes import MicrobatchBytes
+from zbpp.schedule.costs import MicrobatchBytes
 
 _Found = TypeVar("_Found")
 

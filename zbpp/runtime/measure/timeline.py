@@ -12,9 +12,9 @@ import torch.distributed as dist
 from zbpp.job.agreement import gather
 from zbpp.runtime.measure.record import Messages, Spans, StepRecord
 from zbpp.schedule import Timeline, Timetable
-from zbpp.schedule.copy_times import CopySpan
+from zbpp.schedule.offload import CopySpan
 from zbpp.schedule.reductions import Reduction
-from zbpp.schedule.simulate import Transfer
+from zbpp.schedule.timeline import Transfer
 
 
 def measured_timeline(

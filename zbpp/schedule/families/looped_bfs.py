@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from zbpp.schedule.numbering import numbered
-from zbpp.schedule.timetable import Op, Timetable
+from zbpp.schedule.timetable import Op, Timetable, numbered
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:

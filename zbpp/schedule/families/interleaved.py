@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 
-from zbpp.schedule.numbering import StageOp, numbered
-from zbpp.schedule.timetable import Op, PlanError, Timetable
+from zbpp.schedule.timetable import Op, PlanError, StageOp, Timetable, numbered
 
 
 def interleaved_1f1b(num_ranks: int, num_microbatches: int, *, stages_per_rank: int = 2) -> Timetable:

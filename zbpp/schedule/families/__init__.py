@@ -30,14 +30,14 @@ search learns its placement from these plans, and does not use a schedule that r
 
 from collections.abc import Callable
 
-from zbpp.families.building_blocks import v_half, v_min
-from zbpp.families.dualpipe_v import dualpipe_v
-from zbpp.families.gpipe import gpipe
-from zbpp.families.interleaved import interleaved_1f1b, interleaved_zb
-from zbpp.families.looped_bfs import looped_bfs
-from zbpp.families.one_f_one_b import one_f_one_b
-from zbpp.families.zb_h import zb_h1, zb_h2
-from zbpp.families.zb_v import zb_v
+from zbpp.schedule.families.building_blocks import v_half, v_min
+from zbpp.schedule.families.dualpipe_v import dualpipe_v
+from zbpp.schedule.families.gpipe import gpipe
+from zbpp.schedule.families.interleaved import interleaved_1f1b, interleaved_zb
+from zbpp.schedule.families.looped_bfs import looped_bfs
+from zbpp.schedule.families.one_f_one_b import one_f_one_b
+from zbpp.schedule.families.zb_h import zb_h1, zb_h2
+from zbpp.schedule.families.zb_v import zb_v
 from zbpp.schedule.timetable import Timetable
 
 FAMILIES: dict[str, Callable[..., Timetable]] = {

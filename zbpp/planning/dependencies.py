@@ -1,4 +1,4 @@
-"""The values that pass from stage to stage, by kind of action: the data-flow table as planners use it.
+"""What actions wait for, by kind: the data-flow table as planners use it.
 
 A kind is a stage and an op as one number (`zbpp.schedule.dataflow_arrays`). In the table an action waits for
 at most one value that another stage makes; here this value is called its message. If both stages are on the
@@ -8,7 +8,9 @@ every plan runs the F, B and W of a microbatch on a stage in this order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
+from graphlib import TopologicalSorter
 from typing import NamedTuple
 
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
@@ -51,3 +53,31 @@ def _senders(kind: int, values: list[tuple[int, ...]]) -> tuple[int, ...]:
         action = f"{Op(op_of(kind))} on stage {stage_of(kind)}"
         raise PlanError(f"planners time one message per action; {action} waits for {len(remote)}")
     return remote[0] if remote else ()
+
+
+def dependency_order(num_stages: int) -> list[int]:
+    """All kinds, each after the kinds that it waits for."""
+    waits_for = {kind: itertools.chain(*values) for kind, values in enumerate(producers(num_stages))}
+    return list(TopologicalSorter(waits_for).static_order())
+
+
+def earliest_starts(
+    num_stages: int, duration: Sequence[float], message: Callable[[int, int], float]
+) -> list[float]:
+    """For each kind, the earliest time (ms) at which it can start: the length of the longest path to it.
+
+    duration: of each kind (ms). message(source stage, target stage): the time (ms) of a message between them.
+    B and BW make the same values. The faster of the two counts, so that no plan can start a kind earlier.
+    """
+    needed = producers(num_stages)
+    starts = [0.0] * len(needed)
+
+    def arrival(made_by: tuple[int, ...], kind: int) -> float:
+        return min(
+            starts[source] + duration[source] + message(stage_of(source), stage_of(kind))
+            for source in made_by
+        )
+
+    for kind in dependency_order(num_stages):
+        starts[kind] = max((arrival(made_by, kind) for made_by in needed[kind]), default=0.0)
+    return starts

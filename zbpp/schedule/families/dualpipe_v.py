@@ -8,8 +8,7 @@ compare with torch. The order is that of torch's ScheduleDualPipeV, with the F o
 
 from __future__ import annotations
 
-from zbpp.schedule.numbering import StageOp, numbered
-from zbpp.schedule.timetable import Op, PlanError, Timetable
+from zbpp.schedule.timetable import Op, PlanError, StageOp, Timetable, numbered
 
 
 def dualpipe_v(num_ranks: int, num_microbatches: int) -> Timetable:

@@ -11,8 +11,7 @@ So the last rank runs the middle of the model, and rank 0 has both the first sta
 backward begins.
 """
 
-from zbpp.schedule.numbering import StageOp, numbered
-from zbpp.schedule.timetable import Op, Timetable
+from zbpp.schedule.timetable import Op, StageOp, Timetable, numbered
 
 
 def zb_v(num_ranks: int, num_microbatches: int) -> Timetable:

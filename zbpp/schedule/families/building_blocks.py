@@ -30,9 +30,8 @@ from collections import deque
 from collections.abc import Callable
 
 from zbpp.schedule.dataflow_arrays import Values
-from zbpp.schedule.numbering import StageOp
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Action, Op, Timetable
+from zbpp.schedule.timetable import Action, Op, StageOp, Timetable
 
 Block = tuple[int, int, int, int]
 """The slots in which a rank runs F of its first stage, F and B of its second, and B of its first."""
