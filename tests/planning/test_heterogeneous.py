@@ -1,6 +1,6 @@
 """zb_auto on uneven pipelines: against every family.
 
-The instances are those of `scripts/dev/heterogeneous.py`; its table of 100 takes minutes.
+The instances are those of `scripts/dev/planner_eval.py random`; its table of 100 takes minutes.
 """
 
 import math
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scripts.dev.heterogeneous import draw, judge
+from scripts.dev.planner_eval import draw, judge
 from zbpp.planning import plan
 from zbpp.planning.bounds import certificate
 from zbpp.planning.objective import OBJECTIVES, objective_value

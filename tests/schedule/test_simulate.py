@@ -189,7 +189,7 @@ def test_a_timetable_of_64_ranks_and_1024_microbatches_can_be_simulated():
 
 
 def test_plans_at_scale_have_the_instructions_that_they_should():
-    """How long it takes is `scripts/dev/scale.py`'s to say: 512 ranks with 4096 microbatches, too."""
+    """How long it takes, with 512 ranks and 4096 microbatches, too, says `planner_eval.py scale`."""
     for name, num_instructions in (("zb_h1", 144_292), ("zb_v", 288_677)):
         timetable = plan(name, 32, 512)
         assert simulate(timetable).bubble_rate < 0.03

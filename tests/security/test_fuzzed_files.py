@@ -1,7 +1,4 @@
-"""Whatever bytes a file of a stranger holds: they are read, or refused by the documented error, and soon.
-
-scripts/dev/fuzz.py does the same for as long as one likes.
-"""
+"""Whatever bytes a file of a stranger holds: they are read, or refused by the documented error, and soon."""
 
 import json
 import random
