@@ -50,21 +50,6 @@ def certificate_bound(found, instance, objective):
     return certificate(found, instance.costs, objective, instance.memory_limit).bound * (1 - 1e-8)
 
 
-def test_the_instances_are_what_the_table_claims():
-    """All placements, limits that some family fits and another doesn't, heavy last stages, shorter BW's."""
-    drawn = [draw(seed) for seed in range(100)]
-    assert {each.placement for each in drawn} == {"one", "looped", "v"}
-    assert all(2 <= each.num_ranks <= 8 for each in drawn)
-    assert all(each.num_ranks <= each.num_microbatches <= 4 * each.num_ranks for each in drawn)
-    assert sum(each.costs.bw is not None for each in drawn) > 20
-    assert sum(each.costs.f[-1] > 1.2 * max(each.costs.f[:-1]) for each in drawn) > 20
-    assert all(each.rivals() for each in drawn[:12])
-    fits = [len(each.rivals()) for each in drawn[:12]]
-    unlimited = [len(replace(each, memory_limit=None).rivals()) for each in drawn[:12]]
-    assert sum(fits) < sum(unlimited)
-    assert draw(3) == draw(3) != draw(4)
-
-
 def test_where_deferring_is_dear_and_memory_short_it_keeps_backwards_whole():
     """B would add to what is held: only where there is room for that are backwards split."""
     costs = Costs(saved=2, deferred=3)

@@ -74,23 +74,6 @@ def test_a_v_is_faster_early_than_late_and_late_than_with_all_reductions_at_the_
     assert list(early.rows[1])[-3:] == [Action(6, Op.W, 7), Action(1, Op.W, 6), Action(1, Op.W, 7)]
 
 
-def test_unit_costs_leave_nothing_to_gain_in_a_v():
-    """51 ms of actions and the reduction of the stage that is complete last: no order ends earlier."""
-    costs = Costs(reduce=3)
-    assert plan("zb_v", 4, 8, costs=costs) == plan("zb_v", 4, 8)
-    assert simulate(plan("zb_v", 4, 8), costs).makespan == 54
-
-
-@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1"])
-def test_plans_without_a_choice_stay_as_they_are(name):
-    """Whole backwards, or one stage per rank."""
-    assert plan(name, 4, 8, costs=Costs(reduce=9)) == plan(name, 4, 8)
-
-
-def test_reductions_that_take_no_time_change_no_plan():
-    assert plan("zb_v", 4, 8, costs=Costs(**TIMES)) == plan("zb_v", 4, 8)
-
-
 # ---------------------------------------------------------------- the search, and costs of a rank's share
 
 

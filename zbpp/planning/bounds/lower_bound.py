@@ -50,22 +50,20 @@ def lower_bound(
     num_microbatches: int,
     costs: Costs = Costs(),
     memory_limit: MemoryLimit = None,
-    splits: bool = True,
 ) -> Bound:
     """The largest of all lower bounds on a plan's "makespan" or "span" (the largest span of a rank).
 
     It holds for every timetable with the placement rank_of[stage] whose memory is within memory_limit after
     every action, whether backwards are split, whole or both. memory_limit: in the unit of costs.saved, one
-    number for all ranks, or a list with one number per rank; None: no limit. splits=False: for whole
-    backwards only.
+    number for all ranks, or a list with one number per rank; None: no limit.
     Raises PlanError for an unknown objective, and for a limit that can't hold one microbatch.
     """
-    return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective), splits)
+    return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective))
 
 
-def bound_of(problem: Problem, splits: bool = True) -> Bound:
+def bound_of(problem: Problem) -> Bound:
     """`lower_bound` of a problem."""
-    relaxation = Relaxation(problem, splits)
+    relaxation = Relaxation(problem)
     follows = after_last_b(relaxation, problem.objective)
     idles = [Idle(relaxation, rank, after) for rank, after in enumerate(follows)]
     bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]

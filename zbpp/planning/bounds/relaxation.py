@@ -4,7 +4,6 @@ A bound must hold for plans that split every backward, none, or some. One relaxa
 backward is a B of `min(b, bw)` and a W of the rest of `min(b + w, bw)`. Any plan becomes a plan of the
 relaxation: shorten each action at its end, and cut a BW into B and W. No span gets longer by that.
 Its memory is nowhere higher, either, provided that what is held after B counts as `min(deferred, saved)`.
-Without splits, B is the whole BW and W is empty.
 
 F's and B's of one microbatch follow each other through all stages, with a message wherever the rank changes:
 
@@ -41,10 +40,9 @@ class StageTerms(NamedTuple):
 class Relaxation:
     """A problem with relaxed costs; per stage, when F, B and W of a lone microbatch start or end."""
 
-    def __init__(self, problem: Problem, splits: bool = True) -> None:
-        """splits=False: only plans whose backwards are all whole count."""
+    def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.stages = [_terms(problem, stage, splits) for stage in range(problem.num_stages)]
+        self.stages = [_terms(problem, stage) for stage in range(problem.num_stages)]
         duration = [time for stage in self.stages for time in (stage.f, stage.b, stage.w, stage.b + stage.w)]
         starts = earliest_starts(problem.num_stages, duration, problem.message)
         self.f_start, self.b_start, self.w_start = (
@@ -86,11 +84,9 @@ class Relaxation:
         return self.b_end[stage] - self.f_start[stage]
 
 
-def _terms(problem: Problem, stage: int, splits: bool) -> StageTerms:
+def _terms(problem: Problem, stage: int) -> StageTerms:
     time, memory = problem.stage_costs.duration, problem.stage_costs.memory
     f, b, w, whole = (time[op][stage] for op in (Op.F, Op.B, Op.W, Op.BW))
     saved, deferred = memory[Op.F][stage], -memory[Op.W][stage]
-    if not splits:
-        return StageTerms(f, whole, 0.0, saved, 0.0)
     b = min(b, whole)
     return StageTerms(f, b, max(0.0, min(w, whole - b)), saved, min(deferred, saved))
