@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from helpers.fuzzing import PARSERS, complaint, mutated
 from zbpp.checkpoints.folders import manifest_of
 from zbpp.models.hf.config import read_config
-from zbpp.schedule import PlanError, Timetable, simulate
-from zbpp.schedule.interchange import read_bytes
+from zbpp.schedule import Timetable, simulate
 from zbpp.training.run_folder import FolderError, check_free
 
 
@@ -70,11 +69,6 @@ def test_deep_json_in_a_run_folder_is_no_run(tmp_path):
     with pytest.raises(FolderError, match="holds a run already"):
         check_free(tmp_path)
     check_free(tmp_path, overwrite=True)
-
-
-def test_a_file_without_end_is_not_read_to_its_end():
-    with pytest.raises(PlanError, match="more than 1,000 bytes"):
-        read_bytes("/dev/zero", 1000)
 
 
 def test_a_plan_of_many_ranks_or_stages_takes_seconds():

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, CostNumbers, Costs, CostsInBytes, PerStage
-from zbpp.schedule.interchange import naming, read_bytes
+from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import PlanError, printable, shown
 
 
@@ -68,7 +69,6 @@ About = dict[str, Any]
 """What was measured, where and how. Any keys are allowed."""
 
 _UNITS = (ACTIVATIONS, BYTES)
-_LARGEST_FILE = 2**24  # bytes
 _LONGEST = 80  # characters of an entry of `about` that are shown
 
 
@@ -78,7 +78,7 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
     Raises OSError, or PlanError that names the file.
     """
     with naming(path):
-        given = _read_json(read_bytes(path, _LARGEST_FILE))
+        given = _read_json(Path(path).read_bytes())
         if not isinstance(given, dict):
             raise PlanError(f"{shown(given)} is no object with any of {', '.join(COST_NAMES)}")
         about = given.pop("about", {})
@@ -105,9 +105,5 @@ def _read_json(text: str | bytes) -> object:
         return json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanError(f"line {error.lineno}, column {error.colno} is no JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise PlanError(f"no JSON that can be read: not UTF-8 text, at byte {error.start}") from None
-    except RecursionError:
-        raise PlanError("no JSON that can be read: it is nested too deep") from None
-    except ValueError:  # Python's guard of int()
-        raise PlanError("no JSON that can be read: a number has too many digits") from None
+    except (ValueError, RecursionError) as error:  # no UTF-8, too many digits, nested too deep
+        raise PlanError(f"no JSON that can be read: {error}") from None

@@ -34,8 +34,6 @@ from zbpp.schedule.timetable import Op, PlanError, Timetable, printable, read_ro
 _OP_OF = {"F": Op.F, "I": Op.B, "W": Op.W, "B": Op.BW}
 _LETTER_OF = {op: letter for letter, op in _OP_OF.items()}
 
-_LARGEST_FILE = 2**28  # bytes; 512 ranks with 4096 microbatches take a fifth of them
-
 _PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 _NO_COMPUTATION = re.compile(
     r"\d+(?:(?:(?:WAIT_)?SEND|RECV)_[FB]\d+|UNSHARD|RESHARD|(?:WAIT_)?REDUCE_GRAD)", re.ASCII
@@ -96,21 +94,12 @@ def read_timetable(path: str | os.PathLike[str]) -> Timetable:
     """
     with naming(path):
         try:
-            text = read_bytes(path, _LARGEST_FILE).decode()
+            text = Path(path).read_text(encoding="utf-8")
         except UnicodeDecodeError as error:
             raise PlanError(f"not UTF-8 text, at byte {error.start}") from None
         timetable = from_csv(text) if Path(path).suffix == ".csv" else Timetable.parse(text)
         simulate(timetable)
         return timetable
-
-
-def read_bytes(path: str | os.PathLike[str], most: int) -> bytes:
-    """The bytes of a file. Raises OSError, and PlanError for more than `most` bytes, which are not read."""
-    with Path(path).open("rb") as file:
-        found = file.read(most + 1)
-    if len(found) > most:
-        raise PlanError(f"more than {most:,} bytes: no file of this kind is so large")
-    return found
 
 
 @contextmanager
