@@ -7,7 +7,6 @@ from itertools import pairwise
 import pytest
 
 from helpers.timetables import makes, needs, random_placement
-from zbpp import families as all_families
 from zbpp.planning import plan
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
@@ -19,6 +18,7 @@ from zbpp.planning.search.list_scheduling import list_schedule
 from zbpp.planning.search.paper_planner import _Run
 from zbpp.planning.search.random_moves import move_at_random
 from zbpp.schedule import Action, Costs, Op, PlanError, dataflow, simulate
+from zbpp.schedule import families as all_families
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 
 COSTS = Costs(f=3, b=4, w=2, bw=5.5, comm=0.5)
