@@ -9,7 +9,7 @@ four instructions. A rank has one copy stream; c is the time of one copy on it:
 
 Offload and Fetch start a copy. Drop and Await wait for the end of a copy; Drop then frees the device memory.
 
-offload_choice.py chooses by costs which values leave, and places the instructions; copy_times.py says how
+offload_choice.py chooses by costs which values leave, and places the instructions; RankCopies says how
 long the copies take.
 """
 

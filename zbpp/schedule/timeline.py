@@ -40,7 +40,7 @@ class Timeline:
     unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
     too.
     message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
-    transfers: the messages of a measured timeline; `transfers.py` also makes those of a predicted one.
+    transfers: the messages of a measured timeline; `transfers_of` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
     copies: of what leaves the device and comes back, rank by rank, in order.
