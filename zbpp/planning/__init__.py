@@ -15,7 +15,6 @@ complete_stages_early   the order of last W's that ends reductions early
 memory_budget    the bytes that each rank holds over a step, from those of its stages
 stage_bytes      the bytes of a stage, and how memory switches change them
 recompute        which stages compute their activations again, so that everything fits
-weight_copies    the times of F, B and W with offloaded weights
 """
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound

@@ -2,21 +2,34 @@
 
 The times of F, B and W are those in schedule.costs; without schedule.costs they are equal. Recompute adds the
 time of F to B. Copies between device and host run beside the computation: those of activations as planned,
-those of weights as zbpp/planning/weight_copies.py says. schedule.costs gives their speed: `host` is the time
+those of weights as below. schedule.costs gives their speed: `host` is the time
 of copying the tensors that F of one microbatch saves.
+
+With offloaded weights, a stage of n equal blocks computes block by block; while a block runs, the next
+block's weights are copied. If the copy of all the stage's weights takes c ms, F takes the following time, and
+B likewise:
+
+    c/n   +   (n-1)/n max(F, c)   +   F/n
+    the first block's copy        the last block's computation
+
+W copies the gradients to the device and back: 2 c in which nothing else runs. So fewer, larger microbatches
+copy less for the same work. The times are upper bounds: the first block of an action may still be on the
+device from the action before, and the first W of a step finds no gradients to copy to the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from zbpp.builders.plan import costs_of
 from zbpp.config import TrainConfig
 from zbpp.planning.recompute import with_recompute
 from zbpp.planning.stage_bytes import StageBytes
-from zbpp.planning.weight_copies import with_weight_copies
 from zbpp.prediction.predictor import Prediction
 from zbpp.schedule import Costs, simulate
+from zbpp.schedule.costs import PerStage
+from zbpp.schedule.timetable import Op
 
 _MANY = 6  # consecutive steps
 
@@ -52,3 +65,36 @@ def _with_copies_of_weights(costs: Costs, stages: Sequence[StageBytes]) -> Costs
     copies = [time / max(1.0, each.saved) * each.on_host for time, each in zip(host, stages, strict=True)]
     num_blocks = max(1, min(each.num_blocks for each in stages))
     return with_weight_copies(costs, copies, num_stages=num_stages, num_blocks=num_blocks)
+
+
+def with_weight_copies(
+    costs: Costs, weight_copy: PerStage, *, num_stages: int, num_blocks: int, overlaps: bool = True
+) -> Costs:
+    """The costs of stages whose weights are offloaded, with two buffers on the device.
+
+    costs: without offloaded weights. weight_copy: ms of copying a stage's weights one way. overlaps: whether
+    copies run beside the computation, as on a GPU; on the CPU they do not.
+    """
+    given = costs.per_stage(num_stages)
+    copies = replace(Costs(), host=weight_copy).per_stage(num_stages).host
+
+    def passed(op: Op) -> list[float]:
+        return [
+            _pass_ms(time, copy, num_blocks, overlaps=overlaps)
+            for time, copy in zip(given.duration[op], copies, strict=True)
+        ]
+
+    b, w = passed(Op.B), [w + 2 * copy for w, copy in zip(given.duration[Op.W], copies, strict=True)]
+    extra = [
+        bw - own_b - own_w
+        for bw, own_b, own_w in zip(*(given.duration[op] for op in (Op.BW, Op.B, Op.W)), strict=True)
+    ]
+    bw = [sum(each) for each in zip(b, w, extra, strict=True)]
+    return replace(costs, f=passed(Op.F), b=b, w=w, bw=[max(0.0, each) for each in bw])
+
+
+def _pass_ms(time: float, copy: float, num_blocks: int, *, overlaps: bool) -> float:
+    """The time of F or B of one stage, with the copy of its weights."""
+    if not overlaps:
+        return time + copy
+    return (copy + (num_blocks - 1) * max(time, copy) + time) / num_blocks

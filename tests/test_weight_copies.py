@@ -5,7 +5,7 @@ import random
 import pytest
 
 from zbpp import Costs, plan, simulate
-from zbpp.planning.weight_copies import with_weight_copies
+from zbpp.prediction.step_time import with_weight_copies
 
 
 def pass_block_by_block(time, copy, num_blocks):
