@@ -72,12 +72,6 @@ def test_looped_families_take_any_number_of_stages(name, p, v, rounds):
     assert timetable.rank_of == tuple(range(p)) * v
 
 
-def test_with_one_stage_per_rank_the_looped_families_are_zb_h1_and_gpipe():
-    for p, m in [(1, 1), (3, 2), (4, 4), (4, 12), (5, 10)]:
-        assert plan("interleaved_zb", p, m, stages_per_rank=1) == plan("zb_h1", p, m)
-        assert plan("looped_bfs", p, m, stages_per_rank=1) == plan("gpipe", p, m)
-
-
 @pytest.mark.parametrize("name", sorted(REFUSES))
 def test_the_number_of_microbatches_that_a_refusal_names_works(name):
     for p, m in [(3, 4), (4, 6), (8, 12)]:
@@ -110,16 +104,6 @@ def test_a_refusal_says_what_to_write_instead(name, p, m, message):
 
 
 # ---------------------------------------------------------------- memory
-
-
-@settings(max_examples=40)
-@given(st.integers(1, 9), st.integers(1, 4), st.integers(1, 4))
-def test_peak_memory_of_interleaved_families(p, v, rounds):
-    """1F1B's rank r: (v + 1)p - 1 - 2r, as far as the forwards go; interleaved zero bubble: vp."""
-    m = rounds * p
-    peaks = simulate(plan("interleaved_1f1b", p, m, stages_per_rank=v)).peak_memory
-    assert peaks == tuple(min((v + 1) * p - 1 - 2 * rank, v * m) for rank in range(p))
-    assert max(simulate(plan("interleaved_zb", p, m, stages_per_rank=v)).peak_memory) == v * p
 
 
 @settings(max_examples=40)
@@ -189,21 +173,6 @@ def test_each_op_of_an_order_gets_the_next_microbatch_of_its_stage():
     """BW is both the next B and the next W of its stage."""
     row = numbered([(2, F), (2, F), (5, F), (2, B), (2, W), (5, BW), (2, BW), (5, F), (5, B), (5, W)])
     assert str(row) == "2F0 2F1 5F0 2B0 2W0 5BW0 2BW1 5F1 5B1 5W1"
-
-
-def test_an_empty_order_is_an_empty_row():
-    assert len(numbered([])) == 0
-
-
-def test_the_drawing_of_a_building_block_is_that_of_v_min():
-    drawn = [line.split("  ", 1)[1] for line in building_blocks.__doc__.splitlines() if "  rank " in line]
-    for rank, line in enumerate(drawn):
-        down_f, back_f, back_b, down_b = building_blocks.v_min_block(2, rank)
-        actions = {down_f: f"{rank}F", back_f: f"{3 - rank}F", back_b: f"{3 - rank}B", down_b: f"{rank}B"}
-        columns = line[line.index("rank") + 8 :].ljust(32)
-        assert [columns[4 * slot : 4 * slot + 4].strip() for slot in range(8)] == [
-            actions.get(slot, "") for slot in range(8)
-        ]
 
 
 @pytest.mark.parametrize("block", [building_blocks.v_half_block, building_blocks.v_min_block])

@@ -50,12 +50,6 @@ def test_a_plan_that_cannot_run_or_does_not_fit_takes_for_ever():
     assert problem.value_of_plan([[6, 0, 1, 7]]) == math.inf  # 0BW0 before 0F0
 
 
-def test_the_first_start_on_a_rank_comes_after_the_forwards_below():
-    problem = Problem((0, 1, 1, 0), 2, Costs(f=[1, 2, 3, 4], comm=0.5), objective="span")
-    assert problem.fill == problem.offsets == [0, 1.5]
-    assert Problem((0, 1), 2).offsets == [0, 0]
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -1,7 +1,6 @@
 """A trace shows the messages between ranks, in lanes of the sender and of the receiver."""
 
 from helpers.timetables import away
-from zbpp.planning import plan
 from zbpp.render import chrome_trace
 from zbpp.schedule import Costs, Timetable, Value, simulate
 
@@ -35,13 +34,6 @@ def test_a_trace_shows_each_message_with_its_sender_and_its_receiver():
     }
 
 
-def test_each_pair_of_ranks_has_lanes_of_its_own():
-    found = lanes(chrome_trace({"a": simulate(plan("interleaved_1f1b", 3, 6), Costs(comm=0.5))}))
-    assert {lane for process, lane in found if process == 1} == {
-        "send to 0", "receive from 0", "send to 2", "receive from 2",
-    }  # fmt: skip
-
-
 def test_a_trace_shows_each_reduction_in_a_lane_of_its_rank():
     """The two stages of rank 0 are reduced one after the other."""
     timetable = Timetable.parse("0F0 2F0 2BW0 0BW0\n1F0 1BW0")
@@ -50,12 +42,6 @@ def test_a_trace_shows_each_reduction_in_a_lane_of_its_rank():
         (0, "reductions"): [("Reduce 2", 5.0, 7.0), ("Reduce 0", 12.0, 5.0)],
         (1, "reductions"): [("Reduce 1", 7.0, 4.0)],
     }
-
-
-def test_a_rank_without_reductions_has_no_lane_for_them():
-    timeline = simulate(plan("zb_h1", 3, 6), Costs(reduce=[0, 2, 0]))
-    assert lanes_of_reductions(timeline) == {(1, "reductions"): [("Reduce 1", 20.0, 2.0)]}
-    assert lanes_of_reductions(simulate(plan("zb_h1", 3, 6))) == {}
 
 
 def lanes_of_reductions(timeline):

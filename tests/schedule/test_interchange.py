@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from helpers.timetables import random_timetable
 from zbpp.planning import SCHEDULES, plan
-from zbpp.schedule import PlanError, Timetable, from_csv, simulate, to_csv
+from zbpp.schedule import PlanError, Timetable, from_csv, to_csv
 
 FORMS = [(to_csv, from_csv), (str, Timetable.parse)]
 
@@ -40,11 +40,6 @@ def test_csv_has_torchs_letters():
     assert to_csv(Timetable.parse("0F0 0B0 0W0 0F1 0BW1\n1F0 1BW0 1F1 1B1 1W1")) == (
         "0F0,0I0,0W0,0F1,0B1\n1F0,1B0,1F1,1I1,1W1"
     )
-
-
-def test_no_text_ends_with_a_line_break():
-    """Printed or written line by line it gets one; a second one is one more rank to torch."""
-    assert not any(write(plan("zb_h1", 2, 4)).endswith("\n") for write, _ in FORMS)
 
 
 @pytest.mark.parametrize(
@@ -92,9 +87,3 @@ def test_a_wrong_csv_is_refused_with_its_place(text, message):
     with pytest.raises(PlanError) as caught:
         from_csv(text)
     assert str(caught.value).startswith(message)
-
-
-def test_from_csv_leaves_it_to_simulate_to_find_a_rank_that_cannot_proceed():
-    timetable = from_csv("0B0,0F0")
-    with pytest.raises(PlanError, match="rank 0 waits in 0BW0 for"):
-        simulate(timetable)
