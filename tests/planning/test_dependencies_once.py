@@ -30,8 +30,8 @@ def weight_gradients_wait_for_nothing(monkeypatch):
     monkeypatch.setitem(dataflow._CONSUMES, Op.W, ())
 
 
-def bound(splits=True):
-    return lower_bound("makespan", rank_of=(0, 1, 2), num_microbatches=3, costs=COSTS, splits=splits).value
+def bound():
+    return lower_bound("makespan", rank_of=(0, 1, 2), num_microbatches=3, costs=COSTS).value
 
 
 def optimum(rank_of=(0, 1, 2), num_microbatches=3, costs=COSTS):
@@ -47,7 +47,6 @@ def test_by_the_real_table_gradients_leave_with_b_and_w_comes_after_it():
     assert simulate(ONE_MICROBATCH).makespan == 5
     assert optimum(rank_of=(0, 1), num_microbatches=1, costs=Costs()) == 5
     assert bound() == pytest.approx(optimum()) == 28
-    assert bound(splits=False) == pytest.approx(32)
     assert Problem((0, 1, 2), 3, COSTS).fill == [0, 2.5, 5]
 
 
