@@ -9,10 +9,10 @@ from torch import nn
 from helpers.processes import outcomes
 from zbpp import Pipeline, backward_input, checkpoint, plan
 from zbpp.autograd.compiled import compile_stage
-from zbpp.builders.model import build_model
 from zbpp.config import ConfigError
 from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
+from zbpp.run.model import build_model
 from zbpp.runtime import measured_costs
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.trainer import Trainer

@@ -13,10 +13,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from zbpp import config as configs
-from zbpp.builders.data import build_data
-from zbpp.builders.model import build_model, build_stages
 from zbpp.planning import SCHEDULES, plan
-from zbpp.run.job import check_together
+from zbpp.run.checks import check_together
+from zbpp.run.data import build_data
+from zbpp.run.model import build_model, build_stages
 
 FOLDER = Path(__file__).parent.parent / "configs"
 HUGE = {"gpt_small", "llama_1b"}  # gigabytes of weights: composed, not built

@@ -16,9 +16,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from zbpp import config as configs
-from zbpp.ranges import ConfigError
 from zbpp.run import app
-from zbpp.run.elastic import adapted
 
 ROOT = Path(__file__).parent.parent
 RANKS, STEPS = 4, 24
@@ -68,7 +66,6 @@ RUN = [
     "evaluate_every=0", "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
     "precision=float64",
 ]  # fmt: skip
-ONE_REPLICA = "parallel.replicate=1 (was 2), num_microbatches=16 (was 8)"
 TWO_REPLICAS = [f"parallel.num_processes={RANKS}", "parallel.replicate=2"]
 
 configs.register()
@@ -133,7 +130,7 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, mo
 
     # One process is left of four.
     monkeypatch.chdir(here)
-    train([*RUN, *TWO_REPLICAS, "parallel.elastic=true", "resume=whole/checkpoints/step-8", "run_dir=fewer"])
+    train([*RUN, "num_microbatches=8", "resume=whole/checkpoints/step-8", "run_dir=fewer"])
     after = curve(here / "whole")[8:]
     for ours, theirs in zip(curve(here / "fewer"), after, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
@@ -193,46 +190,3 @@ def test_a_rank_ends_with_torchrun(here):
     if Path("/proc", number).exists():
         os.kill(int(number), signal.SIGKILL)
         pytest.fail("the rank is an orphan")
-
-
-@pytest.mark.parametrize(
-    ("left", "overrides", "change"),
-    [
-        (4, TWO_REPLICAS, ""),
-        (2, TWO_REPLICAS, f"num_processes=2 (was 4), {ONE_REPLICA}"),
-        (3, TWO_REPLICAS, f"3 pipeline ranks (were 2), {ONE_REPLICA}"),
-        (1, TWO_REPLICAS, f"1 pipeline ranks (were 2), {ONE_REPLICA}"),
-        (6, ["parallel.num_processes=8", "parallel.replicate=2"], "3 pipeline ranks (were 4)"),
-        (3, ["parallel.num_processes=4"], "num_processes=3 (was 4), 3 pipeline ranks (were 4)"),
-        (3, ["parallel.replicate=2"], f": {ONE_REPLICA}"),
-        (3, ["parallel.num_processes=3", "parallel.replicate=2"], f": {ONE_REPLICA}"),  # as -n 3 writes it
-        (2, ["parallel.replicate=2"], ""),
-    ],
-)  # fmt: skip
-def test_fewer_processes_get_other_degrees_and_the_same_batch(left, overrides, change):
-    config = composed(["model=mlp", "model.num_layers=4", "data=regression", *overrides])
-    config.parallel.elastic = True
-    before, settings = configs.typed(config), configs.flat(config)
-    after, new, text = adapted(before, settings, left)
-    assert text.endswith(change)
-    assert bool(text) == bool(change)
-    parts = after.parallel.replicate * after.parallel.shard
-    assert after.batch_size * parts == before.batch_size * before.parallel.replicate
-    assert left % (parts * after.parallel.tensor) == 0
-    for key in ("replicate", "shard", "tensor"):
-        assert new[f"parallel.{key}"] == getattr(after.parallel, key)
-    assert adapted(configs.typed(composed(["model=mlp", "data=regression"])), settings, left)[2] == ""
-
-
-@pytest.mark.parametrize(
-    ("left", "override", "why"),
-    [
-        (5, "steps=3", "5 pipeline ranks: model: num_layers=4 is fewer than the 5 stages"),
-        (3, "schedule.timetable=by_hand.csv", "name a schedule instead"),
-    ],
-)
-def test_a_number_of_processes_that_can_not_be_used_is_refused(left, override, why):
-    given = ["model.num_layers=4", "parallel.num_processes=8", "parallel.elastic=true", override]
-    config = composed(["model=mlp", "data=regression", *given])
-    with pytest.raises(ConfigError, match=f"^parallel.elastic=true: .*{why}"):
-        adapted(configs.typed(config), configs.flat(config), left)

@@ -23,7 +23,6 @@ from safetensors.torch import load_file
 
 from zbpp import config as configs
 from zbpp import launch
-from zbpp.builders import trainer as trainer_parts
 from zbpp.commands import command_line, compare
 from zbpp.data import text_data
 from zbpp.job.world import world
@@ -33,6 +32,7 @@ from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
 from zbpp.render.style import headline
 from zbpp.run import app, results
+from zbpp.run import app as trainer_parts
 from zbpp.schedule import PlanError, to_csv
 from zbpp.training.run_folder import FolderError
 

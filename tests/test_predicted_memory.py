@@ -5,18 +5,11 @@ import torch
 
 from helpers.configs import FREE_COPIES, composed
 from helpers.processes import run_ranks
-from zbpp import HeadAtOnce
-from zbpp.builders.data import build_data
-from zbpp.builders.model import build_model, build_stages
-from zbpp.builders.optimizer import build_optimizer
-from zbpp.builders.plan import build_offload, build_timetable
-from zbpp.builders.stages import move_stages, offload_weights, recompute_stages
-from zbpp.builders.trainer import build_masters, build_pipeline, build_validation
 from zbpp.prediction.predictor import Predictor
+from zbpp.run import app
+from zbpp.run.plan import build_timetable, costs_of
+from zbpp.run.stages import prepare_stages
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.training.memory_report import MemoryReport
-from zbpp.training.optim.precision import PRECISIONS
-from zbpp.training.trainer import Trainer
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]
 GPT = ["schedule=zb_h1", "model=gpt_tiny", *TINY]
@@ -49,42 +42,28 @@ CASES = {
 PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 UPPER_BOUNDS = ("offload", "redone")
 RANKS, STEPS = 2, 4
+REPORTED = [
+    f"parallel.num_processes={RANKS}", f"steps={STEPS}", "memory.report=true", "evaluate_every=0",
+    "measure_every=0",
+]  # fmt: skip
 
 
 def trainer_of(rank, config):
     """A Trainer whose last step's memory is reported."""
-    precision, model = PRECISIONS[config.precision], build_model(config.model)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
-    stages, cpu = build_stages(model, timetable, rank), torch.device("cpu")
-    move_stages(stages, cpu, precision, stay_on_host=config.memory.offload_weights)
-    if config.memory.offload_weights:
-        offload_weights(stages, cpu)
-    recompute_stages(stages, config.memory.recompute)
-    loss_fn = precision.widened(model.loss)
-    offload = build_offload(config.memory, config.schedule, timetable)
-    extras = [HeadAtOnce()] if config.memory.head_at_once else []
-    pipeline = build_pipeline(
-        stages, timetable, loss_fn, 0, config.parallel, precision, None, offload, extras
+    plan = app.Plan(timetable, costs_of(config.schedule, timetable))
+    parts = app.build_parts(config, timetable, rank)
+    prepare_stages(config, parts, timetable, None, torch.device("cpu"))
+    trainer = app.build_trainer(
+        config, parts, plan, app.build_pipeline(config, plan, parts.model, parts.stages)
     )
-    masters = build_masters(pipeline, precision)
-    release = config.memory.gradient_release
-    return Trainer(
-        pipeline=pipeline,
-        optimizer=build_optimizer((masters or pipeline).parameters(), config.optimizer, release),
-        data=build_data(config.data, timetable.num_microbatches * config.microbatch_size, 0),
-        learning_rate=lambda step: 1.0,
-        clip_norm=config.optimizer.clip_norm,
-        masters=masters,
-        num_recorded=0,
-        gradient_release=release,
-        post_validation=build_validation(config.optimizer),
-        memory_report=MemoryReport(STEPS - 1),
-    )
+    trainer.num_recorded = 0
+    return trainer
 
 
 def report_of(rank, overrides):
     """(this rank's report, what left the device)."""
-    trainer = trainer_of(rank, composed(*overrides, f"parallel.num_processes={RANKS}"))
+    trainer = trainer_of(rank, composed(*overrides, *REPORTED))
     with trainer.pipeline as pipeline:
         list(trainer.run(STEPS))
         return trainer.memory_report.gathered(trainer)[rank], offload_plan_of(pipeline)
@@ -101,7 +80,7 @@ def measured():
 
 def predicted(name, reports, plan):
     """The prediction for a case, with the plan of offload that its run came to."""
-    config = composed(*CASES[name], f"parallel.num_processes={RANKS}")
+    config = composed(*CASES[name], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     is_later = config.optimizer.validation == "after"
     assert [each.is_validated_later for each in reports] == [is_later] * RANKS
@@ -146,7 +125,7 @@ def test_activations_really_leave(measured):
     """Or else the case `offload` above would show nothing."""
     reports, plans = zip(*(found["offload"] for found in measured), strict=True)
     assert all(plans[0])
-    config = composed(*CASES["offload"], f"parallel.num_processes={RANKS}")
+    config = composed(*CASES["offload"], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     without = Predictor().measure(config, timetable)[0].predicted(timetable)
     assert all(found.highest < 0.9 * rank.peak for found, rank in zip(reports, without, strict=True))

@@ -9,12 +9,12 @@ from hydra import compose, initialize_config_dir
 
 from helpers.configs import FOLDER, composed
 from zbpp import config as configs
-from zbpp.builders.plan import costs_of
 from zbpp.commands import command_line
 from zbpp.config import ConfigError
 from zbpp.planning.recompute import with_recompute
 from zbpp.prediction.predictor import Predictor
 from zbpp.run import app
+from zbpp.run.plan import costs_of
 from zbpp.schedule import simulate
 
 GPT = ["model=gpt_tiny", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]

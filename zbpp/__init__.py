@@ -12,7 +12,6 @@
     checkpoints  saving and loading, whatever the cut
     training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it
-    builders     objects from their parts of the config
     benchmark    measuring costs; timing schedules and runtimes
     commands     the command line, a file for each command
 
@@ -21,10 +20,8 @@
     streams      the streams of a GPU
     prediction   what each rank will hold, and what each switch would save
     cluster      scale on paper: a run on a cluster, from sizes and datasheets
-    app          puts a training run together and runs it; job: what a rank trains;
-                 results: what the run leaves in its folder; elastic: other numbers of processes
+    run          from a config to a finished run, and to an exported model
     launch       starts a job's ranks on this machine
-    export       a run's weights as a folder that transformers loads
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """

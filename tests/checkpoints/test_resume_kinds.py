@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from zbpp import ActivationOffload, Costs, Pipeline, plan
-from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
+from zbpp.run.optimizer import build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned

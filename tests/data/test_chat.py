@@ -6,10 +6,10 @@ import torch.nn.functional as F
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
-from zbpp.builders.data import limit_evaluation
 from zbpp.config import ConfigError
 from zbpp.data.source import parts_of
 from zbpp.models.llama import Llama
+from zbpp.run.data import limit_evaluation
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")

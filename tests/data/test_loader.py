@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from zbpp import Pipeline, plan
-from zbpp.builders.data import build_data
 from zbpp.config import ConfigError
 from zbpp.data.loader import IteratedBatches, loaded_data
 from zbpp.data.source import parts_of
+from zbpp.run.data import build_data
 from zbpp.training.batches import batch_for
 from zbpp.training.trainer import Trainer
 

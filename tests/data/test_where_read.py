@@ -7,10 +7,10 @@ import torch
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
-from zbpp.builders.data import build_data
 from zbpp.config import ConfigError
 from zbpp.data.source import Data
 from zbpp.models.mlp import Mlp
+from zbpp.run.data import build_data
 from zbpp.training.trainer import Trainer
 
 STEPS = 3

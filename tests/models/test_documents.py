@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from zbpp import Pipeline, plan
-from zbpp.builders.stages import recompute_stages
 from zbpp.models.gpt import Gpt
 from zbpp.models.layers import document_mask
 from zbpp.models.llama import Llama
+from zbpp.run.stages import recompute_stages
 
 SIZES = {"vocab_size": 11, "num_layers": 4, "hidden_size": 16, "num_heads": 2, "sequence_length": 12}
 MODELS = {

@@ -11,7 +11,8 @@ from torch import nn
 import zbpp
 from zbpp import Pipeline, find_non_finite, plan
 from zbpp.autograd.compiled.compiled_forward import compile_stage
-from zbpp.builders.stages import offload_weights, recompute_stages
+from zbpp.run.stages import recompute_stages
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 M, ROWS, WIDTH = 4, 8, 6
 
@@ -294,7 +295,7 @@ def test_the_place_is_the_same_under_each_switch_of_a_stage(switch):
     if switch in ("block", "stage"):
         recompute_stages({0: stage}, switch)
     elif switch == "offload_weights":
-        offload_weights({0: stage}, torch.device("cpu"))
+        OffloadedWeights({0: stage}, torch.device("cpu"))
     elif switch == "lora":
         peft = pytest.importorskip("peft")
         stage = peft.get_peft_model(stage, peft.LoraConfig(r=2, target_modules=["linear"])).base_model.model

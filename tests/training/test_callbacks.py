@@ -8,8 +8,8 @@ import torch
 
 from helpers.configs import composed
 from helpers.trainers import small_trainer
-from zbpp.builders.callbacks import build_own_callbacks
 from zbpp.config import ConfigError
+from zbpp.run.callbacks import build_own_callbacks
 from zbpp.training.callbacks import Callback
 from zbpp.training.loggers import JsonLines, Loggers
 from zbpp.training.optim.post_validated_update import Validation

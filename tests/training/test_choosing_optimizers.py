@@ -11,14 +11,14 @@ from torch.optim import lr_scheduler
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
-from zbpp.builders.optimizer import (
+from zbpp.config import ConfigError, OptimizerConfig
+from zbpp.data import Data
+from zbpp.run.optimizer import (
     build_optimizer,
     build_scheduler,
     learning_rate_factor,
     optimizer_of,
 )
-from zbpp.config import ConfigError, OptimizerConfig
-from zbpp.data import Data
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.optim.parameter_groups import Named
 from zbpp.training.optim.post_validated_update import Validation

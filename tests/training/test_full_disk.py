@@ -72,7 +72,7 @@ def train(monkeypatch, folder, *callbacks, **values):
     """A run of eight steps in this process, with further callbacks."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(app, "build_early_stop", lambda config: list(callbacks))
+    monkeypatch.setattr(app, "build_own_callbacks", lambda config: list(callbacks))
     given = {
         "run_dir": folder,
         "steps": 8,

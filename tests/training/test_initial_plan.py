@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from zbpp.builders.plan import plan_by_name, plan_from_file
 from zbpp.planning import plan
+from zbpp.run.plan import plan_by_name, plan_from_file
 from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv
 
 P, M = 2, 6

@@ -12,11 +12,11 @@ from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
 from zbpp import Extra, GradientRelease, LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
-from zbpp.builders.stages import move_stages
-from zbpp.builders.trainer import build_masters
 from zbpp.data import Data
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
+from zbpp.run.optimizer import build_masters
+from zbpp.run.stages import move_stages
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts

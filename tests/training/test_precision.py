@@ -9,8 +9,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import LossScale, MasterWeights, Pipeline, plan
 from zbpp import config as configs
-from zbpp.builders.stages import move_stages, recompute_stages
-from zbpp.builders.trainer import build_masters
+from zbpp.run.stages import move_stages, recompute_stages
+from zbpp.run.optimizer import build_masters
 from zbpp.data import regression_data, text_data
 from zbpp.models.gpt import Gpt
 from zbpp.run import app

@@ -8,10 +8,10 @@ import torch
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
-from zbpp.builders.callbacks import check_prompt
 from zbpp.data import text_data
 from zbpp.data.tokenizer import begin_and_ends
 from zbpp.models.gpt import Gpt
+from zbpp.run.callbacks import check_prompt
 from zbpp.training.callbacks import Callback
 from zbpp.training.optim.optimizer import adamw, warmup_cosine
 from zbpp.training.optim.post_validated_update import Validation

@@ -10,7 +10,7 @@ import pytest
 
 import zbpp
 from helpers.processes import run_ranks
-from zbpp.run.job import check_source_files, source_files
+from zbpp.run.checks import check_source_files, source_files
 from zbpp.runtime import AgreementError
 
 

@@ -14,11 +14,11 @@ from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
 from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.workload import Workload
-from zbpp.builders.data import build_data
-from zbpp.builders.model import build_model, check_data_fit, layers_per_stage
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.job.world import world
 from zbpp.planning import plan
+from zbpp.run.data import build_data
+from zbpp.run.model import build_model, check_data_fit, layers_per_stage
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Timetable
 from zbpp.training.measured_steps import machine

@@ -26,10 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _measure(composed: Composed) -> None:
-    from zbpp.builders.model import build_model
-    from zbpp.builders.plan import check_layers
     from zbpp.launch import on_ranks
     from zbpp.planning import plan
+    from zbpp.run.model import build_model
+    from zbpp.run.plan import check_layers
     from zbpp.training.run_folder import check_free
 
     config: MeasureConfig = composed.tree

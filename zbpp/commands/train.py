@@ -29,7 +29,7 @@ def _train(config: Composed) -> None:
         prepare_ranks()
         from zbpp.run.app import check_before_start
 
-        check_before_start(config.tree, config.settings, num_ranks)
+        check_before_start(config.tree, num_ranks)
         on_ranks(num_ranks, train_on_rank, config)
     else:
         from torch.distributed.elastic.multiprocessing.errors import record

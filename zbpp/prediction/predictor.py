@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from zbpp.builders.model import build_model
-from zbpp.builders.plan import build_offload, build_timetable, check_layers, costs_of
-from zbpp.builders.stages import pipeline_ranks
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
+from zbpp.run.model import build_model
+from zbpp.run.plan import build_offload, build_timetable, check_layers, costs_of
+from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Timetable, simulate
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
@@ -63,8 +63,9 @@ class Predictor:
             check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
             timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
         measured, recomputed = self.measure(config, timetable)
-        options = build_offload(config.memory, config.schedule, timetable)
-        offload = () if options is None else options.plan(timetable)
+        offload: tuple[RankOffload, ...] = ()
+        if config.memory.offload != "none":
+            offload = build_offload(config, costs_of(config.schedule, timetable)).plan(timetable)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
         return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)

@@ -17,14 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.storages import bytes_of
-from zbpp.builders.data import build_data
-from zbpp.builders.model import build_model, explained_as_data
-from zbpp.builders.optimizer import build_optimizer
-from zbpp.builders.stages import build_mesh, recompute_stages, split_stages
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.job.world import fake_world
 from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
+from zbpp.run.data import build_data
+from zbpp.run.model import build_model, explained_as_data
+from zbpp.run.optimizer import build_optimizer
+from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.call import Call
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
@@ -32,6 +32,7 @@ from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_
 from zbpp.runtime.memory.gradient_release import OptimizerAccumulation, parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for
@@ -134,7 +135,8 @@ class _Stages:
         with naming("model"):
             stage: nn.Module = self._model.build_stage(index, self._timetable.num_stages)
         _cast(stage, self._precision.compute if self._is_sharded else self._precision.stored)
-        split_stages(self._model, {index: stage}, self._mesh)
+        with naming("model"):
+            parallelize(self._model, {index: stage}, self._mesh)
         return stage
 
     def _likeness(self, index: int, stage: nn.Module, args: tuple[Any, ...]) -> Any:

@@ -22,11 +22,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbpp.builders.plan import costs_of
 from zbpp.config import TrainConfig
 from zbpp.planning.recompute import with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.predictor import Prediction
+from zbpp.run.plan import costs_of
 from zbpp.schedule import Costs, simulate
 from zbpp.schedule.costs import PerStage
 from zbpp.schedule.timetable import Op

@@ -12,15 +12,15 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from zbpp.builders.model import build_model
-from zbpp.builders.plan import build_timetable, check_layers
-from zbpp.builders.stages import pipeline_ranks
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning import canonical_name
 from zbpp.planning.memory_budget import excess
 from zbpp.prediction.predictor import Prediction, Predictor
 from zbpp.prediction.step_time import step_ms
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
+from zbpp.run.model import build_model
+from zbpp.run.plan import build_timetable, check_layers
+from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import PlanError, Timetable
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")

@@ -1,6 +1,7 @@
-"""The composition root of a training run: builds its parts and runs them.
+"""The composition root: from a checked config to a finished training run.
 
-No algorithm is in this file, and nothing here asks what a schedule is called.
+`train` reads from top to bottom: plan, join, agree, build, train, write. No algorithm is in this file, and
+nothing here asks what a schedule is called. The files beside it build one part each.
 """
 
 from __future__ import annotations
@@ -10,45 +11,73 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from zbpp.builders.callbacks import (
-    build_callbacks,
-    build_early_stop,
-    build_loggers,
-    build_own_callbacks,
-    build_saving,
-)
-from zbpp.builders.data import limit_evaluation
-from zbpp.builders.model import build_model, layers_per_stage, metrics_of
-from zbpp.builders.optimizer import build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.builders.plan import check_layers, check_plan, title_of
-from zbpp.builders.stages import build_mesh, pipeline_ranks
-from zbpp.builders.trainer import build_masters, build_pipeline, build_replan, build_validation
-from zbpp.config import TrainConfig, naming
-from zbpp.job.agreement import broadcast
+from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.data import Data
+from zbpp.data.source import Unread
+from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.errors import CommunicationError
 from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
-from zbpp.run.elastic import adapted
-from zbpp.run.job import Job, agreed_job, place_in_job, planned_job, prepare_stages, processes_started
+from zbpp.run.callbacks import build_callbacks, build_loggers, build_own_callbacks, build_saving
+from zbpp.run.checks import check_source_files, check_together
+from zbpp.run.data import build_data, limit_evaluation
+from zbpp.run.model import build_model, build_stages, layers_per_stage, metrics_of
+from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
+from zbpp.run.plan import (
+    build_offload,
+    build_replan,
+    build_timetable,
+    check_layers,
+    check_plan,
+    costs_of,
+    title_of,
+)
 from zbpp.run.results import write_results
+from zbpp.run.stages import build_mesh, pipeline_ranks, prepare_stages
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, HeadAtOnce, Pipeline
+from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.mesh import Place
+from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
 from zbpp.training.measured_steps import Summary, Title, summarise
 from zbpp.training.memory_report import MemoryReport, out_of_memory_explained
 from zbpp.training.non_finite import NonFinitePolicy
-from zbpp.training.optim.precision import PRECISIONS, LossScale, Precision
-from zbpp.training.optim.update import Metrics
-from zbpp.training.run_folder import RunFolder, check_free, claimed
+from zbpp.training.optim.post_validated_update import Validation
+from zbpp.training.optim.precision import PRECISIONS, LossScale
+from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
 
+if TYPE_CHECKING:
+    from zbpp.prediction.measured_stages import MeasuredStages
+
 _GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
+
+
+class Plan(NamedTuple):
+    """What rank 0 has decided for all ranks. costs: those in schedule.costs, or equal F, B and W.
+
+    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
+    """
+
+    timetable: Timetable
+    costs: Costs
+    recomputed: frozenset[int] = frozenset()
+
+
+class Parts(NamedTuple):
+    """The model, this rank's stages of it by number, and the data."""
+
+    model: Any
+    stages: dict[int, nn.Module]
+    data: Data
 
 
 def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:
@@ -57,37 +86,239 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
     settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
     ConfigError, PlanError, FolderError or AgreementError before any work starts.
     """
-    begin, home = time.monotonic(), Path.cwd()  # code of the user may call os.chdir
+    home = Path.cwd()  # code of the user may call os.chdir
     config, resolved_yaml = _in_first_folder(config, resolved_yaml)
-    config, settings, change = adapted(config, settings, processes_started())
-    rank, num_processes = place_in_job(config.parallel.num_processes)
+    rank, num_processes = _place_in_job(config.parallel.num_processes)
     num_ranks = pipeline_ranks(config.parallel, num_processes)
+    plan, parts, measured = None, None, None
     with out_of_memory_explained(rank):
-        job, measured = planned_job(config, num_ranks) if rank == 0 else (None, None)
+        if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
+            plan, measured = _make_plan(config, num_ranks)
+            parts = build_parts(config, plan.timetable, rank)
+    options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with (
-        _run_folder(config, home, rank) as folder,
+        claimed(home / config.run_dir, **options) if rank == 0 else nullcontext() as folder,
         world(device=config.parallel.device, timeout=config.parallel.timeout) as here,
         LeaveOnSignal(is_shown=rank == 0) as signals,
         out_of_memory_explained(rank, here.device),
         _heard_of_last(signals),
     ):
+        check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
         mesh = build_mesh(config.parallel, here.device.type)
-        job = agreed_job(config, settings, job, Place(mesh))
+        plan = _shared_plan(plan)
+        parts = parts or build_parts(config, plan.timetable, Place(mesh).rank)
+        check_source_files()  # after the user's model and data are imported
+        parts = parts._replace(data=_agreed_data(parts.data))
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure", ends_process=True)
-        trainer = _trainer_of(config, job, mesh, here, [recorder])
+
+        prepare_stages(config, parts, plan.timetable, mesh, here.device, plan.recomputed)
+        pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh, [recorder])
+        trainer = build_trainer(config, parts, plan, pipeline)
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
             folder.write("config.yaml", resolved_yaml)
-            _print_facts(config, job, change)
+            _print_facts(config, parts.model, plan)
         made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
         with Loggers(made) as loggers, _recorded(recorder):
-            watching = build_callbacks(config, job.data, here, path, loggers, begin=begin)
+            watching = build_callbacks(config, parts.data, here, path, loggers)
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
-            title, summary = _run(config, job, trainer, loggers, here)
+            title, summary = _run(config, parts.model, plan, trainer, loggers, here)
             write_results(config, path, trainer, measured, title, summary, loggers, is_rank_0=rank == 0)
         return summary.figures
+
+
+def check_before_start(config: TrainConfig, num_processes: int) -> None:
+    """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
+
+    A schedule that is planned for costs is not planned here, see `check_plan`.
+    """
+    check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
+    num_ranks = pipeline_ranks(config.parallel, num_processes)
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
+    check_plan(config.schedule, num_ranks, config.num_microbatches)
+
+
+# ---------------------------------------------------------------- before the ranks join
+
+
+def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConfig, str]:
+    """The config with the run_dir that the first start of this job had; its default has the time in it."""
+    if rank_and_size()[0] != 0:
+        return config, resolved_yaml
+    first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
+    return replace(config, run_dir=first), resolved_yaml.replace(config.run_dir, first)
+
+
+def _place_in_job(wanted: int | None) -> tuple[int, int]:
+    """(this process's number, the number of processes). wanted: how many the config asks for, or None.
+
+    Raises ConfigError if torchrun has started another number.
+    """
+    number, started = rank_and_size()
+    if wanted not in (None, started):
+        raise ConfigError(
+            f"parallel.num_processes={wanted}, but torchrun started {started}: write "
+            f"torchrun --nproc-per-node {wanted} -m zbpp.train ..., or parallel.num_processes=null"
+        )
+    return number, started
+
+
+def _make_plan(config: TrainConfig, num_ranks: int) -> tuple[Plan, MeasuredStages | None]:
+    """The plan, and the bytes of all stages if memory.report or memory.recompute=auto needs them.
+
+    Measuring parts of layers needs a fake process group, which has to be gone before the real one is made.
+    """
+    check_together(config)
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
+    timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
+    plan = Plan(timetable, costs_of(config.schedule, timetable))
+    if not config.memory.report and config.memory.recompute != "auto":
+        return plan, None
+    from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
+
+    measured, recomputed = Predictor().measure(config, timetable)
+    return plan._replace(recomputed=recomputed), measured
+
+
+def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
+    """The model, one rank's stages on the CPU, and the data. Raises ConfigError."""
+    model = build_model(config.model, config.seed, config.finetune)
+    stages = build_stages(model, timetable, rank)
+    batch_size = timetable.num_microbatches * config.microbatch_size
+    is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
+    return Parts(
+        model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead, is_read=is_read)
+    )
+
+
+# ---------------------------------------------------------------- together
+
+
+def _shared_plan(plan: Plan | None) -> Plan:
+    """Rank 0's plan, on every rank; a timetable travels as text. Collective."""
+    text, *others = broadcast(None if plan is None else (str(plan.timetable), *plan[1:]))
+    return Plan(Timetable.parse(text), *others)
+
+
+def _agreed_data(data: Data) -> Data:
+    """The data with rank 0's facts, also on ranks that read no data. Raises AgreementError. Collective."""
+    found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
+    check_equal("data (by fingerprint)", list(found.values()), list(found))
+    return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))
+
+
+def build_pipeline(
+    config: TrainConfig,
+    plan: Plan,
+    model: Any,
+    stages: dict[int, nn.Module],
+    mesh: DeviceMesh | None = None,
+    extras: Sequence[Extra] = (),
+) -> Pipeline:
+    """This rank's part of the pipeline, with the extras that the config switches on. Collective.
+
+    In a mixed precision the weights of shards are cast by FSDP2's policy, instead of by MasterWeights.
+    """
+    parallel, precision = config.parallel, PRECISIONS[config.precision]
+    policy = None
+    switched: list[Extra] = []
+    if parallel.shard > 1 and precision.is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
+    if config.memory.offload != "none":
+        switched.append(build_offload(config, plan.costs))
+    if config.memory.head_at_once:
+        switched.append(HeadAtOnce())
+    if config.cuda_graphs:
+        switched.append(CudaGraphs())
+    with naming("model"):
+        pipeline = Pipeline(
+            stages,
+            plan.timetable,
+            precision.widened(model.loss),
+            mesh=mesh,
+            reshard=cast(Reshard, parallel.reshard),
+            mp_policy=policy,
+            seed=config.seed,
+            timeout=parallel.timeout,
+            dynamic_shapes=parallel.dynamic_shapes,
+            extras=[*switched, *extras],
+        )
+    with naming("finetune"):
+        check_fine_tuned(pipeline, model)
+    return pipeline
+
+
+def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipeline) -> Trainer:
+    """The trainer over the pipeline, with its optimizer. Collective."""
+    precision, memory, optimizer = PRECISIONS[config.precision], config.memory, config.optimizer
+    # After the pipeline, which gives all copies of a parameter the same float32 values.
+    masters = build_masters(pipeline, precision)
+    made = optimizer_of(pipeline, optimizer, masters, memory.gradient_release)
+    num_parts = pipeline.place.num_data_parts
+    loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
+    with naming("optimizer"):  # what an update does not go with
+        return Trainer(
+            pipeline=pipeline,
+            optimizer=made,
+            data=limit_evaluation(parts.data, config.evaluate_every, config.evaluation_batches, num_parts),
+            learning_rate=learning_rate_factor(optimizer, config.steps),
+            scheduler=build_scheduler(made, optimizer),
+            clip_norm=optimizer.clip_norm,
+            evaluate_every=config.evaluate_every,
+            read_ahead=config.read_ahead,
+            record_every=config.measure_every,
+            callbacks=build_own_callbacks(config),
+            metrics=metrics_of(parts.model, precision),
+            replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
+            masters=masters,
+            loss_scale=LossScale() if precision.is_scaled else None,
+            gradient_release=memory.gradient_release,
+            per_parameter=optimizer.per_parameter,
+            post_validation=(
+                Validation(after=optimizer.validation_after) if optimizer.validation == "after" else None
+            ),
+            non_finite=NonFinitePolicy(config.non_finite),
+            memory_report=MemoryReport(config.steps - 1) if memory.report else None,
+        )
+
+
+# ---------------------------------------------------------------- the run
+
+
+def _print_facts(config: TrainConfig, model: Any, plan: Plan) -> None:
+    """Print what was chosen for this run."""
+    cut = layers_per_stage(model, plan.timetable.num_stages)
+    if cut is not None:
+        print("layers per stage:", *cut, flush=True)
+    if config.memory.recompute == "auto":
+        stages = ", ".join(map(str, sorted(plan.recomputed))) or "none"
+        note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
+        print(f"stages that recompute: {stages}{note}", flush=True)
+
+
+def _run(
+    config: TrainConfig, model: Any, plan: Plan, trainer: Trainer, loggers: Loggers, here: World
+) -> tuple[Title, Summary]:
+    """Train to the end, and sum up. Collective."""
+    begin, history = time.monotonic(), []
+    options: Any = {"print_every": config.print_every, "title": str(title_of(config.schedule))}
+    options["first"] = trainer.next_step
+    with progress(config.steps, shown=here.rank == 0, **options) as show:
+        for metrics in trainer.run(config.steps):
+            loggers.log(metrics)
+            show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))
+            history.append(metrics)
+    title = title_of(config.schedule, is_replanned=trainer.is_replanned)
+    dtype, seconds = PRECISIONS[config.precision].compute, time.monotonic() - begin
+    summary = summarise(title, trainer, history, here, dtype, seconds=seconds)
+    cut = layers_per_stage(model, plan.timetable.num_stages)
+    if cut is not None:
+        summary.figures["layers_per_stage"] = cut
+    if config.memory.recompute == "auto":
+        summary.figures["recomputed_stages"] = sorted(plan.recomputed)
+    return title, summary
 
 
 @contextmanager
@@ -108,158 +339,3 @@ def _heard_of_last(signals: LeaveOnSignal) -> Iterator[None]:
     except CommunicationError:
         signals.wait(_GRACE)
         raise
-
-
-def check_before_start(config: TrainConfig, settings: dict[str, Any], num_processes: int) -> None:
-    """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
-
-    A schedule that is planned for costs is not planned here, see `check_plan`.
-    """
-    check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
-    config, _, _ = adapted(config, settings, num_processes)
-    num_ranks = pipeline_ranks(config.parallel, num_processes)
-    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-    check_plan(config.schedule, num_ranks, config.num_microbatches)
-
-
-def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConfig, str]:
-    """The config with the run_dir that the first start of this job had; its default has the time in it."""
-    if rank_and_size()[0] != 0:
-        return config, resolved_yaml
-    first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
-    return replace(config, run_dir=first), resolved_yaml.replace(config.run_dir, first)
-
-
-@contextmanager
-def _run_folder(config: TrainConfig, home: Path, rank: int) -> Iterator[RunFolder | None]:
-    """The run's folder, claimed, on rank 0, which raises FolderError if it can't; None on other ranks."""
-    options: Any = {"overwrite": config.overwrite, "resume": config.resume}
-    with claimed(home / config.run_dir, **options) if rank == 0 else nullcontext() as folder:
-        yield folder
-
-
-def _trainer_of(
-    config: TrainConfig, job: Job, mesh: DeviceMesh | None, here: World, extras: Sequence[Extra]
-) -> Trainer:
-    """Prepare the job's stages, and build the trainer over them. Collective. extras: of the pipeline."""
-    precision = PRECISIONS[config.precision]
-    prepare_stages(config, job, here.device, precision, mesh)
-    loss_fn = precision.widened(job.model.loss)
-    with naming("model"):
-        pipeline = _build_pipeline(config, job, loss_fn, precision, mesh, extras)
-        return _build_trainer(config, job, loss_fn, precision, pipeline)
-
-
-def _build_pipeline(
-    config: TrainConfig,
-    job: Job,
-    loss_fn: Callable[..., Any],
-    precision: Precision,
-    mesh: DeviceMesh | None,
-    extras: Sequence[Extra],
-) -> Pipeline:
-    pipeline = build_pipeline(
-        job.stages,
-        job.timetable,
-        loss_fn,
-        config.seed,
-        config.parallel,
-        precision,
-        mesh,
-        job.offload,
-        [*_extras_of(config), *extras],
-    )
-    with naming("finetune"):
-        check_fine_tuned(pipeline, job.model)
-    return pipeline
-
-
-def _extras_of(config: TrainConfig) -> Iterator[Extra]:
-    if config.memory.head_at_once:
-        yield HeadAtOnce()
-    if config.cuda_graphs:
-        yield CudaGraphs()
-
-
-def _build_trainer(
-    config: TrainConfig, job: Job, loss_fn: Callable[..., Any], precision: Precision, pipeline: Pipeline
-) -> Trainer:
-    # After the pipeline, which gives all copies of a parameter the same float32 values.
-    masters = build_masters(pipeline, precision)
-    optimizer = optimizer_of(pipeline, config.optimizer, masters, config.memory.gradient_release)
-    own = build_own_callbacks(config)
-    with naming("optimizer"):  # what an update does not go with
-        return Trainer(
-            pipeline=pipeline,
-            optimizer=optimizer,
-            data=limit_evaluation(
-                job.data, config.evaluate_every, config.evaluation_batches, pipeline.place.num_data_parts
-            ),
-            learning_rate=learning_rate_factor(config.optimizer, config.steps),
-            scheduler=build_scheduler(optimizer, config.optimizer),
-            clip_norm=config.optimizer.clip_norm,
-            evaluate_every=config.evaluate_every,
-            read_ahead=config.read_ahead,
-            record_every=config.measure_every,
-            callbacks=[*build_early_stop(config), *own],
-            metrics=metrics_of(job.model, precision),
-            replan=build_replan(
-                config.schedule.replan, config.memory.limit, job.timetable, loss_fn, job.stages
-            ),
-            masters=masters,
-            loss_scale=LossScale() if precision.is_scaled else None,
-            gradient_release=config.memory.gradient_release,
-            per_parameter=config.optimizer.per_parameter,
-            post_validation=build_validation(config.optimizer),
-            non_finite=NonFinitePolicy(config.non_finite, config.max_skipped),
-            memory_report=MemoryReport(config.steps - 1) if config.memory.report else None,
-        )
-
-
-def _print_facts(config: TrainConfig, job: Job, change: str) -> None:
-    """Print what was chosen for this run. change: what an elastic start has changed."""
-    cut = layers_per_stage(job.model, job.timetable.num_stages)
-    if cut is not None:
-        print("layers per stage:", *cut, flush=True)
-    if config.memory.recompute == "auto":
-        stages = ", ".join(map(str, sorted(job.recomputed))) or "none"
-        note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
-        print(f"stages that recompute: {stages}{note}", flush=True)
-    if change:
-        print(change, flush=True)
-
-
-def _run(
-    config: TrainConfig, job: Job, trainer: Trainer, loggers: Loggers, here: World
-) -> tuple[Title, Summary]:
-    """Train to the end, and sum up. Collective."""
-    begin = time.monotonic()
-    history = _trained(config, trainer, loggers, is_shown=here.rank == 0)
-    title = title_of(config.schedule, is_replanned=trainer.is_replanned)
-    cut = layers_per_stage(job.model, job.timetable.num_stages)
-    summary = summarise(
-        title,
-        trainer,
-        history,
-        here,
-        PRECISIONS[config.precision].compute,
-        seconds=time.monotonic() - begin,
-    )
-    if cut is not None:
-        summary.figures["layers_per_stage"] = cut
-    if config.memory.recompute == "auto":
-        summary.figures["recomputed_stages"] = sorted(job.recomputed)
-    return title, summary
-
-
-def _trained(config: TrainConfig, trainer: Trainer, loggers: Loggers, *, is_shown: bool) -> list[Metrics]:
-    """Train to the end; returns the metrics of each step."""
-    history = []
-    title = str(title_of(config.schedule))
-    options: Any = {"print_every": config.print_every, "title": title, "first": trainer.next_step}
-    with progress(config.steps, shown=is_shown, **options) as show:
-        for metrics in trainer.run(config.steps):
-            loggers.log(metrics)
-            show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))
-            history.append(metrics)
-    return history

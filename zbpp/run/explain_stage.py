@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from zbpp.autograd import Explanation, auxiliary_losses, explain
 from zbpp.autograd.arguments import as_list
-from zbpp.builders.data import build_data
-from zbpp.builders.model import build_model, explained_as_data
-from zbpp.builders.stages import compile_stages
 from zbpp.config import ExplainConfig, naming
+from zbpp.run.data import build_data
+from zbpp.run.model import build_model, explained_as_data
+from zbpp.run.stages import compile_stages
 from zbpp.training.batches import batch_for
 
 

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from zbpp.builders.model import build_model
 from zbpp.config import ConfigError, LoraConfig, naming, read_run_config
+from zbpp.run.model import build_model
 from zbpp.training.lora import is_adapter, peft_name, write_adapter
 from zbpp.training.weights import weights_of_run
 

@@ -1,7 +1,8 @@
-"""The callbacks and loggers of a run, from its config: early ends, figures, profile, samples, saving."""
+"""The callbacks and loggers of a run, from its config: figures, profile, samples, saving, metrics."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from zbpp.data.tokenizer import begin_and_ends, load_tokenizer
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast
 from zbpp.job.world import World
-from zbpp.training.callbacks import Callback, CheckReplicas, Profile
+from zbpp.training.callbacks import Callback, Profile
 from zbpp.training.checkpoints import Checkpoints
-from zbpp.training.leaving import EarlyStop, StopAfter, TimeLimit
+from zbpp.training.leaving import StopAfter
 from zbpp.training.loggers import JsonLines, Logger, Loggers, TensorBoard, Wandb
 from zbpp.training.measured_steps import LiveFigures
 from zbpp.training.optim.precision import PRECISIONS
@@ -25,28 +26,15 @@ from zbpp.training.trainer import Trainer
 
 
 def build_callbacks(
-    config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers, *, begin: float
+    config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers
 ) -> list[Callback]:
-    """This rank's callbacks. begin: when the run began, by time.monotonic. Raises ConfigError."""
+    """This rank's callbacks beside the user's: figures, samples, a profile. Raises ConfigError."""
     callbacks: list[Callback] = [LiveFigures(here, PRECISIONS[config.precision].compute)]
     if config.sample.every:
         callbacks.append(_sampler(config, data, here, folder, loggers))
-    if config.profile is not None and here.rank in _profiled_ranks(config, here):
-        path = folder / "profile" / f"rank-{here.rank}.json"
-        callbacks.append(Profile(config.profiled_steps, path))
-    if config.check_replicas_every:
-        callbacks.append(CheckReplicas(config.check_replicas_every))
-    if config.max_hours is not None:
-        callbacks.append(TimeLimit(config.max_hours * 3600, begin=begin))
+    if config.profile is not None:
+        callbacks.append(Profile(config.profiled_steps, folder / "profile" / f"rank-{here.rank}.json"))
     return callbacks
-
-
-def build_early_stop(config: TrainConfig) -> list[Callback]:
-    """The early stop, or []. The trainer is made with it, since a checkpoint holds its state."""
-    stop = config.early_stop
-    if stop.metric is None:
-        return []
-    return [EarlyStop(stop.metric, patience=stop.patience, min_delta=stop.min_delta, mode=stop.mode)]
 
 
 def build_own_callbacks(config: TrainConfig) -> list[Callback]:
@@ -67,17 +55,6 @@ def _own_callback(part: str, node: Any) -> Callback:
             "zbpp.training.callbacks.Callback: derive the class from it"
         )
     return made
-
-
-def _profiled_ranks(config: TrainConfig, here: World) -> list[int]:
-    ranks = list(range(here.size)) if config.profile_ranks is None else config.profile_ranks
-    wrong = [rank for rank in ranks if not 0 <= rank < here.size]
-    if wrong:
-        raise ConfigError(
-            f"profile_ranks={config.profile_ranks}: there is no rank {wrong[0]} of {here.size} processes; "
-            f"write numbers from 0 to {here.size - 1}, or null for all"
-        )
-    return ranks
 
 
 def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers) -> Sampler:
@@ -185,13 +162,15 @@ def build_loggers(
 ) -> list[Logger]:
     """metrics.jsonl in the run's folder; wandb and TensorBoard if the config asks for them.
 
+    wandb's own variables, WANDB_PROJECT and WANDB_MODE, say where its run is.
+
     settings: the run's config as values by dotted key, which both show. first_step: how many steps
     were done before.
     """
     loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
     if options.wandb:
-        account: Any = {"project": options.project, "mode": options.mode}
-        loggers.append(Wandb(folder, **account, config=settings, goes_on=first_step > 0))
+        project, mode = os.environ.get("WANDB_PROJECT", "zbpp"), os.environ.get("WANDB_MODE", "online")
+        loggers.append(Wandb(folder, project=project, mode=mode, config=settings, goes_on=first_step > 0))
     if options.tensorboard:
         loggers.append(TensorBoard(folder, config=settings, first_step=first_step))
     return loggers

@@ -4,19 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError, ParallelConfig, naming
+from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.run.model import check_data_fit
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.runtime.parallel.mesh import make_mesh, num_pipeline_ranks
+from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.parallel.mesh import Place, make_mesh, num_pipeline_ranks
 from zbpp.runtime.parallel.tensor_parallel import parallelize
+from zbpp.runtime.parallel.ties import agree_on_ties
+from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
-from zbpp.training.optim.precision import Precision
+from zbpp.training.batches import batch_for
+from zbpp.training.optim.precision import PRECISIONS, Precision
+
+if TYPE_CHECKING:
+    from zbpp.run.app import Parts
+
+
+def prepare_stages(
+    config: TrainConfig,
+    parts: Parts,
+    timetable: Timetable,
+    mesh: DeviceMesh | None,
+    device: torch.device,
+    recomputed: Collection[int] = (),
+) -> None:
+    """Move, split and tie the stages, try the data on them, then have them recompute or compile. Collective.
+
+    recomputed: with memory.recompute=auto, the stages that recompute.
+    """
+    model, stages, data = parts
+    move_stages(stages, device, PRECISIONS[config.precision], stay_on_host=config.memory.offload_weights)
+    with naming("model"):
+        parallelize(model, stages, mesh)
+        agree_on_ties(stages, timetable.rank_of, Place(mesh), model)
+    if config.memory.offload_weights:
+        with naming("memory.offload_weights=true"):
+            OffloadedWeights(stages, device)
+    with naming("data"):
+        args, _ = batch_for(stages, timetable.num_stages, data.train, 0, device)
+        first = [into_microbatches("the input", arg, timetable.num_microbatches)[0] for arg in args]
+        check_data_fit(stages, first)
+    recompute_stages(stages, config.memory.recompute, recomputed)
+    compile_stages(stages, config.compile, config.memory.budget)
 
 
 def move_stages(
@@ -44,12 +80,6 @@ def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
                     "whose running statistics stay in float32, and torch wants its weights in float32, too: "
                     "write precision=float32 or bfloat16, affine=False, or take a norm without statistics"
                 )
-
-
-def offload_weights(stages: Mapping[int, nn.Module], device: torch.device) -> None:
-    """Let the weights live outside the device. Raises ConfigError for stages that can't."""
-    with naming("memory.offload_weights=true"):
-        OffloadedWeights(stages, device)
 
 
 def recompute_stages(
@@ -103,12 +133,6 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
     if set(degrees.values()) == {1}:
         return None
     return make_mesh(**degrees, device_type=device_type)
-
-
-def split_stages(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
-    """Split the stages over the mesh's tensor dimension. Raises ConfigError if the model can't be split."""
-    with naming("model"):
-        parallelize(model, stages, mesh)
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from torch import nn
 
-from zbpp.builders.model import layers_per_stage
-from zbpp.config import NUM_MICROBATCHES, ConfigError, MemoryConfig, ScheduleConfig, naming
-from zbpp.planning import RankCosts, canonical_name, compare, read_costs, read_memory_limit, takes_costs
+from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConfig, naming
+from zbpp.planning import (
+    RankCosts,
+    canonical_name,
+    compare,
+    placement_of,
+    plan,
+    read_costs,
+    read_memory_limit,
+    takes_costs,
+)
 from zbpp.planning.plan import stages_per_rank
+from zbpp.run.model import layers_per_stage
 from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
 from zbpp.training.measured_steps import Title
+from zbpp.training.replan import Replan
 
 
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
@@ -34,15 +46,34 @@ def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
     return whole.per_stage(timetable.num_stages, timetable.num_ranks)
 
 
-def build_offload(
-    memory: MemoryConfig, schedule: ScheduleConfig, timetable: Timetable
-) -> ActivationOffload | None:
+def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload:
     """Which activations leave device memory, by the times in schedule.costs. Raises ConfigError."""
-    if memory.offload == "none":
+    gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
+    with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
+        return ActivationOffload(costs, gib)
+
+
+def build_replan(
+    config: TrainConfig, timetable: Timetable, loss_fn: Callable[..., Any], stages: Mapping[int, nn.Module]
+) -> Replan | None:
+    """The Replan that plans schedule.replan for the same cut after the first steps; None if it names none."""
+    name, limit = config.schedule.replan, config.memory.limit
+    if name is None:
         return None
-    gib: Any = memory.offload  # "auto" or a number: the config has checked it
-    with naming(f"memory.offload={gib}, schedule.costs={schedule.costs}"):
-        return ActivationOffload(costs_of(schedule, timetable), gib)
+
+    def plan_again(costs: Costs, limits: Sequence[float]) -> Timetable:
+        return plan(
+            name,
+            timetable.num_ranks,
+            timetable.num_microbatches,
+            costs=costs,
+            memory_limit=limits,
+            placement=placement_of(timetable),
+            stages_per_rank=timetable.num_stages // timetable.num_ranks,
+        )
+
+    memory_limit = None if limit is None else limit * 2**30
+    return Replan(plan=plan_again, loss_fn=loss_fn, stages=stages, memory_limit=memory_limit)
 
 
 def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:

@@ -16,6 +16,7 @@ from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.gradient_release import updates_each_alone
+from zbpp.runtime.parallel.mesh import SHARD
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.optimizer import (
     OPTIMIZERS,
@@ -33,6 +34,18 @@ from zbpp.training.optim.parameter_groups import (
     grouped,
     named_parameters,
 )
+from zbpp.training.optim.precision import Precision
+
+
+def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
+    """The master weights of a mixed precision; else None.
+
+    Call this after the pipeline is made, which gives all copies of a parameter the same float32 values.
+    Shards need no masters: they are float32 themselves, and FSDP2 casts what it gathers from them.
+    """
+    if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
+        return None
+    return MasterWeights(pipeline.parameters(), precision.compute)
 
 
 def optimizer_of(
@@ -83,7 +96,6 @@ def build_optimizer(
         if options.name == "custom":
             made = _custom(as_named(parameters), options.build, gradient_release, entries)
         else:
-            further = {"momentum": options.momentum} if options.name == "muon" else {}
             made = OPTIMIZERS[options.name](
                 parameters,
                 learning_rate=options.learning_rate,
@@ -93,7 +105,6 @@ def build_optimizer(
                 kahan_sum=options.kahan_sum,
                 gradient_release=gradient_release,
                 entries=entries,
-                **further,
             )
         _check_options(made, entries)
     return made
@@ -149,8 +160,7 @@ def learning_rate_factor(options: OptimizerConfig, num_steps: int) -> Callable[[
         return partial(warmup_constant, **warmup)
     falling = {**warmup, "num_steps": num_steps, "min_ratio": options.min_ratio}
     if options.lr_schedule == "wsd":
-        decay_steps = options.decay_steps or max(1, num_steps // 5)
-        return partial(warmup_stable_decay, **falling, decay_steps=decay_steps)
+        return partial(warmup_stable_decay, **falling, decay_steps=max(1, num_steps // 5))
     return partial({"cosine": warmup_cosine, "linear": warmup_linear}[options.lr_schedule], **falling)
 
 
