@@ -9,11 +9,11 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import LossScale, MasterWeights, Pipeline, plan
 from zbpp import config as configs
-from zbpp.run.stages import move_stages, recompute_stages
-from zbpp.run.optimizer import build_masters
 from zbpp.data import regression_data, text_data
 from zbpp.models.gpt import Gpt
 from zbpp.run import app
+from zbpp.run.optimizer import build_masters
+from zbpp.run.stages import move_stages, recompute_stages
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.optim.precision import PRECISIONS, LossScaleError
 from zbpp.training.replan import Replan
