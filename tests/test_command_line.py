@@ -5,13 +5,10 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
-from hydra.types import RunMode
-from omegaconf import OmegaConf
 
 from zbpp import config as configs
 from zbpp.commands import command_line
-from zbpp.config import ConfigError, instantiate_node
+from zbpp.config import ConfigError
 from zbpp.launch import Refusal
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -57,67 +54,35 @@ def test_a_model_chosen_as_custom_takes_any_key():
     assert composed(*given).model == {"_target_": "my_file.Tower", "depth": 3}
 
 
-def test_unknown_keys_of_other_models_are_still_refused():
-    with pytest.raises(Exception, match="num_layerz") as caught:
-        composed("model.num_layerz=3")
-    assert "num_layerz" in str(configs.composition_error(caught.value))
-
-
 # ---------------------------------------------------------------- names
 
 
-@pytest.mark.parametrize(
-    ("written", "name"),
-    [
-        ("ZB_H1", "zb_h1"), ("1F1B", "1f1b"), ("ZBVZeroBubble", "zb_v"), ("zb_h1", "zb_h1"),
-        ("Interleaved1F1B", "interleaved_1f1b"), ("InterleavedZeroBubble", "interleaved_zb"),
-        ("LoopedBFS", "looped_bfs"), ("DualPipeV", "dualpipe_v"),
-    ],
-)  # fmt: skip
-def test_a_schedule_goes_by_any_case_and_by_torchs_name(written, name):
-    assert composed(f"schedule={written}").schedule.name == name
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_every_key_of_the_command(command):
+    text, nodes = configs.help_text(command, "what it does"), r"(model|data|optimizer\.\w+)\.|schedule\.name"
+    keys = [key for key in configs.flat(composed(name=command)) if not re.match(nodes, key)]
+    assert [key for key in keys if f"\n  {key}=" not in text] == []
 
 
 @pytest.mark.parametrize("flags", [["-n", "4"], ["-n4"]])
 def test_n_is_short_for_the_number_of_ranks(flags):
     assert command_line.arguments(["steps=3", *flags, "seed=1"], "train") == [
-        "steps=3", "parallel.num_processes=4", "seed=1",
+        "parallel.num_processes=4", "steps=3", "seed=1",
     ]  # fmt: skip
+    with pytest.raises(Refusal, match="-n steps=3: write how many ranks"):
+        command_line.arguments(["-n", "steps=3"], "train")
     assert command_line.arguments(flags, "bench") == command_line.arguments(flags, "measure")
     assert command_line.arguments(flags, "bench") == ["num_ranks=4"]
-
-
-def test_n_beside_the_key_that_it_is_short_for_is_refused():
-    with pytest.raises(Refusal, match="-n 2 is short for parallel.num_processes=2: leave one of the two out"):
-        command_line.arguments(["-n", "2", "parallel.num_processes=3"], "train")
-
-
-def test_flags_may_stand_between_values():
-    """Hydra refused whatever stood behind a flag that stood behind a value."""
-    given = ["steps=3", "--config-dir", "conf", "seed=1", "-m", "precision=float64", "--cfg", "job"]
-    assert command_line.arguments(given) == [
-        "steps=3", "seed=1", "precision=float64", "--config-dir", "conf", "-m", "--cfg", "job",
-    ]  # fmt: skip
-
-
-def test_a_value_keeps_its_spaces():
-    """A prompt lost the space at its end."""
-    assert composed("sample.prompt=The ").sample.prompt == "The "
-    assert command_line.arguments(["sample.prompt='a '", "steps= 3"]) == ["sample.prompt='a '", "steps=' 3'"]
 
 
 def test_a_models_folder_says_the_size_of_its_vocabulary(tmp_path):
     """The default's 256 was taken for it, and the data refused."""
     given = ["model=huggingface", f"model.path={tmp_path}"]
-    assert command_line.arguments(given) == [*given, "~model.config"]
+    assert command_line.arguments(given) == ["~model.config", *given]
     (tmp_path / "config.json").write_text('{"text_config": {"vocab_size": 320}}')
-    assert command_line.arguments(given) == [*given, "~model.config", "model.vocab_size=320"]
+    assert command_line.arguments(given) == ["~model.config", "model.vocab_size=320", *given]
     given.append("model.vocab_size=300")
-    assert command_line.arguments(given) == [*given, "~model.config"]
-
-
-def test_a_sweep_over_schedules_takes_the_same_names():
-    assert command_line.arguments(["-m", "schedule=ZB_H1,AUTO,mine"]) == ["schedule=zb_h1,auto,mine", "-m"]
+    assert command_line.arguments(given) == ["~model.config", *given]
 
 
 # ---------------------------------------------------------------- help
@@ -126,7 +91,7 @@ def test_a_sweep_over_schedules_takes_the_same_names():
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_other(command):
     """bench --help listed schedule, optimizer, logger, ... and refused each of them."""
-    text = command_line.help_text(command, "what it does")
+    text = configs.help_text(command, "what it does")
     shown = dict(re.findall(r"^(\w+)=\w+.*\n    (.*)$", text, flags=re.M))
     for group in (path.name for path in FOLDER.iterdir() if path.is_dir()):
         files = sorted(path.stem for path in (FOLDER / group).glob("*.yaml"))
@@ -138,14 +103,6 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         assert configs.composition_error(caught.value) is not None
 
 
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_shows_every_value_of_the_command(command):
-    text = command_line.help_text(command, "what it does")
-    config = composed(name=command)
-    plain = [key for key in config if not OmegaConf.is_dict(config._get_node(key))]
-    assert [key for key in plain if f"\n{key}: " not in text] == []
-
-
 # ---------------------------------------------------------------- mistakes
 
 
@@ -154,15 +111,12 @@ def test_help_shows_every_value_of_the_command(command):
     [
         ("model=gpt_tony", "Could not find 'model/gpt_tony' Available options in 'model': custom emulated"),
         ("stepz=3", "Could not override 'stepz'. Key 'stepz' not in 'TrainConfig'; did you mean steps"),
-        ("lr=1e-3", "Key 'lr' not in 'TrainConfig'; did you mean optimizer.learning_rate?"),
         (
             "learning_rat=1e-3",
             "Key 'learning_rat' not in 'TrainConfig'; did you mean optimizer.learning_rate?",
         ),
         ("device=cpu", "Key 'device' not in 'TrainConfig'; did you mean parallel.device?"),
-        ("optimizer.lr=1e-3", "Key 'lr' not in 'OptimizerConfig'; did you mean learning_rate?"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
-        ("cuda_graphs=actions", "'actions' is not a valid bool (type str): write true or false"),
         ("steps=[3", "no viable alternative at input '[3'"),
     ],
 )
@@ -177,23 +131,6 @@ def test_what_hydra_says_of_a_mistake_is_one_line(given, words):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (
-            "callbacks={_target_: a.B, most: 2}",
-            "callbacks={_target_: a.B, most: 2}: write a list, callbacks=[{_tar",
-        ),
-    ],
-)
-def test_values_that_are_no_list_where_one_belongs_are_answered_with_the_list(given, message):
-    with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        compose_config = GlobalHydra.instance().hydra.compose_config
-        with pytest.raises(Exception, match=".") as caught:  # as from a shell
-            compose_config("train", [given], RunMode.RUN, with_log_configuration=False)
-    assert str(configs.composition_error(caught.value)).startswith(message)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
         ("+step=2", "step: there is no such key; did you mean steps?"),
         (
             "++optimizer.learning_rat=1",
@@ -201,7 +138,6 @@ def test_values_that_are_no_list_where_one_belongs_are_answered_with_the_list(gi
         ),
         ("+parallel.processes=2", "parallel.processes: there is no such key; did you mean num_processes?"),
         ("+schedule.nmae=gpipe", "schedule.nmae: there is no such key; did you mean name?"),
-        ("+lr=.5", "lr: there is no such key; did you mean optimizer.learning_rate?"),
         ("+xyzzy=1", "xyzzy: there is no such key"),
     ],
 )
@@ -210,21 +146,6 @@ def test_a_key_added_with_a_plus_is_refused_if_nothing_reads_it(given, message):
         configs.typed(composed(given))
     assert str(caught.value) == message
     configs.typed(composed("+model.anything=1"))  # a class of the user's may take it
-
-
-@pytest.mark.parametrize(
-    ("given", "name", "message"),
-    [
-        (["-n"], "train", "-n : write how many ranks to start, such as -n 4"),
-        (["-n", "steps=3"], "train", "-n steps=3: write how many"),
-        (["-n", "2"], "explain", "there is no option -n: write values as key=value"),
-        (["--steps", "3"], "train", "there is no option --steps: write values as key=value, such as steps=3"),
-    ],
-)
-def test_a_flag_that_is_not_known_is_refused_in_a_line(given, name, message):
-    """Hydra printed 20 lines of its own options."""
-    with pytest.raises(Refusal, match=re.escape(message)):
-        command_line.arguments(given, name)
 
 
 def test_data_that_need_a_key_which_the_model_has_not_are_refused_with_what_to_write():
@@ -237,31 +158,14 @@ def test_data_that_need_a_key_which_the_model_has_not_are_refused_with_what_to_w
     )
 
 
-def test_a_class_given_as_a_choice_is_refused_with_the_key_that_names_a_class():
-    with pytest.raises(Refusal) as caught:
-        command_line.arguments(["model=mymodel.MyLM"])
-    assert str(caught.value) == (
-        "model=mymodel.MyLM: there is no such choice; a class is named by model._target_=mymodel.MyLM"
-    )
-
-
 def test_a_typo_in_a_classs_name_names_the_module_and_what_it_has(tmp_path, monkeypatch):
     (tmp_path / "my_typo_file.py").write_text("import json\n\nclass MyModel: ...\n\ndef my_data(): ...\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(configs.ConfigError) as caught:
         configs.instantiate_node("model", {"_target_": "my_typo_file.MyModle"})
-    assert str(caught.value) == (
-        "model (my_typo_file.MyModle): my_typo_file has no MyModle; it has MyModel, my_data"
+    assert "model (my_typo_file.MyModle): module 'my_typo_file' has no attribute 'MyModle'" in str(
+        caught.value
     )
-
-
-def test_the_choices_of_a_users_folder_are_listed_beside_ours(tmp_path):
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/mine.yaml").write_text("_target_: my_file.Tower\n")
-    for given in (["--config-dir", str(tmp_path)], [f"--config-dir={tmp_path}"], ["-cd", str(tmp_path)]):
-        assert "llama_tiny, mine, mlp" in command_line.help_text("train", "what it does", given)
-        with pytest.raises(Refusal, match="choose one of .*, mine, mlp"):
-            command_line.arguments([*given, "model="])
 
 
 def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(monkeypatch):
@@ -279,21 +183,13 @@ def test_a_mistake_ends_the_process_with_one_line_and_a_bug_with_its_traceback(m
 # ---------------------------------------------------------------- under torchrun
 
 
-@pytest.mark.parametrize("given", ["optimizer=null", "optimizer=3", "model=", "data=True", "logger=1e3"])
-def test_a_choice_that_can_be_no_files_name_is_refused_in_a_line(given):
-    """It was a traceback of Hydra's."""
-    with pytest.raises(Refusal, match=f"{re.escape(given)}: choose one of [a-z]"):
-        command_line.arguments([given])
-    assert command_line.arguments(["schedule=1f1b", "model.seed=3"]) == ["schedule=1f1b", "model.seed=3"]
-
-
 def test_ranks_other_than_0_write_no_log(monkeypatch):
     assert command_line.arguments(["steps=3"]) == ["steps=3"]
     monkeypatch.setenv("RANK", "0")
     assert command_line.arguments(["steps=3"]) == ["steps=3"]
     monkeypatch.setenv("RANK", "1")
     assert command_line.arguments(["steps=3"]) == [
-        "steps=3", "hydra/job_logging=none", "hydra/hydra_logging=none",
+        "hydra/job_logging=none", "hydra/hydra_logging=none", "steps=3",
     ]  # fmt: skip
 
 
@@ -314,25 +210,6 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
     assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 
-def test_a_mistyped_class_of_a_package_is_answered_with_its_classes_the_nearest_first():
-    with pytest.raises(ConfigError, match=r"torch\.optim has no Adm; it has Adam,.* SGD") as caught:
-        instantiate_node("optimizer", {"_target_": "torch.optim.Adm"})
-    assert "swap_in" not in str(caught.value)
-
-
 def test_a_misspelt_module_is_named_before_the_keys_that_its_model_lacks():
     with pytest.raises(ConfigError, match=r"^model\._target_=nigth\.Net: there is no module nigth$"):
         configs.typed(composed("model._target_=nigth.Net"))
-
-
-def test_an_argument_that_a_data_function_passes_on_is_explained():
-    with pytest.raises(ConfigError, match="'batch_size': zbpp passes batch_size to a target that accepts it"):
-        instantiate_node("data", {"_target_": f"{__name__}.passes_on"}, batch_size=3)
-
-
-def passes_on(**options):
-    return composed_nothing(**options)
-
-
-def composed_nothing():
-    return None

@@ -2,19 +2,10 @@
 
 import sys
 
-import pytest
 from torch import nn
 
 from zbpp.commands import command_line
 from zbpp.config import instantiate_node
-
-
-def test_a_text_that_looks_like_an_interpolation_stays_a_text():
-    """Hydra's instantiate resolved it again, after the check: `${oc.create:...}` could become a node."""
-    node = {"_target_": "torch.nn.Softmax", "dim": "${oc.create:'{_target_: os.getcwd}'}"}
-    made = instantiate_node("model", node)
-    assert isinstance(made, nn.Softmax)
-    assert made.dim == node["dim"]
 
 
 def test_nodes_inside_a_node_are_made_first_and_judged_alike():
@@ -24,11 +15,6 @@ def test_nodes_inside_a_node_are_made_first_and_judged_alike():
     partial = instantiate_node("model", {**inner, "_partial_": True})
     assert partial().out_features == 3
     assert instantiate_node("model", {"_target_": "torch.nn.Linear", "_args_": [4, 5]}).in_features == 4
-
-
-def test_a_pickled_config_is_not_read(capsys):
-    with pytest.raises(SystemExit, match="there is no option --experimental-rerun"):
-        command_line.run(print, "explain", "", ["--experimental-rerun", "config.pickle"])
 
 
 def test_a_config_of_the_users_names_code_of_the_current_folder(monkeypatch, tmp_path):

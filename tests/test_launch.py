@@ -73,9 +73,9 @@ def job(tmp_path_factory, installed):
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
     overrides = [
         "schedule=zb_h1", *GPT, *TINY, "data=text", "data.path=corpus.txt", "logger=wandb",
-        "logger.mode=offline", "evaluate_every=2", "run_dir=runs/first",
+        "evaluate_every=2", "run_dir=runs/first",
     ]  # fmt: skip
-    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides))
+    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides), WANDB_MODE="offline")
     assert done.rc == 0, done.text
     return SimpleNamespace(folder=folder, run=folder / "runs/first", text=done.text)
 
@@ -391,7 +391,6 @@ def corpora(tmp_path):
         (["data.tokenizer={}/none.json", "data=text", "data.path={}/short.txt"], "none.json' is not a file"),
         (["model=mlp", "data=stdlib"], "data.vocab_size: Interpolation key 'model.vocab_size' not found"),
         (["model._target_=collections.Counter"], "model"),
-        (["logger.mode=paper"], "logger.mode=paper: write online, offline or disabled"),
     ],
 )
 def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, corpora, overrides, message):
@@ -442,7 +441,7 @@ def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two
     target = ["model._target_=my_file.Tower", "model.hidden_size=16", "data=regression", *TINY]
     train([*command_line.arguments(target), f"run_dir={tmp_path}/one"])
     chosen = ["--config-dir", "conf", "model=tower", "data=regression", *TINY]
-    command = warm.zbpp("train", "-n", "2", *chosen, "schedule=ZBVZeroBubble", "run_dir=two")
+    command = warm.zbpp("train", "-n", "2", *chosen, "schedule=zb_v", "run_dir=two")
     done = warm.start(tmp_path, command)
     assert done.rc == 0, done.text
     assert "written to two" in done.text

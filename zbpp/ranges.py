@@ -1,8 +1,9 @@
-"""What a config's fields accept: declared beside each field, checked in one place.
+"""What a config's fields accept and mean: declared beside each field, checked in one place.
 
-    steps: int = ranged(100, least=1)
+    steps: int = ranged(100, least=1, help="optimizer steps")
     dtype: str = one_of("float32", "float64")
     run_dir: str = filled("runs", "write a folder")
+    save_weights: bool = described(True, "at the end")
 
 A number without a declaration is refused below 0. No number may be infinite or NaN.
 """
@@ -79,19 +80,31 @@ class _Filled:
         return self.what_to_write
 
 
-def ranged(default: float | None, **bounds: Any) -> Any:
+def ranged(default: float | None, *, help: str = "", **bounds: Any) -> Any:
     """A field for a number within bounds: least (0) or above, most or below; unit: a noun for the message."""
-    return field(default=default, metadata={"rule": _Range(**bounds)})
+    return field(default=default, metadata={"rule": _Range(**bounds), "help": help})
 
 
-def one_of(*choices: str) -> Any:
+def one_of(*choices: str, help: str = "") -> Any:
     """A field for one of several words; the first is the default."""
-    return field(default=choices[0], metadata={"rule": _OneOf(choices)})
+    return field(default=choices[0], metadata={"rule": _OneOf(choices), "help": help})
 
 
-def filled(default: str, advice: str) -> Any:
+def filled(default: str, advice: str, *, help: str = "") -> Any:
     """A field for a text that is not empty; advice: what the message tells to write."""
-    return field(default=default, metadata={"rule": _Filled(advice)})
+    return field(default=default, metadata={"rule": _Filled(advice), "help": help})
+
+
+def described(default: Any, help: str) -> Any:
+    """A field for any value of its type, with its line of help. A number may not be negative."""
+    return field(default=default, metadata={"help": help})
+
+
+def help_of(declared: Field[Any]) -> str:
+    """A field's line of help: its words or its range, then what it means."""
+    rule = declared.metadata.get("rule")
+    words = ", ".join(rule.choices) if isinstance(rule, _OneOf) else ""
+    return "; ".join(filter(None, [words, declared.metadata.get("help", "")]))
 
 
 class Checked:

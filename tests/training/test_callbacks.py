@@ -100,7 +100,7 @@ def number():
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("[{_target_: Wittness}]", r"callbacks\[0\] \(.*Wittness\): .* has no Wittness; it has Witness"),
+        ("[{_target_: Wittness}]", r"callbacks\[0\] \(.*Wittness\): .* has no attribute 'Wittness'"),
         ("[{_target_: Foreign}]", r"callbacks\[0\] .*: the call returns a Foreign, not a .*Callback: derive"),
         ("[{_target_: number}]", r"callbacks\[0\] .*: the call returns an int, not a .*Callback: derive"),
         ("[{_target_: Witness, last: 3}]", r"callbacks\[0\] .* unexpected keyword argument 'last'"),

@@ -3,6 +3,7 @@
 Hydra and OmegaConf are known in this folder only. Plain objects leave it.
 """
 
+from zbpp.config.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig, ScheduleConfig
 from zbpp.config.compose import (
     Composed,
     as_yaml,
@@ -10,26 +11,20 @@ from zbpp.config.compose import (
     composition_error,
     config_folder,
     flat,
+    help_text,
     read_run_config,
     register,
     typed,
 )
 from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
-from zbpp.config.tree import (
+from zbpp.config.train import (
     NUM_MICROBATCHES,
-    BenchConfig,
-    EarlyStopConfig,
-    ExplainConfig,
     FinetuneConfig,
-    JobConfig,
     LoggerConfig,
-    LoraConfig,
-    MeasureConfig,
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
     SampleConfig,
-    ScheduleConfig,
     TrainConfig,
 )
 from zbpp.ranges import ConfigError
@@ -39,12 +34,10 @@ __all__ = [
     "BenchConfig",
     "Composed",
     "ConfigError",
-    "EarlyStopConfig",
     "ExplainConfig",
     "FinetuneConfig",
     "JobConfig",
     "LoggerConfig",
-    "LoraConfig",
     "MeasureConfig",
     "MemoryConfig",
     "OptimizerConfig",
@@ -57,6 +50,7 @@ __all__ = [
     "composition_error",
     "config_folder",
     "flat",
+    "help_text",
     "instantiate_node",
     "naming",
     "partial_of_node",

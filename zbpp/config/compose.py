@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -23,17 +23,16 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
-from zbpp.config import tree
-from zbpp.ranges import ConfigError
+from zbpp.config.commands import BenchConfig, ExplainConfig, MeasureConfig
+from zbpp.config.train import TrainConfig
+from zbpp.ranges import ConfigError, help_of
 
-_TYPES = {
-    "train_types": tree.TrainConfig,
-    "bench_types": tree.BenchConfig,
-    "measure_types": tree.MeasureConfig,
-    "explain_types": tree.ExplainConfig,
+_KINDS: dict[str, Any] = {
+    "train": TrainConfig,
+    "bench": BenchConfig,
+    "measure": MeasureConfig,
+    "explain": ExplainConfig,
 }
-
-_RENAMED = {"dtype": "precision", "num_ranks": "parallel.num_processes"}  # keys of older versions
 
 
 @dataclass(frozen=True)
@@ -71,8 +70,8 @@ def command(
 def register() -> None:
     """Tell Hydra the types of our configs: configs/train.yaml and its like build on them."""
     store = ConfigStore.instance()
-    for name, kind in _TYPES.items():
-        store.store(name=name, node=kind)
+    for name, kind in _KINDS.items():
+        store.store(name=f"{name}_types", node=kind)
     OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
 
 
@@ -163,28 +162,21 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
 
 
 def _did_you_mean(name: str, kind: Any) -> str:
-    """The key of the config class, or of a class inside it, that is called nearly so: `lr`, learning_rate."""
+    """The key of the config class, or of a class inside it, that is called nearly so."""
     keys: dict[str, str] = {}
-    for key in _keys(kind):
+    for key, _ in keys_of(kind):
         keys.setdefault(key.rpartition(".")[2], key)
-    initials: dict[str, str] = {}
-    for last in keys:
-        initials.setdefault("".join(word[0] for word in last.split("_")), last)
-    if name in _RENAMED and name not in keys:
-        return f"; it is called {_RENAMED[name]} now: write {_RENAMED[name]}=..."
-    close = [name] if name in keys else [initials[name]] if name in initials else []
-    close = close or difflib.get_close_matches(name, keys, n=1)
+    close = difflib.get_close_matches(name, keys, n=1)
     return f"; did you mean {keys[close[0]]}?" if close else ""
 
 
-def _keys(kind: Any) -> Iterator[str]:
-    """The dotted keys of a config class: its own first, then those of the classes inside it."""
+def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
+    """The dotted keys of a config class, those of the classes inside it last, with their fields."""
     hints = get_type_hints(kind)
-    own = [field.name for field in fields(kind)]
-    yield from own
-    for name in own:
-        if is_dataclass(hints[name]):
-            yield from (f"{name}.{key}" for key in _keys(hints[name]))
+    groups = [each for each in fields(kind) if is_dataclass(hints[each.name])]
+    yield from ((prefix + each.name, each) for each in fields(kind) if each not in groups)
+    for each in groups:
+        yield from keys_of(hints[each.name], f"{prefix}{each.name}.")
 
 
 def composition_error(error: object) -> ConfigError | None:
@@ -194,15 +186,12 @@ def composition_error(error: object) -> ConfigError | None:
     text, hint = str(error).partition("Config search path")[0], ""
     if error.__cause__ is not None and str(error.__cause__) not in text:
         text += f"\n{error.__cause__}"
-    if no_list := _no_list(text):
-        return ConfigError(no_list)
     unknown = re.search(r"Key '(\w+)' not in '(\w+)'", text)
-    if unknown and is_dataclass(kind := getattr(tree, unknown[2], None)):
+    if unknown:
         # Hydra advises to add the key by a +, where nothing would read it.
         text = re.sub(r"To append to your config use \S+", "", text)
-        hint = _did_you_mean(unknown[1], kind)
-    if "is not a valid bool" in text:
-        hint = ": write true or false"
+        kinds = {each.__name__: each for each in (*_KINDS.values(), *_groups())}
+        hint = _did_you_mean(unknown[1], kinds[unknown[2]]) if unknown[2] in kinds else ""
     lines = [line.strip() for line in text.splitlines()]
     # These three are OmegaConf's own terms, of no use to a user.
     useful = [
@@ -211,17 +200,8 @@ def composition_error(error: object) -> ConfigError | None:
     return ConfigError(" ".join(useful) + hint)
 
 
-def _no_list(text: str) -> str:
-    """What to write for `key=a,b`, which Hydra takes for a sweep, or for a dict where a list belongs."""
-    sweep = re.search(r"Ambiguous value for argument '(.+?)=(.+)'", text)
-    if sweep:
-        key, values = sweep[1], sweep[2]
-        return (
-            f"{key}={values}: write {key}=[{values}] for a list, {key}=\\'{values}\\' for one "
-            "text with commas, or add -m for one run with each value"
-        )
-    given = re.search(r"override (\w+)=(\{.+\})\s+Cannot merge DictConfig with ListConfig", text)
-    return f"{given[1]}={given[2]}: write a list, {given[1]}=[{given[2]}]" if given else ""
+def _groups() -> Iterator[Any]:
+    return (kind for kind in get_type_hints(TrainConfig).values() if is_dataclass(kind))
 
 
 def read_run_config(path: Path) -> dict[str, Any]:
@@ -234,3 +214,43 @@ def read_run_config(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")
     return {str(name): value for name, value in found.items()}
+
+
+# ---------------------------------------------------------------- help
+
+
+def help_text(name: str, description: str) -> str:
+    """What a command does, the groups that its config chooses from, and its keys with their help."""
+    text = (config_folder() / f"{name}.yaml").read_text()
+    groups = re.findall(r"^  - (\w+): (\w+)(.*)$", text, flags=re.M)
+    return "\n".join(
+        [
+            description.strip(),
+            "",
+            "Choices (group=choice; these are the defaults):",
+            "",
+            *(
+                f"{group}={choice}{comment}\n    {', '.join(choices(group))}"
+                for group, choice, comment in groups
+            ),
+            "",
+            "Keys (key=value; these are the defaults):",
+            "",
+            *(_line(key, each) for key, each in keys_of(_KINDS[name]) if each.default != "???"),
+            "",
+            "--config-dir FOLDER adds choices of yours: FOLDER/model/mine.yaml for model=mine.",
+            "--cfg job prints the resulting config; -m key=a,b runs the command with key=a, then with key=b.",
+            "--hydra-help shows more options. They stand behind the keys.",
+        ]
+    )
+
+
+def choices(group: str) -> list[str]:
+    """The names of a group's files."""
+    return sorted(path.stem for path in (config_folder() / group).glob("*.yaml"))
+
+
+def _line(key: str, declared: Field[Any]) -> str:
+    default = declared.default if declared.default_factory is MISSING else declared.default_factory()
+    shown = {"None": "null", "True": "true", "False": "false", "{}": ""}.get(str(default), default)
+    return f"  {f'{key}={shown}':<34} {help_of(declared)}".rstrip()

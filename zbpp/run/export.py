@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
-from zbpp.config import ConfigError, LoraConfig, naming, read_run_config
+from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
 from zbpp.run.model import build_model
 from zbpp.training.lora import is_adapter, peft_name, write_adapter
 from zbpp.training.weights import weights_of_run
@@ -103,7 +103,7 @@ def _tokenizer(config: dict[str, Any]) -> Path | None:
 
 def lora_options(config: Mapping[str, Any]) -> dict[str, Any] | None:
     """The options of a run's LoRA; None: the run trained without. config: that of the run."""
-    return LoraConfig(**((config.get("finetune") or {}).get("lora") or {})).options
+    return FinetuneConfig(lora=(config.get("finetune") or {}).get("lora") or {}).adapters
 
 
 def export_adapter(

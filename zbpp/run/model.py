@@ -35,13 +35,16 @@ def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | 
 
 def _fine_tuned(model: Any, options: FinetuneConfig, seed: int) -> Any:
     """The model with frozen parameters or adapters; itself where nothing of it is fine-tuned."""
-    lora = options.lora.options
+    lora = options.adapters
     if not (options.freeze or options.train or lora):
         return model
     from zbpp.training.fine_tuned import FineTuned
 
     with naming("finetune"):
-        return FineTuned(model, freeze=options.freeze, train=options.train, lora=lora, seed=seed)
+        try:
+            return FineTuned(model, freeze=options.freeze, train=options.train, lora=lora, seed=seed)
+        except TypeError as error:  # peft, of a key that it does not know
+            raise ConfigError(f"finetune.lora: {error}") from error
 
 
 def _check_loss(loss: object) -> None:

@@ -48,7 +48,7 @@ def write_results(
 
 def _write_weights(config: TrainConfig, path: Path, trainer: Trainer) -> None:
     """Write the weights that were trained: all, or the adapters alone."""
-    lora = config.finetune.lora.options
+    lora = config.finetune.adapters
     if lora is None:
         save_weights(path, trainer.pipeline, trainer.masters)
         return

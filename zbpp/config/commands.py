@@ -1,0 +1,118 @@
+"""The keys of `zbpp bench`, `measure` and `explain`, and those that they share with `zbpp train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from omegaconf import MISSING, DictConfig
+
+from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
+
+PRECISIONS = ("float32", "bfloat16", "float64")
+COMPILE = ("none", "stage", "layer")
+LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
+_LARGEST_SEED = 2**63 - 1
+_RUNS = "runs/${now:%Y-%m-%d}/${now:%H-%M-%S}${sweep_number:}"
+
+
+def open_node() -> DictConfig:
+    """A node that takes any key from the command line, without a + before it."""
+    return DictConfig({}, flags={"struct": False})
+
+
+@dataclass(kw_only=True)
+class ScheduleConfig(Checked):
+    """Which plan a run executes. The schedule decides on stages_per_rank and placement that are null."""
+
+    prefix: ClassVar[str] = "schedule."
+    name: str = MISSING
+    timetable: str | None = described(None, "a file that `zbpp plan` wrote, instead of a name")
+    costs: str | None = described(None, "a file that `zbpp measure` wrote: the times to plan for")
+    stages_per_rank: int | None = ranged(None, least=1)
+    placement: str | None = described(None, "one, looped or v")
+    memory_limit: int | float | str | None = described(
+        None, "of each rank, in activations; where the costs are in bytes, with a unit: 12GiB"
+    )
+    replan: str | None = described(None, "the schedule to go on with, planned for the first steps' times")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments of `plan` that stand in the config, apart from the name and the costs."""
+        names = ("stages_per_rank", "placement", "memory_limit")
+        return {name: getattr(self, name) for name in names}
+
+
+@dataclass(kw_only=True)
+class WorkConfig(Checked):
+    """What every command computes with. model and data are config nodes with a `_target_`."""
+
+    model: dict[str, Any] = MISSING
+    data: dict[str, Any] = MISSING
+    microbatch_size: int = ranged(4, least=1, help="rows")
+    seed: int = ranged(0, most=_LARGEST_SEED)
+    precision: str = one_of(*PRECISIONS)
+
+
+@dataclass(kw_only=True)
+class RunConfig(WorkConfig):
+    """The commands that write into a folder."""
+
+    run_dir: str = filled(_RUNS, "write a folder, such as runs/first", help="for all that is written")
+    overwrite: bool = described(False, "replace the files of an earlier run in run_dir")
+
+
+@dataclass(kw_only=True)
+class JobConfig(RunConfig):
+    """What `zbpp bench` and `zbpp measure` share."""
+
+    num_ranks: int = ranged(4, least=1, help="-n 4 sets it")
+    num_microbatches: int = ranged(12, least=1)
+    repeats: int = ranged(5, least=1, help="measured steps")
+    device: str = one_of("auto", "cpu", "cuda")
+    timeout: float = ranged(120.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
+    comm: float = ranged(0.0, unit="milliseconds", help="the least of a message: EMULATED links")
+
+
+@dataclass(kw_only=True)
+class BenchConfig(JobConfig):
+    """`zbpp bench`: one model under several schedules and both runtimes, in one job."""
+
+    schedules: list[str] = field(
+        default_factory=lambda: ["1f1b", "zb_h1", "zb_v", "interleaved_1f1b", "zb_auto"]
+    )
+    compare: str = one_of("torch", "none", help="torch.distributed.pipelining beside zbpp; none: zbpp alone")
+    memory_limit: float | None = ranged(
+        None, above=0, help="of schedules planned for costs, in activations; null: as the others' most"
+    )
+    time_limit: float = ranged(10.0, unit="seconds", help="of each search for a plan")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.schedules:
+            raise ConfigError("schedules=[]: write at least one, as [1f1b,zb_h1]")
+
+
+@dataclass(kw_only=True)
+class MeasureConfig(JobConfig):
+    """`zbpp measure`. schedule: the one whose stages are measured."""
+
+    num_microbatches: int = ranged(8, least=1)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+
+@dataclass(kw_only=True)
+class ExplainConfig(WorkConfig):
+    """`zbpp explain`. compile: as in TrainConfig."""
+
+    stage: int = ranged(0)
+    num_stages: int = ranged(4, least=1)
+    compile: str = one_of(*COMPILE, help="as in zbpp train: shows what is compiled, and why the rest is not")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stage >= self.num_stages:
+            raise ConfigError(
+                f"stage={self.stage} does not exist with num_stages={self.num_stages}: "
+                f"write 0 to {self.num_stages - 1}"
+            )

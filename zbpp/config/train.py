@@ -1,0 +1,401 @@
+"""The keys of `zbpp train`: each with its type, its range and its line of help; and which go together.
+
+A node of type Any passes its keys on: to the class that `_target_` names, or to peft's LoraConfig.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar
+
+from zbpp.config.commands import COMPILE, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
+from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
+
+NUM_MICROBATCHES = 8  # where neither the config nor a plan's file says how many
+_MIXED = ("mixed_bfloat16", "mixed_float16")
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig(Checked):
+    """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule."""
+
+    prefix: ClassVar[str] = "optimizer."
+    name: str = one_of(
+        "adamw", "stable_adamw", "lion", "muon", "custom", help="custom: the one that build names"
+    )
+    build: Any = field(
+        default_factory=open_node,
+        metadata={"help": "of optimizer=custom: _target_, a class, and its own arguments"},
+    )
+    per_parameter: bool = described(False, "build updates each parameter from its own gradient alone")
+    groups: list[dict[str, Any]] = field(
+        default_factory=list, metadata={"help": "other options for parameters by name, see docs/optimizer.md"}
+    )
+    learning_rate: float = ranged(1e-3, above=0, help="after the warm-up")
+    beta1: float = ranged(0.9, below=1)
+    beta2: float = ranged(0.95, below=1)
+    eps: float = ranged(1e-8)
+    weight_decay: float = ranged(0.1)
+    lr_schedule: str = one_of(
+        "cosine", "linear", "constant", "wsd", help="wsd falls in the last fifth of the steps"
+    )
+    lr_scheduler: Any = field(
+        default_factory=open_node, metadata={"help": "instead: _target_ and arguments of one of torch's"}
+    )
+    warmup_steps: int = ranged(10)
+    min_ratio: float = ranged(0.1, most=1, help="of the learning rate, at the end")
+    clip_norm: float | None = ranged(1.0, above=0, help="of the gradients of all stages; null: no clipping")
+    kahan_sum: bool = described(False, "of precision=bfloat16: what rounding takes off an update is kept")
+    validation: str = one_of(
+        "before",
+        "after",
+        help="after: steps don't wait for the norm, and updates are redone if need be",
+    )
+    validation_after: int = ranged(10, help="unclipped steps before validation=after begins; 0: always")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("build", "lr_scheduler"):
+            node = getattr(self, name)
+            if node and not (isinstance(node, Mapping) and isinstance(node.get("_target_"), str)):
+                raise ConfigError(f"optimizer.{name} needs a class: write optimizer.{name}._target_=...")
+        target = (self.build or {}).get("_target_")
+        if (self.name == "custom") != bool(target):
+            raise ConfigError(
+                "optimizer=custom and optimizer.build go together: write optimizer=custom "
+                "optimizer.build._target_=torch.optim.SGD optimizer.build.lr=0.1"
+            )
+        for each in fields(self):
+            is_ours = each.name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "kahan_sum")
+            if self.name == "custom" and is_ours and getattr(self, each.name) != each.default:
+                raise ConfigError(
+                    f"optimizer.{each.name} is not passed on to {target}: write its own argument, as "
+                    "optimizer.build.lr=0.1"
+                )
+        if self.name in ("stable_adamw", "lion"):
+            need_optimi(f"optimizer.name={self.name}")
+        if self.kahan_sum or str(target).startswith("optimi."):
+            need_optimi(
+                "optimizer.kahan_sum=true" if self.kahan_sum else f"optimizer.build._target_={target}"
+            )
+        if self.lr_scheduler and self.lr_schedule != "cosine":
+            raise ConfigError(
+                f"optimizer.lr_schedule={self.lr_schedule} and optimizer.lr_scheduler are both given: leave "
+                "one out"
+            )
+
+
+@dataclass(kw_only=True)
+class ParallelConfig(Checked):
+    """The pipeline gets num_processes / (replicate x shard x tensor) ranks."""
+
+    prefix: ClassVar[str] = "parallel."
+    num_processes: int | None = ranged(
+        None, least=1, help="-n 4 sets it; null: one, or as many as torchrun starts"
+    )
+    replicate: int = ranged(1, least=1, help="copies of each stage, which see different data")
+    shard: int = ranged(1, least=1, help="copies with other data and a part of the weights each (FSDP2)")
+    tensor: int = ranged(1, least=1, help="parts of each layer")
+    reshard: str = one_of("step", "microbatch", help="shards free gathered weights after each of these")
+    device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")
+    timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
+    dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
+
+
+@dataclass(kw_only=True)
+class MemoryConfig(Checked):
+    """How much a rank holds between F, B and W."""
+
+    prefix: ClassVar[str] = "memory."
+    recompute: str = one_of(
+        "none",
+        "block",
+        "stage",
+        "auto",
+        help="what B runs forward again; auto: as memory.limit asks",
+    )
+    budget: float = ranged(1.0, most=1, help="with compile: the share of its activations that F keeps for B")
+    limit: float | None = ranged(None, above=0, unit="GiB", help="of each rank's device")
+    report: bool = described(False, "the last step's memory, measured beside predicted, in memory.json")
+    offload: int | float | str = described(
+        "none",
+        "activations to host memory, by schedule.costs: auto (where it is free), or GiB",
+    )
+    offload_weights: bool = described(False, "weights, gradients and optimizer states live in host memory")
+    head_at_once: bool = described(False, "W of a language model's head runs at the end of its B")
+    gradient_release: str = one_of(
+        "off", "step", "accumulate", help="update behind each stage's last W, or in each microbatch"
+    )
+
+    def __post_init__(self) -> None:
+        if self.gradient_release == "False":  # YAML reads an off without quotes as false
+            self.gradient_release = "off"
+        super().__post_init__()
+        if self.recompute == "auto" and self.limit is None:
+            raise ConfigError(
+                "memory.recompute=auto stays within memory.limit, and there is none: write memory.limit=16 "
+                "(GiB of each rank's device), or memory.recompute=block"
+            )
+        is_number = isinstance(self.offload, int | float) and not isinstance(self.offload, bool)
+        if self.offload not in ("none", "auto") and not (is_number and float(self.offload) > 0):
+            raise ConfigError(
+                f"memory.offload={self.offload}: write none, auto, or how many GiB of each rank may be away, "
+                "above 0"
+            )
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(Checked):
+    """Which parameters are trained, by patterns of their names in the whole model; or LoRA."""
+
+    prefix: ClassVar[str] = "finetune."
+    freeze: list[str] = field(
+        default_factory=list, metadata={"help": "parameters that are not trained, as [model.embed*]"}
+    )
+    train: list[str] = field(default_factory=list, metadata={"help": "the parameters that alone are trained"})
+    lora: Any = field(
+        default_factory=open_node,
+        metadata={"help": "peft's LoraConfig, by its own keys: finetune.lora.r=8 ..."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapters is None:
+            return
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
+        if not self.adapters.get("target_modules"):
+            raise ConfigError(
+                "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
+                "such as [q_proj,v_proj]"
+            )
+        if self.freeze or self.train:
+            raise ConfigError(
+                "finetune.lora trains its adapters alone, and freezes all else: leave finetune.freeze and "
+                "finetune.train out"
+            )
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """The arguments of peft's LoraConfig; None: no LoRA."""
+        return dict(self.lora) if self.lora and self.lora.get("r") is not None else None
+
+
+@dataclass(kw_only=True)
+class LoggerConfig(Checked):
+    """Where metrics go beside metrics.jsonl, which every run has."""
+
+    prefix: ClassVar[str] = "logger."
+    wandb: bool = described(False, "WANDB_PROJECT, WANDB_MODE and wandb's other variables hold")
+    tensorboard: bool = described(False, "tensorboard --logdir runs")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("wandb", "tensorboard"):
+            if getattr(self, name) and importlib.util.find_spec(name) is None:
+                raise ConfigError(
+                    f"logger={name}, but the package is not installed: pip install 'zbpp[{name}]'"
+                )
+
+
+@dataclass(kw_only=True)
+class SampleConfig(Checked):
+    """Text from the model, in samples.jsonl."""
+
+    prefix: ClassVar[str] = "sample."
+    every: int = ranged(0, help="steps; 0: none")
+    prompt: str = filled("The ", "write a text, such as sample.prompt=Once")
+    max_tokens: int = ranged(64, least=1)
+    temperature: float = ranged(0.0, help="0: always the likeliest token")
+    tokenizer: str | None = described(None, "a tokenizer.json; null: the data's, else bytes")
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig(Checked):
+    """When a run is saved into run_dir/checkpoints. A run that is left early is saved in any case."""
+
+    prefix: ClassVar[str] = "checkpoint."
+    every: int = ranged(1000, help="steps; 0: only if the run is left early")
+    keep: int = ranged(2, least=1, help="the newest ones")
+    background: bool = described(True, "training goes on while a copy of its state is written")
+
+
+@dataclass(kw_only=True)
+class TrainConfig(RunConfig):
+    """`zbpp train`. The batch has num_microbatches * microbatch_size rows."""
+
+    steps: int = ranged(100, least=1)
+    num_microbatches: int | None = ranged(None, least=1, help="null: as many as schedule.timetable has, or 8")
+    precision: str = one_of("float32", *_MIXED, *PRECISIONS[1:], help="mixed: with float32 master weights")
+    compile: str = one_of(*COMPILE, help="the F, B and W of each stage, or of each layer, as compiled graphs")
+    cuda_graphs: bool = described(False, "on GPUs: each F, B and W is captured once and replayed")
+    evaluate_every: int = ranged(50, help="steps; 0: never")
+    evaluation_batches: int = ranged(2, least=1)
+    print_every: int = ranged(10, least=1, help="steps, where no progress bar can be drawn")
+    measure_every: int = ranged(100, help="steps, one of which is measured by action; 0: the last ones")
+    non_finite: str = one_of(
+        "skip", "stop", "continue", help="what happens to a step whose loss or gradients are NaN or infinite"
+    )
+    read_ahead: int = ranged(0, help="batches that a thread reads and moves to the device early")
+    save_weights: bool = described(True, "at the end, a file per stage")
+    resume: str = filled(
+        "auto",
+        "write auto, none, or a folder with checkpoints",
+        help="auto: from the newest whole checkpoint of run_dir; none; or a folder with checkpoints",
+    )
+    stop_after: int | None = ranged(None, least=1, help="leave after so many steps, as a signal would")
+    profile: str | None = described(None, "3:5: torch.profiler on steps 3 and 4, in profile/rank-N.json")
+    callbacks: list[Any] = field(
+        default_factory=list, metadata={"help": "yours: '[{_target_: my_file.MyCallback, every: 5}]'"}
+    )
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    memory: MemoryConfig = field(default_factory=MemoryConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    sample: SampleConfig = field(default_factory=SampleConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.profile is not None:
+            self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
+        for is_given, message in self._mistakes():
+            if is_given:
+                raise ConfigError(message)
+        if self.memory.gradient_release == "accumulate":
+            need_optimi("memory.gradient_release=accumulate")
+
+    def _mistakes(self) -> list[tuple[bool, str]]:
+        """(whether two keys don't go together, what to write). What extras exclude: zbpp/run/checks.py."""
+        memory, parallel, optimizer, precision = self.memory, self.parallel, self.optimizer, self.precision
+        recompute, compiled = memory.recompute, self.compile != "none"
+        is_mixed, is_released = precision in _MIXED, memory.gradient_release != "off"
+        release, graphs = f"memory.gradient_release={memory.gradient_release}", "cuda_graphs=true"
+        compile_, weights = f"compile={self.compile}", "memory.offload_weights=true"
+        least = 9 if self.schedule.replan is not None else 3
+
+        def pair(one: str, other: str, remedy: str) -> str:
+            return f"{one} doesn't go with {other}: {remedy}"
+
+        return [
+            (self.cuda_graphs and parallel.shard > 1, pair(graphs, "parallel.shard", "write replicate")),
+            (self.cuda_graphs and parallel.tensor > 1, pair(graphs, "parallel.tensor", "leave it at 1")),
+            (
+                self.cuda_graphs and parallel.dynamic_shapes,
+                pair(graphs, "parallel.dynamic_shapes=true", "shapes are fixed"),
+            ),
+            (
+                self.cuda_graphs and recompute != "none",
+                pair(graphs, f"memory.recompute={recompute}", "write memory.recompute=none"),
+            ),
+            (
+                optimizer.kahan_sum and precision != "bfloat16",
+                f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={precision}: write "
+                "precision=bfloat16, or optimizer.kahan_sum=false",
+            ),
+            (
+                is_released and optimizer.clip_norm is not None,
+                f"{release} updates weights before the norm of all gradients is known, and "
+                "optimizer.clip_norm needs it: write optimizer.clip_norm=null, with optimizer=stable_adamw, "
+                "which limits each update by itself",
+            ),
+            (
+                is_released and (precision == "mixed_float16" or (is_mixed and parallel.shard == 1)),
+                pair(
+                    release,
+                    f"precision={precision}",
+                    "write precision=bfloat16 with optimizer.kahan_sum=true",
+                ),
+            ),
+            (
+                memory.gradient_release == "accumulate" and parallel.replicate * parallel.shard > 1,
+                pair(
+                    release,
+                    "parallel.replicate or parallel.shard",
+                    "write memory.gradient_release=step",
+                ),
+            ),
+            (
+                memory.offload != "none" and self.schedule.costs is None,
+                f"memory.offload={memory.offload} plans copies by measured times: run zbpp measure, and "
+                "write schedule.costs=costs.json, the file that it makes",
+            ),
+            (
+                memory.report and self.steps < least,
+                "memory.report=true measures the last step, when optimizer states and receive buffers are "
+                f"there: write steps={least} or more",
+            ),
+            (
+                not compiled and memory.budget != 1,
+                f"memory.budget={memory.budget} works with compile=stage or layer only: leave it at 1, "
+                "or write memory.recompute=block to hold less",
+            ),
+            (
+                compiled and parallel.shard > 1,
+                pair(compile_, "parallel.shard", "write parallel.replicate instead"),
+            ),
+            (
+                compiled and recompute != "none",
+                pair(f"memory.recompute={recompute}", compile_, "write a memory.budget below 1 to hold less"),
+            ),
+            (
+                recompute == "stage" and parallel.shard > 1,
+                pair("memory.recompute=stage", "parallel.shard", "write memory.recompute=block"),
+            ),
+            (memory.offload_weights and compiled, pair(weights, compile_, "write compile=none")),
+            (
+                memory.offload_weights and is_mixed,
+                pair(weights, f"precision={precision}", "write precision=float32 or bfloat16"),
+            ),
+            (
+                memory.offload_weights and max(parallel.replicate, parallel.shard, parallel.tensor) > 1,
+                pair(
+                    weights,
+                    "parallel.replicate, shard or tensor",
+                    "leave them at 1, with more pipeline ranks",
+                ),
+            ),
+            (
+                self.finetune.adapters is not None and parallel.tensor > 1,
+                pair("finetune.lora", "parallel.tensor", "write parallel.tensor=1"),
+            ),
+        ]
+
+    @property
+    def profiled_steps(self) -> range:
+        """The steps of `profile`, counted from 1 as in metrics.jsonl. Raises ConfigError."""
+        start, colon, stop = (self.profile or "").partition(":")
+        if not (colon and start.isdecimal() and stop.isdecimal() and 1 <= int(start) < int(stop)):
+            raise ConfigError(f"profile={self.profile}: write START:STOP, such as 3:5 for the steps 3 and 4")
+        if int(start) > self.steps:
+            raise ConfigError(
+                f"profile={self.profile} begins after the last step: write steps={start} or more"
+            )
+        return range(int(start), int(stop))
+
+    @property
+    def counts_without_offload(self) -> str:
+        """A note on what `memory.recompute=auto` leaves out of its choice; "" if it leaves nothing out."""
+        is_left_out = self.memory.recompute == "auto" and self.memory.offload != "none"
+        return "chosen as if memory.offload saved nothing" if is_left_out else ""
+
+    @property
+    def not_predicted(self) -> list[str]:
+        """The switches that are on and whose change of memory `zbpp memory` does not know, as `key=value`."""
+        compiled = [] if self.compile == "none" else [f"compile={self.compile}"]
+        return compiled + ["cuda_graphs=true"] * self.cuda_graphs
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of a whole batch."""
+        return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
+
+
+def need_optimi(setting: str) -> None:
+    """Raise ConfigError if the package torch-optimi is not installed."""
+    if importlib.util.find_spec("optimi") is None:
+        raise ConfigError(f"{setting}, but the package is not installed: pip install 'zbpp[optimi]'")
