@@ -93,7 +93,9 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
             raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
         if os.environ["RANK"] != "0":
             found = ["hydra/job_logging=none", "hydra/hydra_logging=none", *found]
-    return found
+    # Hydra takes overrides on one side of its flags only.
+    overrides = [each for each in found if re.match(r"~|[^-].*=", each)]
+    return [*overrides, *(each for each in found if each not in overrides)]
 
 
 def _with_num_ranks(given: list[str], name: str) -> list[str]:

@@ -121,7 +121,7 @@ class EarlyStop(Callback):
             return
         if self.metric not in found:
             raise MetricError(
-                f"early_stop.metric={self.metric}: an evaluation has {', '.join(found)}: write one of them"
+                f"EarlyStop(metric={self.metric!r}): an evaluation has {', '.join(found)}: write one of them"
             )
         value = float(known[-1][self.metric])
         if self._is_better(value):
