@@ -14,6 +14,7 @@ from torch.distributed import pipelining
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import schedules as torchs
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 from helpers.processes import open_things, outcomes, run_ranks
@@ -226,6 +227,66 @@ def test_data_parallel_stages_have_the_mean_of_all_rows_gradients(kind, name):
             torch.testing.assert_close(grad, expected[key], rtol=1e-12, atol=1e-12)
 
 
+def with_tensor_parallel(rank):
+    """One rank of a pipeline, two data-parallel times two tensor-parallel processes."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+
+    def wrap(block):
+        parallelize_module(block, mesh["tp"], {"first": ColwiseParallel(), "second": RowwiseParallel()})
+        return fully_shard(block, mesh=mesh["dp"])
+
+    name, blocks = "ScheduleInterleavedZeroBubble", [Block(each) for each in range(2)]
+    schedule, stages = made(door, name, 0, 1, blocks, wrap, mesh["pp"].get_group())
+    stepped(schedule, stages, *batch(mesh["dp"].get_local_rank()))
+    return {key: grad.full_tensor() for key, grad in grads(blocks, range(2)).items()}, door.fallbacks
+
+
+def test_fully_shard_around_tensor_parallel_stages():
+    plain = [grads_of(seed, [Block(each) for each in range(2)]) for seed in range(2)]
+    for found, listed in run_ranks(with_tensor_parallel, 4):
+        assert listed == []
+        for key, grad in found.items():
+            torch.testing.assert_close(grad, (plain[0][key] + plain[1][key]) / 2, rtol=1e-12, atol=1e-12)
+
+
+def with_keyword(rank):
+    """The gradient of a keyword that each rank passes, on both runtimes."""
+    found = []
+    for source in (pipelining, door):
+        schedule, stages = made(source, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+        scale = torch.full((ROWS, 1), 1.5, dtype=torch.float64, requires_grad=True)
+        stepped(schedule, stages, *batch(), scale=scale)
+        found.append(scale.grad)
+    return found
+
+
+def test_a_keywords_gradient_is_torchs():
+    for theirs, ours in run_ranks(with_keyword, 2):
+        assert_alike(theirs, ours)
+
+
+def with_a_newer_seam(rank):
+    """A torch whose step has an argument more."""
+    schedule, stages = made(pipelining, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+    of_torch, seen = pipelining.Schedule1F1B._step_microbatches, []
+    pipelining.Schedule1F1B._step_microbatches = lambda self, *args, newer, **more: (
+        seen.append(newer),
+        of_torch(self, *args, **more),
+    )
+    door.install()
+    x, y = (list(each.chunk(MICROBATCHES)) for each in batch())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        schedule._step_microbatches([(each,) for each in x] if rank == 0 else None, None, y, [], newer=1)
+    return seen, door.fallbacks
+
+
+def test_a_newer_seam_runs_on_torchs_runtime():
+    for seen, listed in run_ranks(with_a_newer_seam, 2):
+        assert seen == [1]
+        assert listed == ["this torch's steps have newer, which zbpp does not know"]
+
+
 def without_target(rank):
     schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
     x, y = batch()
@@ -268,11 +329,14 @@ def test_what_only_torch_can_run_runs_there_and_says_so_once():
         assert_alike(losses, expected if rank else [])
 
 
-def dropped(rank):
+def dropped(rank, by_plan):
+    """Pipelines that are given up: with their schedule, or for another plan of the same schedule."""
     x, y = batch()
-    counts = []
+    counts, kept = [], made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
     for _ in range(4):
-        schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+        schedule, stages = kept if by_plan else made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+        if by_plan:
+            door.use_plan(schedule, "zb_h1")
         stepped(schedule, stages, x, y)
         del schedule, stages
         gc.collect()
@@ -281,8 +345,9 @@ def dropped(rank):
     return counts
 
 
-def test_a_schedule_that_is_gone_leaves_no_groups_and_no_sockets():
-    for counts in run_ranks(dropped, 2):
+@pytest.mark.parametrize("by_plan", [False, True])
+def test_a_pipeline_that_is_given_up_leaves_no_groups_and_no_sockets(by_plan):
+    for counts in run_ranks(dropped, 2, by_plan):
         (groups, sockets), (groups_later, sockets_later) = counts[1], counts[3]
         assert groups_later == groups
         assert sockets_later <= sockets  # a socket of an earlier test of this process may close between
@@ -447,17 +512,16 @@ def with_experts(rank, expert_mesh):
     return {key: grad.full_tensor() for key, grad in found.items()}, door.fallbacks
 
 
-def grads_of(seed):
+def grads_of(seed, blocks):
     """Plain autograd's gradients for one process's batch."""
-    blocks = [Expert(each) for each in range(4)]
     for x, y in zip(*(each.chunk(MICROBATCHES) for each in batch(seed)), strict=True):
         (loss_fn(nn.Sequential(*blocks)(x), y) / MICROBATCHES).backward()
-    return grads(blocks, range(4))
+    return grads(blocks, range(len(blocks)))
 
 
 @pytest.mark.parametrize("expert_mesh", [(2, 2, 1), (2, 1, 2)], ids=["same processes", "alone"])
 def test_experts_on_a_second_mesh(expert_mesh):
-    plain = [grads_of(seed) for seed in range(2)]
+    plain = [grads_of(seed, [Expert(each) for each in range(4)]) for seed in range(2)]
     for rank, (found, listed) in enumerate(run_ranks(with_experts, 4, expert_mesh)):
         assert listed == []
         for key, grad in found.items():

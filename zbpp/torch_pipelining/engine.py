@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ from zbpp.planning import plan
 from zbpp.runtime import Extra, Pipeline, per_microbatch
 from zbpp.runtime.extra import Run
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.mesh import PIPELINE, REPLICATE, SHARD, Place, planned_by_rank_0, take_as
+from zbpp.runtime.parallel.fully_shard import meshes_of
+from zbpp.runtime.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
 from zbpp.schedule import Action, Op, PlanError, Timetable
 from zbpp.schedule.lower import Instruction
 from zbpp.torch_pipelining.order import NoTimetable, orders_of, scales_gradients, timetable_of
@@ -51,7 +52,6 @@ def use_plan(schedule: Any, name: str, **options: Any) -> None:
     all ranks alike.
     """
     setattr(schedule, _PLAN, (name, options))
-    vars(schedule).pop(_ENGINE, None)
 
 
 def run_step(
@@ -71,7 +71,7 @@ def run_step(
     if engine is None or not engine.fits(schedule, stages):
         if engine is not None:
             engine.drop()
-        engine = _engine_for(schedule, stages, (arg_mbs, kwarg_mbs))
+        engine = _engine_for(schedule, stages, (arg_mbs, kwarg_mbs), set(more) - {"loss_kwargs"})
         setattr(schedule, _ENGINE, engine)
     if engine.reason:
         of_torch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, **more)
@@ -123,8 +123,9 @@ class _Engine:
         pipeline, number = self._pipeline, schedule._n_microbatches
         assert pipeline is not None
         is_scaled = scales_gradients(schedule)
-        args = _columns(arg_mbs, number if is_scaled else 1)
-        kwargs = {name: per_microbatch([each[name] for each in kwarg_mbs]) for name in kwarg_mbs[0]}
+        factor = number if is_scaled else 1
+        args = _columns(arg_mbs, factor)
+        kwargs = {name: _column([each[name] for each in kwarg_mbs], factor) for name in kwarg_mbs[0]}
         target = None if target_mbs is None else per_microbatch(target_mbs)
         self._loss.begin(loss_kwargs, keeps_outputs=return_outputs)
         pipeline.seed = int(torch.randint(_MOST_SEED, ()))
@@ -177,9 +178,15 @@ class _Loss:
 
 
 def _columns(arg_mbs: list[Any], factor: int) -> list[Any]:
-    """The positional arguments of `Pipeline.step`: of each argument its value in every microbatch.
+    """The positional arguments of `Pipeline.step`: of each argument its value in every microbatch."""
+    rows = [each if isinstance(each, tuple) else (each,) for each in arg_mbs]
+    return [_column(column, factor) for column in zip(*rows, strict=True)]
 
-    factor: by which the gradient of an argument is multiplied, since torch does not divide it.
+
+def _column(values: Iterable[Any], factor: int) -> Any:
+    """An argument's value in every microbatch.
+
+    factor: by which its gradient is multiplied, since torch does not divide it.
     """
 
     def scaled(value: Any) -> Any:
@@ -187,8 +194,7 @@ def _columns(arg_mbs: list[Any], factor: int) -> list[Any]:
             return value
         return _Scaled.apply(value, factor)  # type: ignore[no-untyped-call]  # torch's
 
-    rows = [each if isinstance(each, tuple) else (each,) for each in arg_mbs]
-    return [per_microbatch([tree_map(scaled, each) for each in column]) for column in zip(*rows, strict=True)]
+    return per_microbatch([tree_map(scaled, each) for each in values])
 
 
 class _Scaled(torch.autograd.Function):
@@ -237,21 +243,25 @@ class _WeightsByUser(Extra):
 # ---------------------------------------------------------------- making it
 
 
-def _engine_for(schedule: Any, stages: list[Any], batch: Any) -> _Engine:
+def _engine_for(schedule: Any, stages: list[Any], batch: Any, unknown: set[str]) -> _Engine:
     """The engine of a schedule object. Collective: one rank that can't run its part here decides for all."""
-    own = _refusal(schedule, stages, batch)
+    own = _refusal(schedule, stages, batch, unknown)
     found = gather(own, stages[0].group)
     for group in _data_groups(stages[0].submod).values():
         found = [each for some in gather(found, group) for each in some]
     return _Engine(schedule, stages, next(filter(None, found), ""))
 
 
-def _refusal(schedule: Any, stages: list[Any], batch: Any) -> str:
-    """Why this rank's part can't run on zbpp; "" if it can."""
+def _refusal(schedule: Any, stages: list[Any], batch: Any, unknown: set[str]) -> str:
+    """Why this rank's part can't run on zbpp; "" if it can. unknown: what a newer torch gives a step."""
+    if unknown:
+        return f"this torch's steps have {', '.join(sorted(unknown))}, which zbpp does not know"
     if getattr(schedule, "_comp_type_to_function_map", None):
         return "it has custom functions, which call torch's stages"
     if any(isinstance(each, DTensor) for each in tree_leaves(batch)):
         return "its batch has DTensors"
+    if any(base.__name__ == "ReplicateModule" for each in stages for base in type(each.submod).__mro__):
+        return "its stages are in torch's composable replicate, which zbpp does not drive"
     if any(isinstance(each, _PipelineStage) and _skips(each) for each in stages):
         return "stages that are no neighbours pass tensors to each other"
     try:
@@ -284,7 +294,9 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
     mesh = _mesh_of(stages)
     if _PLAN in vars(schedule):
         name, options = vars(schedule)[_PLAN]
-        timetable = _planned(timetable, name, options, stages[0].group)
+        timetable = _planned(
+            timetable, name, options, Place(mesh, None if mesh is not None else stages[0].group)
+        )
     modules = {each.stage_index: _unwrapped(each.submod) for each in stages}
     builders = {each.stage_index: each.dw_builder for each in stages if each.dw_builder is not None}
     return Pipeline(
@@ -298,7 +310,7 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
     )
 
 
-def _planned(own: Timetable, name: str, options: Mapping[str, Any], group: Any) -> Timetable:
+def _planned(own: Timetable, name: str, options: Mapping[str, Any], place: Place) -> Timetable:
     """The plan of this name, made on the first rank. Raises PlanError on all ranks."""
 
     def make() -> Timetable:
@@ -310,7 +322,7 @@ def _planned(own: Timetable, name: str, options: Mapping[str, Any], group: Any) 
             )
         return made
 
-    return planned_by_rank_0(make, Place(None, group))
+    return planned_by_rank_0(make, place)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
@@ -323,21 +335,8 @@ def _data_groups(module: nn.Module) -> dict[str, dist.ProcessGroup]:
         return {REPLICATE: module.process_group}
     if not isinstance(module, FSDPModule):
         return {}
-    mesh = _meshes_in(module)[0]
+    mesh = max((reduced for _, reduced in meshes_of(module)), key=DeviceMesh.size)
     return dict(zip((REPLICATE, SHARD)[-mesh.ndim :], mesh.get_all_groups(), strict=True))
-
-
-def _meshes_in(module: nn.Module) -> list[DeviceMesh]:
-    """The meshes that fully_shard has put a stage's parameters on: experts may have one of their own."""
-    if not isinstance(module, FSDPModule):
-        return []
-    return list(
-        {
-            id(each.device_mesh): each.device_mesh
-            for each in module.parameters()
-            if isinstance(each, DTensor)
-        }.values()
-    )
 
 
 def _mesh_of(stages: list[Any]) -> DeviceMesh | None:
@@ -349,9 +348,9 @@ def _mesh_of(stages: list[Any]) -> DeviceMesh | None:
     groups = _data_groups(first.submod)
     if not groups:
         return None
-    if SHARD in groups:
-        for mesh in (mesh for each in stages for mesh in _meshes_in(each.submod)):
-            take_as(mesh, tuple(groups)[-mesh.ndim :])
+    for mesh, reduced in (pair for each in stages for pair in meshes_of(each.submod)):
+        of_tensor = (TENSOR,) * (mesh.ndim - reduced.ndim)
+        take_as(mesh, tuple(groups)[-reduced.ndim :] + of_tensor)
     pipeline: Any = first.group or dist.group.WORLD
     ranks: Any = [dist.get_rank()]
     for group in reversed(groups.values()):

@@ -348,11 +348,20 @@ def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
     groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
     if SHARD not in names or not set(names) <= set(DIMENSIONS):
         return False
-    pairs = [
-        (_ranks(groups.get(name)), _ranks(place.groups.get(name)))
-        for name in (REPLICATE, SHARD, *({TENSOR} & set(names)))
-    ]
+    compared = (REPLICATE, SHARD, *({TENSOR} & set(names) if not is_taken(mesh) else ()))
+    pairs = [(_ranks(groups.get(name)), _ranks(place.groups.get(name))) for name in compared]
     return all(set(own) <= set(whole) if is_taken(mesh) else own == whole for own, whole in pairs)
+
+
+def meshes_of(stage: nn.Module) -> list[tuple[DeviceMesh, DeviceMesh]]:
+    """Of the parameters that fully_shard holds: (the mesh they lie on, the mesh of their gradients' mean).
+
+    They differ where a parameter is split by tensor parallelism, too: the former's last dimensions are those.
+    """
+    states = [each._get_fsdp_state() for each in stage.modules() if is_fully_sharded(each)]  # type: ignore[operator]
+    params = [each for state in states for group in _groups_of(state) for each in group.fsdp_params]
+    pairs = [(each.sharded_param.device_mesh, each.mesh_info.mesh) for each in params]
+    return list({id(mesh): (mesh, reduced) for mesh, reduced in pairs}.values())
 
 
 def _ranks(group: dist.ProcessGroup | None) -> list[int]:
