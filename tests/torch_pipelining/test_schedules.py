@@ -267,7 +267,7 @@ def test_a_keywords_gradient_is_torchs():
 
 def with_a_newer_seam(rank):
     """A torch whose step has an argument more."""
-    schedule, stages = made(pipelining, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
+    schedule, _stages = made(pipelining, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
     of_torch, seen = pipelining.Schedule1F1B._step_microbatches, []
     pipelining.Schedule1F1B._step_microbatches = lambda self, *args, newer, **more: (
         seen.append(newer),
