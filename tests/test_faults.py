@@ -1,7 +1,6 @@
-"""scripts/dev/bench_faults.py and chaos.py in small: real jobs are killed and damaged; no step differs."""
+"""scripts/dev/chaos.py in small: real jobs are killed and damaged, also while they save; no step differs."""
 
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts" / "dev"))
 
-from faults.case import Setting, reference, run_case  # noqa: E402
-from faults.chaos import chaos, drawn, problems_of  # noqa: E402
-from faults.job import curve_of  # noqa: E402
-from faults.kinds import KINDS  # noqa: E402
+from chaos import Setting, chaos, difference, drawn, reference  # noqa: E402
+from faults import KINDS  # noqa: E402
 
 
 @pytest.mark.slow
@@ -21,20 +18,18 @@ def test_after_faults_a_run_has_the_curve_of_the_run_without_them(warm, tmp_path
     # A generous timeout: how soon a fault is noticed is for the script to say, on a quiet machine.
     setting = Setting(bin, bin, num_ranks=2, timeout=60, steps=32)
     whole = reference(setting, tmp_path / "whole")
-    row = run_case("exception in B", 0, setting, whole, tmp_path / "one")
-    assert row.problems == []
-    assert row.recovered.startswith("started again: from step ")
-    faults = [(9, "flipped bit in the newest checkpoint"), (18, "SIGTERM of the job")]
-    events = chaos(setting, faults, 0, tmp_path / "chaos", lambda event: None)
-    run = tmp_path / "chaos" / "run"
+    faults = [
+        (9, "flipped bit in the newest checkpoint"),
+        (13, "exception in B"),
+        (17, "kill in a save"),
+        (22, "kill in a save"),
+    ]
+    events = chaos(setting, faults, 0, tmp_path / "chaos", whole)
     assert [event.fault for event in events] == [name for _, name in faults]
-    assert problems_of(events, setting, run, whole) == []
-    assert len(curve_of(run)) == setting.steps
+    assert [event.problems for event in events] == [[]] * len(faults)
     # The comparison can fail.
     other = [(step, loss, norm * (1 + 2**-52) if step == 30 else norm) for step, loss, norm in whole]
-    assert "another curve: 32 lines, 31 of 32 equal" in problems_of(events, setting, run, other)
-    late = [replace(each, gone_after=66.0) for each in events]
-    assert len(problems_of(late, setting, run, whole)) == 2
+    assert difference(other, whole) == ["another curve: 32 lines, 31 of 32 equal"]
 
 
 def test_a_chaos_has_all_its_faults_in_order_and_is_drawn_from_its_seed():

@@ -82,7 +82,6 @@ MAY_IMPORT = {
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
-    "scripts/dev/bench_torch_pipelining.py": {"launch", "models", "torch_pipelining"} | _TRAINING,
     "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "render", "partition"} | _TRAINING,
 }
 

@@ -1,84 +1,261 @@
 #!/usr/bin/env python
-"""Train for some minutes under random faults; then compare the curve with that of a run without any.
+"""Train under faults, and compare the curve with that of a run without any.
 
-    python scripts/dev/chaos.py --minutes 10 --seed 0
-    python scripts/dev/chaos.py --steps 60 --num-faults 3
+    python scripts/dev/chaos.py --minutes 10 --seed 0      # one long run with faults at random moments
+    python scripts/dev/chaos.py table                      # each kind of fault, in five short runs
+    python scripts/dev/chaos.py table --faults SIGKILL "exception in B" --seeds 1
 
-A fault ends the job, or corrupts its files; the same command is started again and goes on (resume=auto). At
-the end the losses and norms of all steps must be equal, to the last bit, to those of the run without faults.
+A fault ends the job, or corrupts its files; the same command is started again and goes on (resume=auto).
+Each job must end in time, with no process left, and name the cause. At the end the losses and norms of all
+steps must be equal, to the last bit, to those of the run without faults.
 """
 
 from __future__ import annotations
 
 import argparse
+import io
+import json
+import re
+import shutil
 import sys
 import tempfile
 import time
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
+from random import Random
 from statistics import median
+from typing import Any
 
 import torch
-from faults.case import STEPS, Setting, reference
-from faults.chaos import HEAD, Event, chaos, drawn, problems_of
-from faults.job import lines_of, warm_python
+from faults import KINDS, Job, Kind, warm_python
 
+from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.commands import hang
 from zbpp.render.table import aligned
 
+STEPS, EVERY, NUM_MICROBATCHES = 40, 4, 4  # EVERY: steps between checkpoints
+GRACE = 5.0  # s beside the timeout in which a fault must be noticed
+OF_TORCHELASTIC = 30.0  # s more, where a rank ends by SIGKILL only: torchelastic sends SIGTERM before
 _OF_TRAINING = 0.6  # of the time; the rest is for starts and for noticing
 _PER_MINUTE = 1.4  # faults
 
+Curve = list[tuple[Any, ...]]
+"""(step, loss, norm) of each step."""
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--minutes", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--ranks", type=int, default=3)
-    parser.add_argument("--timeout", type=float, default=5.0, help="s: parallel.timeout")
-    parser.add_argument("--steps", type=int, help="so many, however long they take")
-    parser.add_argument("--num-faults", type=int, help="so many")
-    parser.add_argument("--result", type=Path, metavar="FILE", help="write what is printed there, too")
-    options = parser.parse_args()
-    warm = warm_python()
+
+@dataclass(frozen=True)
+class Setting:
+    """What all jobs share. warm, real: the folders of the commands, see `Job`."""
+
+    warm: Path
+    real: Path
+    num_ranks: int
+    timeout: float
+    steps: int = STEPS
+    seconds: float = 0.002  # of each F
+
+    def job(self, folder: Path, *, is_real: bool = False, misbehave: Any = None, **options: Any) -> Job:
+        """Start a run. misbehave: how its own code does, see misbehave.py."""
+        arguments = [
+            "model._target_=misbehave.Model", "data._target_=misbehave.data", "schedule=zb_h1",
+            f"num_microbatches={NUM_MICROBATCHES}", "microbatch_size=2", f"steps={self.steps}",
+            "run_dir=run", f"checkpoint.every={EVERY}", "evaluate_every=0",
+            "measure_every=0", "save_weights=false",
+            "print_every=1000", "parallel.device=cpu", f"parallel.timeout={self.timeout}",
+        ]  # fmt: skip
+        plan = json.dumps(misbehave or {})
+        environment = {"MISBEHAVE": plan, "MISBEHAVE_SLEEP": str(self.seconds)}
+        commands = self.real if is_real else self.warm
+        job = Job(folder, commands, self.num_ranks, arguments, environment=environment, **options)
+        job.misbehave = plan
+        return job
+
+    def end(self, folder: Path, name: str) -> Curve:
+        """Let a run come to its end; its curve. Raises RuntimeError if it does not."""
+        job = self.job(folder, name=name)
+        gone = job.wait(60 + 2 * self.steps)
+        job.kill()
+        if gone is None or job.process.returncode:
+            raise RuntimeError(f"the run does not end:\n{job.text()[-6000:]}")
+        return curve_of(folder / "run")
+
+
+@dataclass
+class Event:
+    """A fault behind a step. gone_after: s until no process was left; problems: what must not be."""
+
+    second: float
+    fault: str
+    where: str
+    gone_after: float | None
+    status: int | None
+    goes_on_from: int
+    lost: int
+    problems: list[str]
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        gone = "never" if self.gone_after is None else f"{self.gone_after:.1f}"
+        return f"{self.second:.0f}", self.fault, self.where, gone, str(self.status), str(self.goes_on_from)
+
+
+HEAD = ("s", "fault", "where", "all processes gone after, s", "exit status", "goes on from step")
+
+
+def made(folder: Path) -> Path:
+    """A folder for a run, with the code that its jobs import."""
+    folder.mkdir(parents=True)
+    shutil.copy(Path(__file__).with_name("misbehave.py"), folder)
+    return folder
+
+
+def reference(setting: Setting, folder: Path) -> Curve:
+    """The curve of a run without a fault."""
+    return setting.end(made(folder), "whole")
+
+
+def drawn(num_faults: int, num_steps: int, seed: int) -> list[tuple[int, str]]:
+    """(step, fault) of each fault, by step. No kind comes twice before every kind has come."""
+    rng, names = Random(seed), list[str]()
+    while len(names) < num_faults:
+        names += rng.sample(list(KINDS), len(KINDS))
+    gap = num_steps // (num_faults + 1)
+    return [
+        (gap * (number + 1) + rng.randrange(max(1, gap // 2)), name)
+        for number, name in enumerate(names[:num_faults])
+    ]
+
+
+def chaos(
+    setting: Setting,
+    faults: Sequence[tuple[int, str]],
+    seed: int,
+    folder: Path,
+    whole: Curve,
+    show: Callable[[Event], None] = lambda event: None,
+) -> list[Event]:
+    """Put the faults into a run, one after the other, then let it end, and compare its curve with `whole`."""
+    made(folder)
+    begin, rng, events = time.monotonic(), Random(seed), list[Event]()
+    for number, (step, name) in enumerate(faults):
+        events.append(_put_in(setting, number, step, name, folder, rng))
+        events[-1].second = time.monotonic() - begin
+        show(events[-1])
+    events[-1].problems += difference(setting.end(folder, "last"), whole)
+    return events
+
+
+def _put_in(setting: Setting, number: int, step: int, name: str, folder: Path, rng: Random) -> Event:
+    kind, run = KINDS[name], folder / "run"
+    with suppress(FileNotFoundError):
+        (folder / "fired").unlink()
+    plan = plan_of(kind, step - newest_in(run), setting, rng)
+    how = rng.choice(kind.hows)
+    job = setting.job(folder, misbehave=plan, name=f"{number}", is_real=kind.is_real, how=how)
+    limit = setting.timeout + GRACE + OF_TORCHELASTIC * kind.needs_sigkill
     try:
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            setting = Setting(warm.bin, Path(sys.executable).parent, options.ranks, options.timeout)
-            text, problems = run(options, setting, Path(folder))
+        injected = kind.inject(job, step, rng)
+        gone = job.wait(limit + 40)
     finally:
-        warm.close()
-    if options.result:
-        options.result.write_text(text + "\n")
-    if problems:
-        sys.exit("not all as it must be")
+        job.kill()
+    after, status = None if gone is None else gone - injected.time, job.process.returncode
+    last = max((line["step"] for line in lines_of(run)), default=0)
+    kind.before_next(run, rng)
+    text = job.text() + said_by_hang(run)
+    words = [word.replace("{last}", str(setting.num_ranks - 1)) for word in kind.words]
+    problems = [f"it does not say {word!r}" for word in words if not re.search(word, text)]
+    if after is None or after > limit:
+        problems.append(f"{after} s, later than {limit:g} s")
+    if (status == 0) != kind.leaves:
+        problems.append(f"exit status {status}:\n{text[-2000:]}")
+    newest = newest_in(run)
+    return Event(0.0, name, injected.where, after, status, newest, max(0, last - newest), problems)
 
 
-def run(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[str, list[str]]:
-    """The run without faults, then the one with them; (what is printed, what must not be)."""
-    setting = with_steps(options, setting, folder)
+def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
+    """How the job's own code misbehaves, so many steps after its start; {} if it does not."""
+    if not kind.misbehave:
+        return {}
+    last = setting.num_ranks - 1
+    place = kind.misbehave["rank"]
+    rank = {"any": rng.randrange(last + 1), "first": 0, "last": last, "not last": rng.randrange(last)}[place]
+    per_step = 1 if kind.misbehave["where"] == "data" else NUM_MICROBATCHES
+    return {**kind.misbehave, "rank": rank, "call": step * per_step + rng.randrange(per_step)}
+
+
+def said_by_hang(run: Path) -> str:
+    """What `zbpp hang` prints of the records that the ranks left; nothing without records."""
+    if not (run / "failure").is_dir():
+        return ""
+    with redirect_stdout(io.StringIO()) as said:
+        hang.main([str(run)])
+    return said.getvalue()
+
+
+def newest_in(run: Path) -> int:
+    """The step of the newest whole checkpoint; 0 without one."""
+    for path in checkpoints_in(run / "checkpoints"):
+        try:
+            files = check_sizes(path)
+            check_contents(path, files, files)
+        except (ValueError, OSError):
+            continue
+        return step_of(path) or 0
+    return 0
+
+
+def lines_of(run: Path) -> list[dict[str, Any]]:
+    """The whole lines of metrics.jsonl; none if the file is not there."""
+    found = []
+    with suppress(FileNotFoundError):
+        for line in (run / "metrics.jsonl").read_text(errors="replace").splitlines():
+            with suppress(ValueError):
+                found.append(json.loads(line))
+    return found
+
+
+def curve_of(run: Path) -> Curve:
+    """Steps, losses and norms."""
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines_of(run)]
+
+
+def difference(curve: Curve, whole: Curve) -> list[str]:
+    """Nothing, or how the curve differs: each step must come once, equal to the last bit."""
+    if curve == whole:
+        return []
+    same = sum(a == b for a, b in zip(curve, whole, strict=False))
+    return [f"another curve: {len(curve)} lines, {same} of {len(whole)} equal"]
+
+
+# ---------------------------------------------------------------- the two reports
+
+
+def long_run(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[str, list[str]]:
+    """(what is printed, the problems) of one run with many faults."""
+    setting = _with_steps(options, setting, folder)
     whole = reference(setting, folder / "whole")
     num_faults = options.num_faults or max(2, round(_PER_MINUTE * options.minutes))
-    faults = drawn(num_faults, setting.steps, options.seed)
     begin = time.monotonic()
-    events = chaos(setting, faults, options.seed, folder / "chaos", show)
-    problems = problems_of(events, setting, folder / "chaos" / "run", whole)
-    text = "\n".join(
-        [
-            f"{len(events)} faults (seed {options.seed}) in {(time.monotonic() - begin) / 60:.1f} minutes: "
-            f"{setting.steps} steps on {setting.num_ranks} ranks, parallel.timeout={setting.timeout:g}; "
-            f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
-            "",
-            *aligned([HEAD, *(event.cells() for event in events)]),
-            "",
-            *(problems or [f"each of {len(whole)} steps once, losses and norms equal to the last bit"]),
-        ]
-    )
-    print("\n" + text)
-    return text, problems
+    faults = drawn(num_faults, setting.steps, options.seed)
+    show = lambda event: print("  ".join(event.cells()), flush=True)  # noqa: E731
+    events = chaos(setting, faults, options.seed, folder / "chaos", whole, show)
+    problems = [f"{event.fault} {event.where}: {each}" for event in events for each in event.problems]
+    lines = [
+        f"{len(events)} faults (seed {options.seed}) in {(time.monotonic() - begin) / 60:.1f} minutes: "
+        f"{setting.steps} steps on {setting.num_ranks} ranks, parallel.timeout={setting.timeout:g}; "
+        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        "",
+        *aligned([HEAD, *(event.cells() for event in events)]),
+        "",
+        *(problems or [f"each of {len(whole)} steps once, losses and norms equal to the last bit"]),
+    ]
+    return "\n".join(lines), problems
 
 
-def with_steps(options: argparse.Namespace, setting: Setting, folder: Path) -> Setting:
+def _with_steps(options: argparse.Namespace, setting: Setting, folder: Path) -> Setting:
     """The setting with as many steps as the time allows."""
     if options.steps:
         return replace(setting, steps=options.steps)
@@ -88,9 +265,74 @@ def with_steps(options: argparse.Namespace, setting: Setting, folder: Path) -> S
     return replace(setting, steps=max(STEPS, int(_OF_TRAINING * 60 * options.minutes / seconds)))
 
 
-def show(event: Event) -> None:
-    """A line as soon as the fault has been noticed."""
-    print("  ".join(event.cells()), flush=True)
+def table(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[str, list[str]]:
+    """(a line for each kind of fault, the problems): each in `options.seeds` short runs, two at a time."""
+    names = [name for name in KINDS if any(each in name for each in options.faults)]
+    whole = reference(setting, folder / "whole")
+
+    def case(number: int, name: str, seed: int) -> Event:
+        step = Random(f"{name} {seed}").randrange(2 * EVERY + 1, setting.steps // 2)
+        try:
+            (event,) = chaos(setting, [(step, name)], seed, folder / f"{number}", whole)
+        except (RuntimeError, TimeoutError, OSError) as error:
+            event = Event(0.0, name, "", None, None, 0, 0, [f"{type(error).__name__}: {error}"])
+        print("  ".join(event.cells()), *event.problems, flush=True)
+        return event
+
+    cases = [(name, seed) for seed in range(options.seeds) for name in names]
+    with ThreadPoolExecutor(2) as pool:
+        events = list(pool.map(lambda number: case(number, *cases[number]), range(len(cases))))
+    lines = [("fault", "injected", "detected after, s", "done again, steps", "as it must be")]
+    for name in names:
+        of_kind = [event for event in events if event.fault == name]
+        times = [event.gone_after for event in of_kind if event.gone_after is not None] or [float("nan")]
+        lost = [event.lost for event in of_kind]
+        lines.append(
+            (
+                name,
+                of_kind[0].where,
+                f"{min(times):.1f} to {max(times):.1f}",
+                f"{min(lost)} to {max(lost)}",
+                f"{sum(not event.problems for event in of_kind)} of {len(of_kind)}",
+            )
+        )
+    head = (
+        f"{len(names)} kinds of faults, {len(events)} jobs of {setting.num_ranks} ranks, {STEPS} steps, a "
+        f"checkpoint every {EVERY}; parallel.timeout={setting.timeout:g}; torch {torch.__version__}"
+    )
+    problems = [f"{event.fault}: {each}" for event in events for each in event.problems]
+    return "\n".join([head, "", *aligned(lines), "", *problems]), problems
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("what", nargs="?", choices=("run", "table"), default="run", help="default run: one long run")
+    add("--minutes", type=float, default=10.0)
+    add("--seed", type=int, default=0)
+    add("--ranks", type=int, default=3)
+    add("--timeout", type=float, default=5.0, help="s: parallel.timeout")
+    add("--steps", type=int, help="of the long run: so many, however long they take")
+    add("--num-faults", type=int, help="of the long run")
+    add("--faults", nargs="*", default=[""], metavar="NAME", help="of the table: whose name has this in it")
+    add("--seeds", type=int, default=5, help="of the table: runs per fault")
+    add("--result", type=Path, metavar="FILE", help="write what is printed there, too")
+    options = parser.parse_args()
+    warm = warm_python()
+    try:
+        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
+            setting = Setting(warm.bin, Path(sys.executable).parent, options.ranks, options.timeout)
+            report = table if options.what == "table" else long_run
+            text, problems = report(options, setting, Path(folder))
+    finally:
+        warm.close()
+    print("\n" + text)
+    if options.result:
+        options.result.write_text(text + "\n")
+    if problems:
+        sys.exit("not all as it must be")
 
 
 if __name__ == "__main__":

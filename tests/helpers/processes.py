@@ -1,22 +1,33 @@
 """Run a function on several real processes joined by gloo, and collect what each returns.
 
+The processes live for the whole test run. Each call joins some of them in new process groups, and afterwards
+takes back what the function set: random states, default dtype, environment. After a failure, and where a
+thread is left over, new processes take their place.
+
 With ZBPP_TEST_BACKEND=strict in the environment a backend with NCCL's rules joins them, see nccl_rules.py.
 """
 
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
+import random
+import sys
 import tempfile
+import threading
 import traceback
+import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch._dynamo
 import torch.distributed as dist
 
 from helpers import nccl_rules
@@ -37,11 +48,29 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-def run_ranks(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0, backend: str = _BACKEND
-) -> list[Any]:
-    """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised."""
-    results = outcomes(function, num_ranks, *args, timeout=timeout, backend=backend)
+class _Worker(NamedTuple):
+    process: Any
+    pipe: Any
+
+
+class _Call(NamedTuple):
+    function: Callable[..., Any]
+    rank: int
+    num_ranks: int
+    store: Path
+    args: tuple[Any, ...]
+    backend: str
+
+
+_idle: list[_Worker] = []
+
+
+def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
+    """[function(rank, *args) of each rank]; `function` must be importable. Raises what a rank raised.
+
+    options: those of `outcomes`.
+    """
+    results = outcomes(function, num_ranks, *args, **options)
     for rank, (succeeded, result) in enumerate(results):
         if not succeeded:
             raise RuntimeError(f"rank {rank} failed:\n{result}")
@@ -49,25 +78,41 @@ def run_ranks(
 
 
 def outcomes(
-    function: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 200.0, backend: str = _BACKEND
+    function: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    timeout: float = 200.0,
+    backend: str = _BACKEND,
+    fresh: bool = False,
 ) -> list[tuple[bool, Any]]:
-    """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails."""
-    with tempfile.TemporaryDirectory() as folder:
-        pipes, processes = [], []
-        for rank in range(num_ranks):
-            receiver, sender = _CONTEXT.Pipe(duplex=False)
-            arguments = (sender, function, rank, num_ranks, Path(folder) / "store", args, backend)
-            process = _CONTEXT.Process(target=_main, args=arguments)
-            process.start()
-            sender.close()
-            pipes.append(receiver)
-            processes.append(process)
-        results = [_receive(pipe, timeout) for pipe in pipes]
-        for process in processes:
-            process.join(5)
-            if process.is_alive():
-                process.kill()
-                process.join()
+    """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails.
+
+    fresh: in new processes, which end afterwards.
+    """
+    workers = [_new_worker() if fresh or not _idle else _idle.pop() for _ in range(num_ranks)]
+    results: list[tuple[bool, Any]] = []
+    are_clean = []
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for rank, worker in enumerate(workers):
+                call = _Call(function, rank, num_ranks, Path(folder) / "store", args, backend)
+                worker.pipe.send((os.getcwd(), dict(os.environ), sys.path, pickle.dumps(call)))
+            for worker in workers:
+                result, is_clean = _receive(worker.pipe, timeout)
+                results.append(result)
+                are_clean.append(is_clean)
+            # A rank leaves its groups after its answer.
+            are_clean = [
+                clean and _receive(w.pipe, 5.0)[1] for clean, w in zip(are_clean, workers, strict=True)
+            ]
+    finally:
+        succeeded = [ok for ok, _ in results]
+        keep = not fresh and len(are_clean) == num_ranks and all(are_clean) and all(succeeded)
+        for worker in workers:
+            if keep:
+                _idle.append(worker)
+            else:
+                _end(worker)
     return results
 
 
@@ -77,37 +122,107 @@ def open_things() -> tuple[int, int]:
     return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
 
 
-def _receive(pipe: Any, timeout: float) -> tuple[bool, Any]:
-    if not pipe.poll(timeout):
-        return False, f"no answer within {timeout} s"
+def _new_worker() -> _Worker:
+    here, there = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)
+    process.start()
+    there.close()
+    return _Worker(process, here)
+
+
+def _end(worker: _Worker) -> None:
+    worker.pipe.close()  # at the end of its pipe a worker ends
+    worker.process.join(2)
+    if worker.process.is_alive():
+        worker.process.kill()
+        worker.process.join()
+
+
+def _receive(pipe: Any, timeout: float) -> tuple[tuple[bool, Any], bool]:
     try:
-        answer: tuple[bool, Any] = pickle.loads(pipe.recv_bytes())
-    except EOFError:
-        return False, "the process died without a word"
-    return answer
+        if not pipe.poll(timeout):
+            return (False, f"no answer within {timeout} s"), False
+        return pickle.loads(pipe.recv_bytes())
+    except (EOFError, ConnectionResetError):
+        return (False, "the process died without a word"), False
 
 
-def _main(
-    pipe: Any,
-    function: Callable[..., Any],
-    rank: int,
-    num_ranks: int,
-    store: Path,
-    args: tuple[Any, ...],
-    backend: str,
-) -> None:
+# ---------------------------------------------------------------- in the worker
+
+
+def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is not searched after each call
+    settings = _settings()
+    while True:
+        try:
+            cwd, environment, path, call = pipe.recv()
+        except EOFError:
+            return
+        os.chdir(cwd)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.path[:] = path
+        answer = _answer(call)
+        pipe.send_bytes(
+            pickle.dumps((answer, True))
+        )  # plain pickle: a tensor in shared memory dies with its process
+        pipe.send_bytes(pickle.dumps((None, _clean_up(settings))))
+
+
+def _answer(pickled: bytes) -> tuple[bool, Any]:
     try:
-        if num_ranks > 1:
+        call: _Call = pickle.loads(pickled)
+        if call.num_ranks > 1:
             nccl_rules.register()
             dist.init_process_group(
-                backend, f"file://{store}", rank=rank, world_size=num_ranks, timeout=timedelta(seconds=100)
+                call.backend,
+                f"file://{call.store}",
+                rank=call.rank,
+                world_size=call.num_ranks,
+                timeout=timedelta(seconds=100),
             )
             dist.barrier()  # whoever leaves now breaks no connection that others are still making
-        answer = (True, function(rank, *args))
+        return True, call.function(call.rank, *call.args)
     except BaseException:
-        answer = (False, traceback.format_exc())
-    pipe.send_bytes(pickle.dumps(answer))  # plain pickle: shared-memory tensors die with their process
-    pipe.close()
+        return False, traceback.format_exc()
+
+
+def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
+    """What a call may set for its process: (how to set it, its value in a new process)."""
+    return [
+        (random.setstate, random.getstate()),
+        (np.random.set_state, np.random.get_state()),
+        (torch.set_rng_state, torch.get_rng_state()),
+        (torch.set_grad_enabled, torch.is_grad_enabled()),
+        (torch.set_default_dtype, torch.get_default_dtype()),
+        (torch.use_deterministic_algorithms, torch.are_deterministic_algorithms_enabled()),
+        (torch.set_num_threads, 1),
+        (torch.autograd.set_detect_anomaly, torch.is_anomaly_enabled()),
+        (logging.disable, logging.root.manager.disable),
+        (logging.root.setLevel, logging.root.level),
+        (_set_handlers, logging.root.handlers[:]),
+        (_set_warnings, warnings.filters[:]),
+    ]
+
+
+def _set_handlers(handlers: list[logging.Handler]) -> None:
+    logging.root.handlers[:] = handlers
+
+
+def _set_warnings(filters: Any) -> None:
+    warnings.resetwarnings()
+    warnings.filters[:] = filters
+
+
+def _clean_up(settings: list[tuple[Callable[[Any], Any], Any]]) -> bool:
+    """Take back what a call set; False if it holds something that can't be taken back."""
     if dist.is_initialized():
         dist.destroy_process_group()
+    for restore, value in settings:
+        restore(value)
+    if torch._dynamo.utils.counters:  # something was compiled
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+    gc.collect()
+    return threading.active_count() == 1

@@ -273,9 +273,6 @@ def test_targets_of_a_mixed_run_are_not_rounded_to_16_bits():
     assert set(seen) == {(torch.float32, torch.float32)}
 
 
-# ---------------------------------------------------------------- bytes
-
-
 # ---------------------------------------------------------------- refusals
 
 

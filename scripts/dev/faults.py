@@ -1,22 +1,157 @@
-"""The kinds of faults: how each is put into a job, and the words that the job must say."""
+"""Faults in training jobs: a job of real processes in a folder of its own, and how each fault is put in."""
 
 from __future__ import annotations
 
 import json
 import os
-import resource
 import signal
+import socket
 import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from faults.job import Job
 from zbpp.checkpoints.folders import checkpoints_in
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT / "tests"))  # for the commands that start without importing torch
+
+from helpers.warm import WarmPython  # noqa: E402
+
+_OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MISBEHAVE")
+
+_BY_HAND = """
+for rank in $(seq 0 $NUM); do RANK=$rank LOCAL_RANK=$rank "$0" -m zbpp.train "$@" & all="$all $!"; done
+for each in $all; do wait $each || status=1; done
+exit $status
+"""
+
+
+def warm_python() -> WarmPython:
+    """The commands `zbpp` and `torchrun`, whose processes are forks of one that has imported torch."""
+    return WarmPython(Path(sys.executable), str(ROOT))
+
+
+class Job:
+    """A training job. Its output goes to `log`, by which its processes are found, too.
+
+    how: "zbpp", whose ranks are its own, or "torchrun".
+    commands: the folder of the two commands.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        commands: Path,
+        num_ranks: int,
+        arguments: list[str],
+        *,
+        how: str = "zbpp",
+        environment: Mapping[str, str] | None = None,
+        name: str = "first",
+    ) -> None:
+        self.misbehave = "{}"
+        self.folder, self.num_ranks, self.log = folder, num_ranks, folder / f"{name}.log"
+        for path in folder.glob("rank-*.pid"):
+            path.unlink()
+        inherited = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
+        self.begin, taken = time.time(), socket.socket()
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        start = {
+            "zbpp": [commands / "zbpp", "train", "-n", num_ranks],
+            "torchrun": [
+                commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks,
+                "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
+            ],
+            "torchrun, port in use": [
+                commands / "torchrun", "--master-addr", "127.0.0.1", "--master-port", port,
+                "--nproc-per-node", num_ranks, "-m", "zbpp.train",
+            ],
+            "without the last rank": ["sh", "-c", _BY_HAND, commands / "python"],
+        }[how]  # fmt: skip
+        if how == "torchrun, port in use":
+            taken.listen()
+            self._taken = taken  # until this job is forgotten
+        else:
+            taken.close()
+        of_ranks = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        if how == "without the last rank":
+            inherited |= {**of_ranks, "NUM": str(num_ranks - 2), "LOCAL_WORLD_SIZE": str(num_ranks)}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [*map(str, start), *arguments],
+                cwd=folder,
+                env={**inherited, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **(environment or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def pid(self, rank: int) -> int:
+        """The process of a rank; waits until it has built its model."""
+        path, end = self.folder / f"rank-{rank}.pid", time.monotonic() + 120
+        while not path.exists() and time.monotonic() < end and self.process.poll() is None:
+            time.sleep(0.002)
+        return int(path.read_text())
+
+    def alive(self) -> set[int]:
+        """The processes of this job that have not ended: all whose output or error goes to its log."""
+        found = set()
+        for folder in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):
+                outputs = [os.readlink(folder / "fd" / number) for number in "12"]
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+                if str(self.log) in outputs and state != "Z":
+                    found.add(int(folder.name))
+        return found
+
+    def text(self) -> str:
+        """What the job has said."""
+        return self.log.read_text(errors="replace")
+
+    def wait_for_step(self, step: int, timeout: float = 120) -> None:
+        """Wait until metrics.jsonl has the line of a step; TimeoutError, also if the job ends before."""
+        end = time.monotonic() + timeout
+        while self._num_lines() < step:
+            if self.process.poll() is not None or time.monotonic() > end:
+                raise TimeoutError(f"the job did not reach step {step}:\n{self.text()[-3000:]}")
+            time.sleep(0.002)
+
+    def _num_lines(self) -> int:
+        with suppress(FileNotFoundError):
+            return (self.folder / "run" / "metrics.jsonl").read_bytes().count(b"\n")
+        return 0
+
+    def wait(self, timeout: float) -> float | None:
+        """Wait until no process of the job is left; returns the time at which this was so, else None."""
+        end = time.monotonic() + timeout
+        while time.monotonic() < end:
+            if self.process.poll() is not None and not self.alive():
+                return time.time()
+            time.sleep(0.02)
+        return None
+
+    def kill(self) -> None:
+        """End what is left."""
+        for _ in range(20):
+            left = self.alive()
+            for pid in left:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if not left:
+                break
+            time.sleep(0.05)
+        self.process.wait()
+
+
+# ---------------------------------------------------------------- kinds of faults
 
 
 @dataclass(frozen=True)
@@ -36,8 +171,7 @@ class Kind:
 
     inject: puts it into a running job. misbehave: what the job's own code does instead, see misbehave.py.
     words: regular expressions that the job's output must match. before_next: what is done to the files
-    before the job is started again. ends: how the job must end: "fails", "leaves" (status 0, unfinished) or
-    "goes on" (to its end). hows: see Job; can_restart: whether torchrun may start the ranks again.
+    before the job is started again. leaves: the job must end with status 0, unfinished. hows: see Job.
     needs_sigkill: whether no other signal ends a rank. is_real: the processes of the launcher must be real
     ones, since it matters who is whose child.
     """
@@ -45,13 +179,10 @@ class Kind:
     inject: Inject
     words: tuple[str, ...]
     misbehave: dict[str, Any] = field(default_factory=dict)
-    ends: str = "fails"
+    leaves: bool = False
     before_next: Callable[[Path, Random], None] = lambda run, rng: None
     hows: tuple[str, ...] = ("zbpp",)
-    can_restart: bool = False
     is_real: bool = False
-    on_small_disk: bool = False
-    nan_step: bool = False
     needs_sigkill: bool = False
 
 
@@ -92,35 +223,6 @@ def _misbehaves(job: Job, step: int, rng: Random) -> Injected:
 def _at_start(job: Job, step: int, rng: Random) -> Injected:
     """The job's start is the fault."""
     return Injected(job.begin, "start")
-
-
-def _nan(job: Job, step: int, rng: Random) -> Injected:
-    job.wait_for_step(step)
-    return Injected(time.time(), f"batch of step {step + 1}")
-
-
-def _fill_disk(job: Job, step: int, rng: Random) -> Injected:
-    """Fill the disk, or let files grow no more; free it again a while later."""
-    job.wait_for_step(step)
-    run, pid, now = job.folder / "run", job.pid(0), time.time()
-    if os.path.ismount(job.folder / "disk"):
-        with suppress(OSError), (job.folder / "disk" / "filler").open("wb") as file:
-            while True:
-                file.write(bytes(4096))
-                file.flush()
-        free: Callable[[], Any] = (job.folder / "disk" / "filler").unlink
-    else:
-        _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-        resource.prlimit(pid, resource.RLIMIT_FSIZE, ((run / "metrics.jsonl").stat().st_size, hard))
-        free = lambda: resource.prlimit(pid, resource.RLIMIT_FSIZE, (hard, hard))  # noqa: E731
-    end = time.monotonic() + 20
-    while "metrics.jsonl could not be written" not in job.text() and time.monotonic() < end:
-        time.sleep(0.005)
-    job.noticed = time.time()
-    time.sleep(0.1)
-    with suppress(ProcessLookupError):
-        free()
-    return Injected(now, f"behind step {step}, for {time.time() - now:.1f} s")
 
 
 def _kill_in_a_save(job: Job, step: int, rng: Random) -> Injected:
@@ -169,22 +271,13 @@ def _truncate(path: Path, rng: Random) -> None:
     os.truncate(path, rng.randrange(path.stat().st_size))
 
 
-def small_disk(folder: Path) -> bool:
-    """Mount 4 MiB as folder/disk; False where that is not allowed."""
-    (folder / "disk").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder / "disk")]
-    with suppress(OSError):
-        return subprocess.run(command, capture_output=True).returncode == 0
-    return False
-
-
 def _own(do: str, where: str, *words: str, rank: str = "any", **options: Any) -> Kind:
     return Kind(
         inject=_misbehaves, misbehave={"do": do, "where": where, "rank": rank}, words=words, **options
     )
 
 
-_BOTH: Any = {"hows": ("zbpp", "torchrun"), "can_restart": True}
+_BOTH: Any = {"hows": ("zbpp", "torchrun")}
 # `zbpp train -n` says which signal, torchrun says its number; `zbpp hang` says which rank has no record.
 _KILLED = r"rank \d died of SIGKILL|exitcode: -9"
 _MISSING = r"rank \d left no record"
@@ -205,7 +298,7 @@ KINDS: dict[str, Kind] = {
     ),
     "SIGSTOP of a rank": Kind(inject=_kill(signal.SIGSTOP, "any"), words=(_MISSING,), needs_sigkill=True),
     "SIGTERM of the job": Kind(
-        inject=_kill(signal.SIGTERM, "job"), words=("left after step",), ends="leaves"
+        inject=_kill(signal.SIGTERM, "job"), words=("left after step",), leaves=True
     ),
     "SIGSEGV of a rank": _own("segfault", "F", r"died of SIGSEGV|exitcode: -11", _MISSING, **_BOTH),
     "exception in F": _own("raise", "F", _PLANTED, r"\dF\d", **_BOTH),
@@ -221,7 +314,6 @@ KINDS: dict[str, Kind] = {
     "endless loop in B": _own("loop", "B", _LOOPS.format("B"), r"rank \d is behind: at \dB\d"),
     "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
-    "NaN in the data": Kind(inject=_nan, words=(), ends="goes on", nan_step=True),
     "flipped bit in the newest checkpoint": Kind(
         inject=_kill_behind_two_saves, words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
     ),
@@ -231,10 +323,4 @@ KINDS: dict[str, Kind] = {
         before_next=_damage(_truncate),
     ),
     "kill in a save": Kind(inject=_kill_in_a_save, words=("SIGKILL",)),
-    "disk full": Kind(
-        inject=_fill_disk,
-        words=(r"could not be written \((No space|File too large)", "free space"),
-        ends="goes on",
-        on_small_disk=True,
-    ),
 }  # fmt: skip

@@ -66,8 +66,6 @@ class _Source:
         inputs, target = self._source.batch(step)
         if step:  # batch 0 is also read to try the model
             _call("data")
-        if step in json.loads(os.environ.get("MISBEHAVE_NAN", "[]")):
-            inputs[0, 0] = float("nan")
         return inputs, target
 
 
