@@ -24,7 +24,6 @@ from zbpp.models.mlp import Mlp
 
 _HERE = Path.cwd()  # the folder of the case
 _PLAN = json.loads(os.environ.get("MISBEHAVE", "{}"))
-_RANK = os.environ.get("RANK")
 _SECONDS = float(os.environ.get("MISBEHAVE_SLEEP", "0.002"))  # of each F: so that a step takes a while
 
 
@@ -33,10 +32,11 @@ class Model(Mlp):
 
     def __init__(self, **sizes: Any) -> None:
         super().__init__(in_features=16, hidden_size=32, out_features=4, num_layers=6, **sizes)
-        if _RANK is not None:
-            draft = _HERE / f"rank-{_RANK}.draft"
+        rank = os.environ.get("RANK")  # not at the import: the launcher may import this file for its ranks
+        if rank is not None:
+            draft = _HERE / f"rank-{rank}.draft"
             draft.write_text(str(os.getpid()))
-            draft.rename(_HERE / f"rank-{_RANK}.pid")
+            draft.rename(_HERE / f"rank-{rank}.pid")
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """The Mlp's stage, which misbehaves in F or in B."""
@@ -96,7 +96,7 @@ _calls = 0
 def _call(where: str) -> None:
     """Count; misbehave if it is time."""
     global _calls
-    if not _PLAN or str(_PLAN["rank"]) != _RANK or _PLAN["where"] != where:
+    if not _PLAN or str(_PLAN["rank"]) != os.environ.get("RANK") or _PLAN["where"] != where:
         return
     _calls += 1
     if _calls >= _PLAN["call"] and not (_HERE / "fired").exists():

@@ -2,7 +2,7 @@
 
 The processes live for the whole test run. Each call joins some of them in new process groups, and afterwards
 takes back what the function set: random states, default dtype, environment. After a failure, and where a
-thread is left over, new processes take their place.
+thread or a patched function is left over, new processes take their place.
 
 With ZBPP_TEST_BACKEND=strict in the environment a backend with NCCL's rules joins them, see nccl_rules.py.
 """
@@ -153,39 +153,42 @@ def _receive(pipe: Any, timeout: float) -> tuple[tuple[bool, Any], bool]:
 def _serve(pipe: Any) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what the server imported is not searched after each call
-    settings = _settings()
+    settings, functions, num_modules = _settings(), _functions(), len(sys.modules)
     while True:
         try:
-            cwd, environment, path, call = pipe.recv()
+            cwd, environment, path, pickled = pipe.recv()
         except EOFError:
             return
         os.chdir(cwd)
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
-        answer = _answer(call)
-        pipe.send_bytes(
-            pickle.dumps((answer, True))
-        )  # plain pickle: a tensor in shared memory dies with its process
-        pipe.send_bytes(pickle.dumps((None, _clean_up(settings))))
+        try:
+            call: _Call = pickle.loads(pickled)  # imports the test's module
+            if len(sys.modules) > num_modules:
+                functions = _functions()
+            answer = True, _run(call)
+        except BaseException:
+            answer = False, traceback.format_exc()
+        # Plain pickle: a tensor in shared memory dies with its process.
+        pipe.send_bytes(pickle.dumps((answer, True)))
+        before, functions, num_modules = functions, _functions(), len(sys.modules)
+        is_clean = _clean_up(settings) and not before.items() - functions.items()
+        pipe.send_bytes(pickle.dumps((None, is_clean)))
 
 
-def _answer(pickled: bytes) -> tuple[bool, Any]:
-    try:
-        call: _Call = pickle.loads(pickled)
-        if call.num_ranks > 1:
-            nccl_rules.register()
-            dist.init_process_group(
-                call.backend,
-                f"file://{call.store}",
-                rank=call.rank,
-                world_size=call.num_ranks,
-                timeout=timedelta(seconds=100),
-            )
-            dist.barrier()  # whoever leaves now breaks no connection that others are still making
-        return True, call.function(call.rank, *call.args)
-    except BaseException:
-        return False, traceback.format_exc()
+def _run(call: _Call) -> Any:
+    if call.num_ranks > 1:
+        nccl_rules.register()
+        dist.init_process_group(
+            call.backend,
+            f"file://{call.store}",
+            rank=call.rank,
+            world_size=call.num_ranks,
+            timeout=timedelta(seconds=100),
+        )
+        dist.barrier()  # whoever leaves now breaks no connection that others are still making
+    return call.function(call.rank, *call.args)
 
 
 def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
@@ -204,6 +207,20 @@ def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
         (_set_handlers, logging.root.handlers[:]),
         (_set_warnings, warnings.filters[:]),
     ]
+
+
+def _functions() -> dict[tuple[str, str, str], int]:
+    """{(module, class or "", name): id} of the functions and classes that tests patch."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] != "zbpp" and name not in ("time", "torch", "torch.distributed"):
+            continue
+        for attribute, value in list(vars(module).items()):
+            if callable(value):
+                found[name, "", attribute] = id(value)
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {(name, attribute, key): id(each) for key, each in vars(value).items()}
+    return found
 
 
 def _set_handlers(handlers: list[logging.Handler]) -> None:

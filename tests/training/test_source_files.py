@@ -31,7 +31,7 @@ def compared(rank, folder, differing):
 
 @pytest.mark.parametrize("differing", ["user_layers", None])
 def test_a_file_that_differs_between_ranks_is_named_on_every_rank_and_others_are_not(tmp_path, differing):
-    found = run_ranks(compared, 2, str(tmp_path), differing)
+    found = run_ranks(compared, 2, str(tmp_path), differing, fresh=True)  # they import a file
     assert found[0] == found[1]
     if differing is None:
         assert found[0] == ""

@@ -27,6 +27,7 @@ def delayed_messages(milliseconds: float) -> Iterator[None]:
         return
     group = dist.ProcessGroup
     send, recv = group.send, group.recv
+    methods = {name: vars(group)[name] for name in ("send", "recv")}  # descriptors, unlike send and recv
 
     def stamped(self: Any, tensors: list[Tensor], peer: int, tag: int) -> Any:
         stamp = torch.tensor([time.perf_counter()], dtype=torch.float64)
@@ -41,7 +42,8 @@ def delayed_messages(milliseconds: float) -> Iterator[None]:
     try:
         yield
     finally:
-        group.send, group.recv = send, recv  # type: ignore[method-assign]
+        for name, method in methods.items():
+            setattr(group, name, method)
 
 
 class _Pair:

@@ -1,7 +1,6 @@
 """A folder of weights as Hugging Face writes them: one safetensors file, or several with an index.
 
-Names, shapes and dtypes come from the files' headers. Values are read in blocks of a few MiB straight to
-where they belong, so that reading takes no memory beside the tensor itself.
+Names, shapes and dtypes come from the files' headers. Values are read one tensor at a time.
 """
 
 from __future__ import annotations
@@ -9,7 +8,6 @@ from __future__ import annotations
 import json
 from contextlib import suppress
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,7 +16,6 @@ from torch import Tensor
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 _OLD = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack")
-_BLOCK = 8 * 2**20  # bytes
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
@@ -65,27 +62,11 @@ class WeightFiles:
         return {name: found[name] for name in places}
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """A tensor, in new memory on the CPU. dtype: of a floating-point tensor; None: as in the file."""
-        entry = self.entries[name]
-        wanted = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
-        values = torch.empty(entry.shape, dtype=wanted, device="cpu")
-        self.read_into(name, values)
-        return values
-
-    def read_into(self, name: str, values: Tensor) -> None:
-        """Read a tensor into `values`, which has its shape; values are cast to its dtype."""
+        """A tensor, on the CPU. dtype: of a floating-point tensor; None: as in the file."""
         entry = self.entries[name]
         with _opened(entry.file) as file:
-            _fill(values, file.get_slice(name), entry)
-
-    def are_equal(self, one: str, other: str) -> bool:
-        """Whether two tensors have the same values. They are compared block by block, to save memory."""
-        left, right = self.entries[one], self.entries[other]
-        if left.shape != right.shape:
-            return False
-        with _opened(left.file) as first, _opened(right.file) as second:
-            a, b = first.get_slice(one), second.get_slice(other)
-            return all(torch.equal(a[place], b[place]) for place in _blocks(left))
+            values: Tensor = file.get_tensor(name)
+        return values.to(dtype) if dtype is not None and values.is_floating_point() else values
 
 
 def _refuse_other_formats(folder: Path) -> None:
@@ -139,20 +120,3 @@ def _opened(path: Path) -> Any:
         raise ValueError(
             f"{path} is no whole safetensors file ({error}; {size} bytes): copy or download it again"
         ) from error
-
-
-def _fill(values: Tensor, source: Any, entry: Entry) -> None:
-    if not values.dim():
-        values.copy_(source[...])
-    for place in _blocks(entry) if values.dim() else ():
-        values[place].copy_(source[place])
-
-
-def _blocks(entry: Entry) -> list[Any]:
-    """Slices along dim 0 that cover the tensor, each of about _BLOCK bytes."""
-    if not entry.shape:
-        return [...]
-    row = max(1, prod(entry.shape[1:]) * entry.dtype.itemsize)
-    step = max(1, _BLOCK // row)
-    rows = entry.shape[0]
-    return [slice(start, min(start + step, rows)) for start in range(0, rows, step)]

@@ -87,22 +87,9 @@ class FolderWeights:
         for group in self._groups:
             if not group.results & wanted.keys():
                 continue
-            for name, value in self._read(group, model, dtype).items():
-                _assign(model, wanted.get(name, ()), value)
-
-    def _read(self, group: _Group, model: PreTrainedModel, dtype: torch.dtype) -> dict[str, Tensor]:
-        """{name in the model: value} of a group. An expert is read straight into its place in the tensor."""
-        places = stacked_places(group.converter, group.sources)
-        if places is None:
             read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
-            return _converted(group, model, read)
-        (target,) = group.results
-        values = torch.empty(model.state_dict()[target].shape, dtype=dtype, device="cpu")
-        sizes = {name: self._files.entries[name].shape for name, _ in group.sources}
-        for name, (number, before) in places.items():
-            offset = sum(sizes[other][0] for other in before)
-            self._files.read_into(name, values[number].narrow(0, offset, sizes[name][0]))
-        return {target: values}
+            for name, value in _converted(group, model, read).items():
+                _assign(model, wanted.get(name, ()), value)
 
     def _givers(self, name: str) -> list[str]:
         """The names of this tensor in the folder: one, or several if it is tied; the first is read."""
@@ -127,7 +114,7 @@ class FolderWeights:
         plain = {group.target: group.sources[0][0] for group in self._groups if group.converter is None}
         for other in givers[1:]:
             both = [plain[name] for name in (givers[0], other) if name in plain]
-            if len(both) == 2 and not self._files.are_equal(*both):
+            if len(both) == 2 and not torch.equal(*map(self._files.read, both)):
                 raise ValueError(
                     f"path={self._files.folder}: config.json ties {other} to {givers[0]}, but the files hold "
                     "different values for them: write tie_word_embeddings=false in config.json"
@@ -163,32 +150,6 @@ def _groups(
         if pattern is not None:
             group.converter = by_pattern[pattern]
     return list(found.values()), unknown
-
-
-def stacked_places(
-    converter: Any, sources: Iterable[tuple[str, str | None]]
-) -> dict[str, tuple[int, list[str]]] | None:
-    """{name: (expert, names before it in the expert's part)}, for a converter that only stacks tensors.
-
-    None for any other converter, and for none.
-    """
-    from transformers.core_model_loading import Concatenate, MergeModulelist
-
-    if converter is None or len(converter.target_patterns) != 1:
-        return None
-    steps = [(type(each), getattr(each, "dim", None)) for each in converter.operations]
-    patterns = converter.source_patterns
-    if steps != [(MergeModulelist, 0), (Concatenate, 1)][: len(steps)] or len(steps) < min(len(patterns), 2):
-        return None
-    rows = {pattern: [name for name, other in sources if other == pattern] for pattern in patterns}
-    if len(set(map(len, rows.values()))) != 1:
-        return None
-    columns = list(zip(*rows.values(), strict=True))  # a column: the names of one expert
-    return {
-        name: (number, list(column[:place]))
-        for number, column in enumerate(columns)
-        for place, name in enumerate(column)
-    }
 
 
 def _converted(
