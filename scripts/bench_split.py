@@ -38,7 +38,7 @@ from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.live_tensors import Level, live_bytes
+from zbpp.runtime.measure.live_tensors import Level, counter_of
 from zbpp.training.measured_steps import machine
 
 MIB = 2**20
@@ -231,12 +231,13 @@ def live_levels(column: Column, stage: nn.Module, x: Tensor, dy: Tensor) -> dict
     """The live bytes of each phase, over those before the first."""
     run_step(column, stage, x, dy)  # allocates what stays from then on
     found: dict[str, Level] = {}
-    before = 0
-    with without_garbage_collection():
+    # One counter for all phases: a tensor from before a counter is not counted when it is freed.
+    with without_garbage_collection(), counter_of(x.device) as counter:
+        before = counter.mark()
         for phase, run in phases(column, stage, x, dy).items():
-            highest, after = live_bytes(run, x.device)
-            found[phase] = Level(before + highest, before + after)
-            before += after
+            counter.mark()
+            run()
+            found[phase] = Level(counter.highest - before, counter.now - before)
     return found
 
 

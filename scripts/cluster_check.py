@@ -9,11 +9,11 @@
     links      latency and bandwidth between neighbours, and between any two nodes
     schedules  all schedules over all ranks: their losses beside plain autograd's, in float64
     meshes     the same with replicas, shards and tensor parallelism
-    speed      steps of a larger model: measured beside simulated, torch's runtime beside zbpp's
     hang       the last rank stops inside a step: is it named within the timeout?
 
 Rank 0 prints each row as soon as the row is known, and writes it to OUT/cluster.txt: a job that dies has left
 the rows before. A row that raises is FAILED, and the check goes on. Exit status: 0, 1 if a row failed.
+How fast steps are there, `zbpp bench` under torchrun says.
 NOT RUN ON A GPU YET: with gloo on CPUs the same code runs on small sizes.
 """
 
@@ -28,6 +28,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -38,10 +39,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.benchmark.bench import Options, bench
-from zbpp.benchmark.report import rows_of
-from zbpp.benchmark.workload import Workload
-from zbpp.data import Data
 from zbpp.job.agreement import broadcast, gather
 from zbpp.job.world import World, world
 from zbpp.models.gpt import Gpt
@@ -72,31 +69,14 @@ Rows = Iterator[Row]
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """message: MiB of a large message. timeout: s that a rank waits; hang_timeout: the same in part hang.
-
-    hidden, layers (of a rank), length (tokens of a row), steps: of the model whose steps are timed.
-    """
+    """message: MiB of a large message. timeout: s that a rank waits; hang_timeout: the same in part hang."""
 
     timeout: float = 180.0
     hang_timeout: float = 30.0
     message: int = 64
-    hidden: int = 2048
-    layers: int = 8
-    length: int = 2048
-    steps: int = 5
-    timed: tuple[str, ...] = ("1f1b", "interleaved_1f1b", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v")
 
 
-SMALL = Sizes(
-    timeout=60.0,
-    hang_timeout=4.0,
-    message=1,
-    hidden=32,
-    layers=2,
-    length=16,
-    steps=2,
-    timed=("1f1b", "zb_h1"),
-)
+SMALL = Sizes(timeout=60.0, hang_timeout=4.0, message=1)
 
 
 # ---------------------------------------------------------------- part links
@@ -215,38 +195,35 @@ def _measure(pair: tuple[int, int], groups: Mapping[tuple[int, int], Any], large
 
 def schedules(sizes: Sizes, here: World) -> Rows:
     """A row for each schedule, on one pipeline over all ranks."""
-    num_microbatches = max(4, 2 * here.size)
-    expected = plain_losses(2 * here.size, num_microbatches, here.rank)
-
-    def row(name: str) -> str:
-        def make() -> Timetable:
-            return plan(name, here.size, num_microbatches, time_limit=5.0)
-
-        try:
-            timetable = planned_by_rank_0(make)
-        except PlanError as error:
-            return f"not with {here.size} ranks: {error}"
-        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, {}), expected)
-
-    for name in SCHEDULES:
-        yield name, lambda name=name: row(name)  # type: ignore[misc]
+    yield from _trained([(name, {}, name) for name in SCHEDULES], sizes, here)
 
 
 def meshes(sizes: Sizes, here: World) -> Rows:
     """A row for each composition that the number of ranks allows."""
-    num_microbatches = max(4, 2 * here.size)
-    expected = plain_losses(2 * here.size, num_microbatches, here.rank)
-
-    def row(degrees: Mapping[str, int], name: str) -> str:
-        timetable = plan(name, here.size // math.prod(degrees.values()), num_microbatches)
-        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, degrees), expected)
-
+    cases = []
     for degrees in DEGREES:
         if here.size % math.prod(degrees.values()) == 0:
             whole = {"pipeline": here.size // math.prod(degrees.values()), **degrees}
             text = " x ".join(f"{name} {whole[name]}" for name in DIMENSIONS if name in whole)
-            for name in ("zb_h1", "zb_v"):
-                yield f"{text}, {name}", lambda degrees=degrees, name=name: row(degrees, name)  # type: ignore[misc]
+            cases += [(f"{text}, {name}", degrees, name) for name in ("zb_h1", "zb_v")]
+    yield from _trained(cases, sizes, here)
+
+
+def _trained(cases: Sequence[tuple[str, Mapping[str, int], str]], sizes: Sizes, here: World) -> Rows:
+    """A row for each (what it is called, degrees of the mesh, schedule)."""
+    num_microbatches = max(4, 2 * here.size)
+    expected = plain_losses(2 * here.size, num_microbatches, here.rank)
+
+    def row(degrees: Mapping[str, int], name: str) -> str:
+        num_ranks = here.size // math.prod(degrees.values())
+        try:
+            timetable = planned_by_rank_0(lambda: plan(name, num_ranks, num_microbatches, time_limit=5.0))
+        except PlanError as error:
+            return f"not with {num_ranks} ranks: {error}"
+        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, degrees), expected)
+
+    for text, degrees, name in cases:
+        yield text, partial(row, degrees, name)
 
 
 def small_gpt(num_layers: int) -> Gpt:
@@ -321,81 +298,6 @@ def compared(losses: Sequence[float], expected: Sequence[float]) -> str:
     return f"losses as plain autograd's (differ by {difference:.0e})"
 
 
-# ---------------------------------------------------------------- part speed
-
-
-def speed(sizes: Sizes, here: World) -> Rows:
-    """A row for each schedule and runtime, timed in turns."""
-    found: list[Mapping[str, Any]] = []
-
-    def time_all() -> str:
-        work = workload(sizes, here)
-        found.extend(rows_of(bench(work, sizes.timed, Options(sizes.steps)), work.data.items_per_batch))
-        return (
-            f"GPT, hidden {sizes.hidden}, {sizes.layers} layers per rank, {work.num_microbatches} "
-            f"microbatches of {sizes.length} tokens; medians of {sizes.steps} steps"
-        )
-
-    yield "timed steps", time_all
-    for each in found:
-        name = f"{each['schedule']} ({each['stages_per_rank']} stages per rank), {each['runtime']}"
-        yield name, lambda each=each: figures(each)  # type: ignore[misc]
-
-
-def workload(sizes: Sizes, here: World) -> Workload:
-    """The model in bfloat16 on GPUs, float32 on CPUs; random tokens."""
-    num_microbatches = max(4, 2 * here.size)
-    dtype = torch.bfloat16 if here.device.type == "cuda" else torch.float32
-    source = _RandomTokens(num_microbatches, sizes.length)
-    model = Gpt(
-        vocab_size=_RandomTokens.VOCAB,
-        num_layers=sizes.layers * here.size,
-        hidden_size=sizes.hidden,
-        num_heads=max(1, sizes.hidden // 64),
-        sequence_length=sizes.length,
-    )
-    data = Data(
-        train=source,
-        evaluation=source,
-        num_evaluation_batches=0,
-        items_per_batch=source.rows * source.length,
-        fingerprint="random tokens",
-    )
-    return Workload(
-        model=model,
-        data=data,
-        here=here,
-        num_microbatches=num_microbatches,
-        prepare=lambda stage: stage.to(here.device, dtype),
-        timeout=sizes.timeout,
-    )
-
-
-class _RandomTokens:
-    """Batches of random tokens by number."""
-
-    VOCAB = 1024  # small, so that the head does not make the last stage heavier than the others
-
-    def __init__(self, rows: int, length: int) -> None:
-        self.rows, self.length = rows, length
-
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
-        generator = torch.Generator().manual_seed(step)
-        drawn = torch.randint(self.VOCAB, (self.rows, self.length + 1), generator=generator)
-        return drawn[:, :-1], drawn[:, 1:]
-
-
-def figures(row: Mapping[str, Any]) -> str:
-    if row["failure"]:
-        raise RuntimeError(row["failure"])
-    simulated = row["predicted_makespan_ms"]
-    beside = "no simulation of this order" if simulated is None else f"simulated {simulated:.1f} ms"
-    return (
-        f"step {row['makespan_ms']:.1f} ms, {beside}, bubble {100 * row['measured_bubble_rate']:.0f} %, "
-        f"{row['tokens_per_second']:.0f} tokens/s, peak {max(row['peak_memory_bytes']) / 2**30:.2f} GiB"
-    )
-
-
 # ---------------------------------------------------------------- part hang
 
 
@@ -451,7 +353,7 @@ def hang(sizes: Sizes, here: World, folder: Path) -> str:
 # ---------------------------------------------------------------- the table
 
 
-PARTS = {"links": links, "schedules": schedules, "meshes": meshes, "speed": speed}
+PARTS = {"links": links, "schedules": schedules, "meshes": meshes}
 
 
 class Table:

@@ -3,20 +3,19 @@
 
     python scripts/gpu_check.py                         # writes one page, scripts/results/gpu_NAME.txt
     python scripts/gpu_check.py split offload           # these parts only
-    python scripts/gpu_check.py --minutes 3             # in less time: parts that don't fit are skipped
     python scripts/gpu_check.py --device cpu --small    # tries the check itself, in less than a minute
 
     split      a stage of 1e9 weights in bfloat16, beside plain backward and torch's split: memory, times
     graphs     CUDA graphs of actions beside eager actions: host time, step time, losses
     schedules  a pipeline of one rank under every schedule: losses and gradients beside plain autograd's
-    offload    copies to host memory and back, alone and beside products; a pipeline with and without offload
+    offload    bandwidth of copies to host memory and back; a pipeline with and without offload
     tests      the tests marked `gpu`
 
 It runs from a clone, with the Python that has torch (2.11 or newer) and numpy; the part `tests` needs pytest.
-Each part runs in a process of its own, has its share of the time, and writes each row as soon as the row is
-known: a part that fails, takes too long or loses its device costs no other part's rows. A mark is a limit for
-the first value of a row. Exit status: 0, 1 if a mark was missed, 130 after Ctrl-C or SIGTERM, with what was
-measured until then. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
+Each part runs in a process of its own, for a limited time, and writes each row as soon as the row is known: a
+part that fails, takes too long or loses its device costs no other part's rows. A mark is a limit for the
+first value of a row. Exit status: 0, or 1 if a mark was missed. NOT RUN ON A GPU YET: `--device cpu --small`
+runs the same code on small sizes.
 """
 
 from __future__ import annotations
@@ -95,16 +94,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Settings:
-    """device: "cuda" or "cpu". is_small: sizes that a CPU does in seconds. seconds: the part's time."""
+    """device: "cuda" or "cpu". is_small: sizes that a CPU does in seconds."""
 
     device: str
     is_small: bool
-    seconds: float
-    begun: float = field(default_factory=time.monotonic)
-
-    @property
-    def left(self) -> float:
-        return self.seconds - (time.monotonic() - self.begun)
 
     @property
     def torch_device(self) -> torch.device:
@@ -149,12 +142,7 @@ def split(settings: Settings) -> Iterator[Row]:
     marks = {"after B / after F": "after_b", "(B+W) / backward": "backward"} if is_full else {}
     for row in memory_rows(columns, stage, x, dy):
         yield Row(row.figure, row.values, row.form, marks.get(row.figure))
-    begin = time.perf_counter()
-    for column in columns.values():
-        run_step(column, stage, x, dy)
-    settings.synchronize()
-    fitting = int(0.7 * settings.left / (time.perf_counter() - begin))
-    rounds = 3 if settings.is_small else max(3, min(15, fitting))
+    rounds = 3 if settings.is_small else 7
     for row in time_rows("compute", timed_in_turns(columns, stage, x, dy, rounds=rounds)):
         yield Row(row.figure, row.values, row.form, marks.get(row.figure), row.noise)
 
@@ -275,9 +263,6 @@ def schedules(settings: Settings) -> Iterator[Row]:
     losses, gradients = _plain(model, batch, settings)
     num_unlike = 0
     for name in SCHEDULES:
-        if settings.left < 3:
-            yield Row(f"{name}: no time left")
-            continue
         try:
             found = _pipeline(name, model, batch, settings)
         except PlanError as error:
@@ -325,30 +310,14 @@ def _difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> flo
 
 
 def offload(settings: Settings) -> Iterator[Row]:
-    """Bandwidth, how much of the copies products hide, and a pipeline with and without offload."""
-    nbytes, size = (4 * MIB, 256) if settings.is_small else (512 * MIB, 4096)
+    """Bandwidth, and a pipeline with and without offload."""
+    nbytes = 4 * MIB if settings.is_small else 512 * MIB
     copier = Copier(settings.torch_device)
     try:
         leaving = copier.new_storage(nbytes), copier.host_memory(nbytes)
-        arriving = copier.new_storage(nbytes), copier.host_memory(nbytes)
         out = _seconds(lambda: copier.out([leaving]).wait(), settings)
         back = _seconds(lambda: copier.back([leaving]).wait(), settings)
         yield Row("bandwidth, GiB/s", {"out": nbytes / GIB / out, "back": nbytes / GIB / back}, ".1f")
-        x = torch.randn(size, size, device=settings.torch_device, dtype=settings.dtype)
-        number = max(1, round((out + back) / (_seconds(lambda: _products(x, 4), settings) / 4)))
-
-        def both() -> None:
-            copies = copier.out([leaving]), copier.back([arriving])
-            _products(x, number)
-            for copy in copies:
-                copy.wait()
-
-        values = {
-            "products": 1e3 * _seconds(lambda: _products(x, number), settings),
-            "copies": 1e3 * (out + back),
-            "both at once": 1e3 * _seconds(both, settings),
-        }
-        yield Row("copies beside products, ms", values)
     finally:
         copier.close()
     model, batch = _llama(*((32, 16) if settings.is_small else (1024, 512)), settings)
@@ -362,11 +331,6 @@ def offload(settings: Settings) -> Iterator[Row]:
     yield Row("gpipe: most live bytes of a step, MiB", peaks, ".1f")
     unlike = float((found["with"].losses != found["without"].losses).sum())
     yield Row("gpipe: losses that differ", {"with": unlike}, ".0f")
-
-
-def _products(x: Tensor, number: int) -> None:
-    for _ in range(number):
-        torch.mm(x, x)
 
 
 def _seconds(run: Callable[[], object], settings: Settings) -> float:
@@ -405,7 +369,7 @@ def tests(settings: Settings) -> Iterator[Row]:
 # ---------------------------------------------------------------- the parts, each in its process
 
 
-PARTS: dict[str, tuple[Callable[[Settings], Iterator[Row]], int]] = {  # (rows, its share of 470 seconds)
+PARTS: dict[str, tuple[Callable[[Settings], Iterator[Row]], int]] = {  # (rows, the most seconds)
     "split": (split, 150),
     "graphs": (graphs, 80),
     "schedules": (schedules, 80),
@@ -416,7 +380,7 @@ PARTS: dict[str, tuple[Callable[[Settings], Iterator[Row]], int]] = {  # (rows, 
 
 @dataclass
 class Outcome:
-    """What a part has found. why: why it ended early, or did not begin; "" if it ended well."""
+    """What a part has found. why: why it ended early; "" if it ended well."""
 
     name: str
     rows: list[Row] = field(default_factory=list)
@@ -424,32 +388,31 @@ class Outcome:
     seconds: float = 0.0
 
 
-def run_part(outcome: Outcome, options: argparse.Namespace, seconds: float) -> None:
-    """Run a part in a process of its own, which is ended after so many seconds, with all that it started."""
-    begin = time.monotonic()
+def run_part(name: str, options: argparse.Namespace) -> Outcome:
+    """Run a part in a process of its own, which is ended after its time, with all that it started."""
+    outcome, begin, limit = Outcome(name), time.monotonic(), PARTS[name][1]
+    print(f"{name}, up to {limit} s ...", file=sys.stderr, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         rows, log = Path(folder, "rows"), Path(folder, "log")
         rows.touch()
-        command = [sys.executable, __file__, outcome.name, "--device", options.device, "--rows", str(rows)]
-        command += ["--seconds", str(seconds), *(["--small"] if options.small else [])]
+        command = [sys.executable, __file__, name, "--device", options.device, "--rows", str(rows)]
+        command += ["--small"] if options.small else []
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
-            if process.wait(seconds):
+            if process.wait(limit):
                 said = log.read_text(errors="replace").strip().splitlines() or ["no output"]
                 outcome.why = f"ended with status {process.returncode}: {said[-1]}"
         except subprocess.TimeoutExpired:
-            outcome.why = f"stopped after its {seconds:.0f} s"
-        except KeyboardInterrupt:
-            outcome.why = "interrupted"
-            raise
+            outcome.why = f"stopped after its {limit} s"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            whole = [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            outcome.rows = [Row(**json.loads(line)) for line in whole]
-            outcome.seconds = time.monotonic() - begin
+        whole = [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
+        outcome.rows = [Row(**json.loads(line)) for line in whole]
+        outcome.seconds = time.monotonic() - begin
+    return outcome
 
 
 def write_rows(name: str, path: Path, settings: Settings) -> None:
@@ -457,21 +420,6 @@ def write_rows(name: str, path: Path, settings: Settings) -> None:
     with path.open("w") as file:
         for row in PARTS[name][0](settings):
             print(json.dumps(asdict(row)), file=file, flush=True)
-
-
-def check(options: argparse.Namespace, outcomes: list[Outcome]) -> None:
-    """Run the parts one after the other. Time that a part leaves over goes to the parts after it."""
-    end = time.monotonic() + 60 * options.minutes - 10  # for the start and the report
-    outcomes += [Outcome(name, why="did not begin") for name in options.parts]
-    for number, outcome in enumerate(outcomes):
-        shares = [PARTS[each.name][1] for each in outcomes[number:]]
-        seconds = (end - time.monotonic()) * shares[0] / sum(shares)
-        if seconds < 5:
-            outcome.why = "skipped: no time was left"
-            continue
-        print(f"{outcome.name}, up to {seconds:.0f} s ...", file=sys.stderr, flush=True)
-        outcome.why = ""
-        run_part(outcome, options, seconds)
 
 
 # ---------------------------------------------------------------- the report
@@ -518,22 +466,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: see above."""
     options = parse(arguments)
     if options.rows is not None:
-        write_rows(options.parts[0], options.rows, Settings(options.device, options.small, options.seconds))
+        write_rows(options.parts[0], options.rows, Settings(options.device, options.small))
         return 0
-    outcomes: list[Outcome] = []
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    status = 0
-    try:
-        check(options, outcomes)
-    except KeyboardInterrupt:
-        status = 130
+    outcomes = [run_part(name, options) for name in options.parts]
     text, is_held = report(outcomes, options)
     print(text)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
     path = options.out / f"gpu_{'_'.join(device.lower().split())}.txt"
     path.write_text(text)
     print(f"written: {path}")
-    return status or int(not is_held)
+    return int(not is_held)
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -544,17 +486,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; by default all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
-    parser.add_argument("--minutes", type=float, default=8.0, help="the most it may take; default 8")
     parser.add_argument("--out", type=Path, default=ROOT / "scripts/results", help="its folder")
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # these two: for the process of a part
-    parser.add_argument("--seconds", type=float, help=argparse.SUPPRESS)
+    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process of a part
     options = parser.parse_args(arguments)
     for name in options.parts:
         if name not in PARTS:
             parser.error(f"part {name!r} does not exist: write some of {', '.join(PARTS)}")
     options.parts = options.parts or [*PARTS]
-    if not 0.5 <= options.minutes <= 120:
-        parser.error(f"--minutes {options.minutes:g}: write 0.5 to 120")
     if options.device == "cpu" and not options.small:
         parser.error("--device cpu is for trying the check itself: write --device cpu --small")
     if options.device == "cuda" and not torch.cuda.is_available():

@@ -2,12 +2,9 @@
 
 import subprocess
 import sys
-from argparse import Namespace
-from itertools import combinations
 from pathlib import Path
 
 import pytest
-import torch
 
 from zbpp.planning import SCHEDULES
 
@@ -32,20 +29,6 @@ def test_the_gpu_check_writes_the_rows_of_its_parts(tmp_path, capsys):
     assert "NOT COMPLETE" not in text
 
 
-def outcome_of(monkeypatch, part, seconds=60.0):
-    monkeypatch.setitem(gpu_check.PARTS, "broken", (lambda settings: iter(()), 1))
-    found = gpu_check.Outcome(part)
-    gpu_check.run_part(found, Namespace(device="cpu", small=True), seconds)
-    return found
-
-
-def test_a_part_that_ends_early_leaves_its_rows_and_why(monkeypatch):
-    found = outcome_of(monkeypatch, "broken")  # the process of the part doesn't know it
-    assert found.why.startswith("ended with status 2: ")
-    found = outcome_of(monkeypatch, "schedules", seconds=0.5)
-    assert (found.rows, found.why) == ([], "stopped after its 0 s")
-
-
 @pytest.mark.parametrize(
     ("value", "said"), [(0.84, "held: 0.84"), (0.86, "NOT HELD: 0.86"), (float("nan"), "NOT HELD: nan")]
 )
@@ -59,7 +42,6 @@ def test_a_mark_is_held_below_its_limit(value, said):
     ("arguments", "text"),
     [
         (["speed"], "part 'speed' does not exist"),
-        (["--minutes", "0"], "--minutes 0: write 0.5 to 120"),
         (["--device", "cpu"], "write --device cpu --small"),
         (["--device", "cpu", "--small", "--out", "/dev/null/a"], "no file can be written there"),
     ],
@@ -100,15 +82,6 @@ def test_a_row_that_raises_is_failed_and_a_slow_link_is_named(tmp_path, monkeypa
     ]
 
 
-@pytest.mark.parametrize("number", [2, 3, 4, 5, 8, 9])
-def test_every_pair_of_nodes_meets_once_and_nobody_twice_in_a_round(number):
-    rounds = cluster_check.all_pairs(number)
-    assert sorted(pair for each in rounds for pair in each) == [*combinations(range(number), 2)]
-    for each in [*rounds, *cluster_check.neighbours(number)]:
-        ranks = [rank for pair in each for rank in pair]
-        assert len(ranks) == len(set(ranks))
-
-
 def test_the_split_keeps_less_than_f_and_torchs_more_and_w_leaves_nothing(capsys):
     small = ["memory", "--hidden", "64", "--batch", "4", "--time", "64", "--blocks", "2"]
     assert bench_split.main(small) == 0
@@ -117,15 +90,3 @@ def test_the_split_keeps_less_than_f_and_torchs_more_and_w_leaves_nothing(capsys
     values = dict(zip(line[6:12:2], map(float, line[7:12:2]), strict=True))
     assert values["zbpp"] <= 0.85 < 1 < values["torch"]
     assert "left after W, bytes" in said
-
-
-def test_live_bytes_are_those_of_the_allocator():
-    """A MiB made and dropped shows in the highest only; half a MiB that stays shows in both."""
-    kept = []
-
-    def run():
-        large = torch.empty(2**20, dtype=torch.uint8)
-        kept.append(torch.empty(2**19, dtype=torch.uint8))
-        del large
-
-    assert bench_split.live_bytes(run, torch.device("cpu")) == (2**20 + 2**19, 2**19)

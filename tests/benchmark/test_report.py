@@ -8,7 +8,7 @@ import pytest
 from zbpp import Costs, plan, simulate
 from zbpp.benchmark import report
 from zbpp.benchmark.interleaved_timing import TimedRunner
-from zbpp.benchmark.report import describe, rows_of, speed_comparisons, table, write
+from zbpp.benchmark.report import rows_of, speed_comparisons, table, write
 from zbpp.render.style import headline
 
 MIB = 2**20
@@ -74,14 +74,6 @@ def test_speeds_are_compared_like_with_like_and_best_with_best(timed):
     ]
 
 
-def test_torchs_best_may_hold_what_it_likes(timed):
-    timed[3] = timed_runner("zb_v", "torch", [20.0], peaks=[9 * MIB, 9 * MIB])
-    assert speed_comparisons(rows_of(timed, 100))[2:] == [
-        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's 1f1b: 1.500x",
-        "zbpp's best in the 3.0 MiB of torch's 1f1b (zb_v) over torch's best (zb_v, 9.0 MiB): 1.250x",
-    ]
-
-
 @pytest.mark.parametrize(
     ("peak", "best"),
     [(3 * MIB + 1, "zb_v"), (int(3.04 * MIB), "zb_v"), (int(3.06 * MIB), "1f1b"), (2 * 2**30, "1f1b")],
@@ -94,13 +86,6 @@ def test_memory_is_equal_where_the_table_prints_it_as_equal(timed, peak, best):
     assert f"of torch's 1f1b ({best}) over torch's 1f1b" in speed_comparisons(rows)[2]
 
 
-def test_it_is_torchs_1f1b_whose_memory_counts_not_zbpps(timed):
-    timed[0].peak_bytes = timed[2].peak_bytes = [5 * MIB, 0]
-    assert speed_comparisons(rows_of(timed, 100))[2:] == [
-        "none of zbpp's fits into the 3.0 MiB of torch's 1f1b"
-    ]
-
-
 def test_without_torchs_1f1b_nothing_is_said_of_its_memory(timed):
     timed[1] = timed_runner("1f1b", "torch", [], failure="RuntimeError: no")
     timed[3] = timed_runner("zb_v", "torch", [20.0])
@@ -108,28 +93,6 @@ def test_without_torchs_1f1b_nothing_is_said_of_its_memory(timed):
         "zbpp's speed over torch's, same schedule: zb_v 1.250x",
         "zbpp's best (zb_v) over torch's best (zb_v): 1.250x",
     ]
-
-
-def test_without_torch_there_is_nothing_to_compare(timed):
-    assert speed_comparisons(rows_of(timed[::2], 100)) == []
-
-
-def test_an_order_that_the_simulator_refuses_has_no_prediction():
-    found = timed_runner("looped_bfs", "torch", [5.0])
-    row = found.timetable.rows[0]
-    backwards = type(row)(row.stages, row.ops, row.microbatches[::-1].copy())
-    lines = found.timelines[0]
-    found.timelines = [
-        type(lines)(
-            type(found.timetable)([backwards, *found.timetable.rows[1:]]),
-            lines.starts,
-            lines.ends,
-            lines.peak_memory,
-        )
-    ]
-    (made,) = rows_of([found], 1)
-    assert (made["predicted_makespan_ms"], made["ratio"], made["makespan_ms"]) == (None, None, 5.0)
-    assert " -  " in table([made])
 
 
 def test_what_is_written_is_json_a_picture_and_a_trace(timed, tmp_path):
@@ -171,19 +134,6 @@ def test_emulated_stages_have_no_memory_and_no_verdict_on_it(tmp_path, monkeypat
     assert [each for each in speed_comparisons(rows) if "fits" in each or "in the" in each] == []
     write(tmp_path, {}, found, rows)
     assert "peak" not in headline(drawn[0][1])
-
-
-def test_emulation_is_said():
-    about = {
-        "num_ranks": 2, "num_microbatches": 4, "model": "Emulated", "emulated": True, "message_ms": 2.0,
-        "device": "2 CPU cores", "torch": "2.13", "load_average": 0.5, "repeats": 3,
-    }  # fmt: skip
-    assert "EMULATED: stages sleep instead of computing" in describe(about)
-    assert "messages take 2.0 ms at least" in describe(about)
-    assert "memory" not in describe(about)
-    computed = describe({**about, "emulated": False, "message_ms": 0.0})
-    assert "real compute" in computed
-    assert "peak memory: of the rank that needs most" in computed
 
 
 def test_a_panel_shows_the_peak_of_its_own_runner_not_that_of_the_process(timed, tmp_path, monkeypatch):

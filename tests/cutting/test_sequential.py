@@ -197,9 +197,3 @@ def test_a_tuple_that_the_next_stage_would_not_get_as_it_is_is_refused(wrap, kin
     with pytest.raises(TypeError, match=f"child '0' returned a {kind} to the next stage"):
         first(torch.ones(1, 6))
     split_sequential(layers, 1)[0](torch.ones(1, 6))  # no boundary
-
-
-def test_a_first_stage_takes_one_value_as_the_chain_does():
-    stages = split_sequential(chain(), 2)
-    with pytest.raises(TypeError, match="the first stage got 2 inputs: a chain takes one value"):
-        stages[0](*batch())

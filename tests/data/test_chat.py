@@ -6,7 +6,6 @@ import torch.nn.functional as F
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
-from zbpp.config import ConfigError
 from zbpp.data.source import parts_of
 from zbpp.models.llama import Llama
 from zbpp.run.data import limit_evaluation
@@ -202,8 +201,3 @@ def test_what_does_not_fit_is_refused(files, tmp_path, text, options, words):
     with pytest.raises(ValueError) as caught:
         data_of(files, **options)
     assert words in str(caught.value)
-
-
-def test_too_little_held_out_is_said_in_conversations(files):
-    with pytest.raises(ConfigError, match=r"held out than a batch \(8 conversations\)"):
-        limit_evaluation(data_of(files), 1, 1, 2)

@@ -1,8 +1,6 @@
 """What is read, that every window comes once per epoch, and that a step is all there is to save."""
 
 import gzip
-import math
-from collections import Counter
 
 import numpy as np
 import pytest
@@ -47,21 +45,6 @@ def test_files_are_read_byte_by_byte_and_a_folder_at_any_depth_by_pattern(folder
     assert text_of(folder, max_bytes=5) == text_of(folder)[:5]
 
 
-def test_the_order_of_files_does_not_depend_on_where_the_folder_is(folder, tmp_path_factory):
-    copy = tmp_path_factory.mktemp("elsewhere")
-    for name in ("b.txt", "deep/c.txt", "a.txt"):
-        (copy / name).parent.mkdir(exist_ok=True)
-        (copy / name).write_bytes((folder / name).read_bytes())
-    assert text_of(copy) == text_of(folder)
-
-
-def test_the_default_corpus_is_python_source_of_a_few_mebibytes():
-    text = text_of()
-    assert 2**20 < len(text) <= 2**22
-    assert b"def __init__(self" in text
-    assert data(None).fingerprint == data(None).fingerprint
-
-
 def test_held_out_is_the_end_and_train_the_rest(folder):
     (folder / "long").write_bytes(bytes(range(1, 201)))
     found = data(folder / "long", held_out=0.1)
@@ -75,13 +58,6 @@ def test_held_out_is_the_end_and_train_the_rest(folder):
 def test_the_fingerprint_tells_corpora_and_splits_apart(folder):
     options = [{}, {"max_bytes": 8}, {"held_out": 0.5}, {"pattern": "*.md"}]
     assert len({data(folder, **each).fingerprint for each in options}) == 4
-
-
-def test_unigram_entropy_is_that_of_the_counts(folder):
-    (folder / "text").write_text(TEXT)
-    total = len(TEXT)
-    expected = -sum(n / total * math.log(n / total) for n in Counter(TEXT).values())
-    assert data(folder / "text").unigram_entropy == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
@@ -137,11 +113,6 @@ def test_targets_are_the_tokens_after_the_inputs():
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(4))
 
 
-@pytest.mark.parametrize(("num_tokens", "num_windows"), [(101, 25), (100, 24), (104, 25), (5, 1)])
-def test_windows_need_one_token_more_for_the_last_target(num_tokens, num_windows):
-    assert counting(num_tokens).samples.num_samples == num_windows
-
-
 def test_windows_come_once_per_epoch_where_batches_cross_its_end():
     order = windows_of(counting(batch_size=7), range(25))  # 175 samples: 7 epochs of 25 windows
     for epoch in range(7):
@@ -163,29 +134,6 @@ def test_batches_do_not_touch_or_see_the_global_random_state():
     RandomRegression(in_features=3, out_features=2, batch_size=5, seed=0).batch(0)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])
-
-
-def test_evaluation_goes_through_the_text_in_its_order():
-    batches = counting(seed=None)
-    assert batches.num_batches == 5
-    assert windows_of(batches, range(batches.num_batches)) == list(range(25))
-
-
-@pytest.mark.parametrize(("batch_size", "num_batches"), [(5, 5), (7, 3), (25, 1), (60, 1)])
-def test_a_pass_has_full_batches_and_at_least_one(batch_size, num_batches):
-    assert counting(batch_size=batch_size).num_batches == num_batches
-
-
-def test_random_regression_is_decided_by_seed_and_step():
-    def source(seed):
-        return RandomRegression(in_features=3, out_features=2, batch_size=5, seed=seed)
-
-    inputs, targets = source(0).batch(4)
-    assert (inputs.shape, targets.shape) == ((5, 3), (5, 2))
-    assert torch.equal(inputs, source(0).batch(4)[0])
-    assert torch.equal(targets, source(0).batch(4)[1])
-    assert not torch.equal(inputs, source(0).batch(5)[0])
-    assert not torch.equal(inputs, source(1).batch(4)[0])
 
 
 def test_random_regression_has_the_same_rows_in_large_and_in_small_batches():

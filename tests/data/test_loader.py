@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from zbpp import Pipeline, plan
 from zbpp.config import ConfigError
-from zbpp.data.loader import IteratedBatches, loaded_data
+from zbpp.data.loader import loaded_data
 from zbpp.data.source import parts_of
 from zbpp.run.data import build_data
 from zbpp.training.batches import batch_for
@@ -51,13 +51,6 @@ def test_a_dataset_is_shuffled_alike_whatever_a_rank_drew_before_and_anew_each_e
     assert seen[0] == seen[1]
     assert sorted(first) == sorted(second) == list(range(ROWS))
     assert first != second
-
-
-def test_a_batch_may_be_asked_for_again_and_a_pass_begun_again():
-    loader = DataLoader(Squares(), batch_size=BATCH, drop_last=True)
-    source = IteratedBatches(loader, batch_size=BATCH, seed=0)
-    firsts = [source.batch(step)[0][0, 0].item() for step in (0, 0, 1, 2, 2, 0, 4, 6)]
-    assert firsts == [0, 0, 4, 8, 8, 0, 16, 4]
 
 
 class Two(nn.Module):
@@ -106,13 +99,6 @@ def test_a_run_on_a_loaders_tuples_or_dicts_is_a_plain_loop_over_them(named):
     assert [each["loss"] for each in history] == pytest.approx(expected, rel=1e-12)
     assert all(each["rows_per_second"] > 0 for each in history)
     assert not any("tokens_per_second" in each for each in history)
-
-
-def test_more_than_two_tensors_are_inputs_in_order_and_the_target_last():
-    tensors = [torch.full((BATCH, 1), float(i)) for i in range(3)]
-    data = loaded_data(DataLoader(TensorDataset(*tensors), batch_size=BATCH), batch_size=BATCH, seed=0)
-    args, target = batch_for({0: nn.Identity()}, 1, data.train, 0, torch.device("cpu"))
-    assert [float(each[0]) for each in (*args, target)] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(
@@ -268,16 +254,6 @@ def test_replicas_that_read_smaller_batches_read_the_rows_of_one_large_batch(mak
         assert torch.equal(large.train.batch(step)[0][:, :columns], halves[:, :columns])
 
 
-def test_fingerprints_tell_first_batches_and_numbers_of_rows_or_batches_apart():
-    batches = [[(torch.zeros(BATCH, 2), torch.ones(BATCH))] for _ in range(3)]
-    batches[2][0][0][0, 0] = 1e-9
-    loaders = [DataLoader(Squares(rows), batch_size=BATCH) for rows in (20, 24)]
-    given = [*batches, *loaders, Squares(20), Squares(24)]
-    prints = [loaded_data(each, batch_size=BATCH, seed=0).fingerprint for each in given]
-    assert prints[0] == prints[1]
-    assert len(set(prints)) == 6
-
-
 @pytest.mark.parametrize("changed", [(0,), (99,), range(50, 75)])
 def test_the_fingerprint_of_a_dataset_tells_changed_rows(changed):
     """The last one, and a quarter of the rows, none of which is in the first batch."""
@@ -310,15 +286,6 @@ def test_an_iterable_dataset_may_be_held_out():
 
     data = loaded_data((Squares(), Endless()), batch_size=BATCH, seed=7)
     assert [int(data.evaluation.batch(step)[0][0, 0]) for step in (0, 1)] == [0, BATCH]
-
-
-def test_a_dataset_loads_no_row_that_was_trained_on_and_has_no_state(monkeypatch):
-    data = loaded_data(Squares(), batch_size=BATCH, seed=7)
-    loaded = []
-    monkeypatch.setattr(Squares, "__getitem__", lambda self, row: loaded.append(row) or torch.zeros(2))
-    data.train.batch(1003)
-    assert len(loaded) == BATCH
-    assert data.state_dict() == {}
 
 
 def test_an_iterable_without_a_state_is_read_up_to_the_batch_with_a_warning(caplog):

@@ -8,7 +8,6 @@ import torch
 
 from helpers.trainers import small_trainer
 from zbpp.data.read_ahead import BatchError, ReadAhead
-from zbpp.data.regression import RandomRegression
 
 CPU = torch.device("cpu")
 
@@ -22,12 +21,6 @@ def test_losses_are_equal_to_the_last_bit_with_and_without():
     losses = [[metrics["loss"] for metrics in trainer.run(20)] for trainer in (plain, ahead)]
     assert losses[0] == losses[1]
     assert not readers()
-
-
-def test_off_starts_no_thread():
-    trainer = small_trainer()
-    for _ in trainer.run(2):
-        assert not readers()
 
 
 def test_not_more_than_that_many_batches_are_read_early():
@@ -54,17 +47,6 @@ def test_an_error_is_raised_for_the_batch_that_it_is_of():
     assert [ahead.batch(number) for number in (2, 3)] == [2, 3]
     with pytest.raises(BatchError, match="the batch of step 4 can't be read: OSError: the disk is gone"):
         ahead.batch(4)
-    assert not readers()
-
-
-def test_a_run_that_fails_ends_the_thread(monkeypatch):
-    trainer = small_trainer(read_ahead=2)
-    original = RandomRegression.batch
-    monkeypatch.setattr(
-        RandomRegression, "batch", lambda self, step: original(self, step) if step < 3 else 1 / 0
-    )
-    with pytest.raises(BatchError, match="the batch of step 3 can't be read: ZeroDivisionError"):
-        list(trainer.run(10))
     assert not readers()
 
 

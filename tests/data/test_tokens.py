@@ -16,7 +16,7 @@ from zbpp.data import token_data
 from zbpp.data.prepare import Reading, prepare
 from zbpp.data.prepared import HEADER, HELD_OUT, TRAIN, open_prepared
 from zbpp.data.tokens import Mixture, shares_in_block
-from zbpp.data.windows import Windows, positions_in_documents
+from zbpp.data.windows import Windows
 
 ROOT = Path(__file__).parent.parent.parent
 WORDS = ["a", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog", "and", "runs"]
@@ -213,12 +213,6 @@ def test_positions_begin_anew_with_each_document(prepared):
     inputs, targets = data(prepared).train.batch(3)
     assert torch.equal(inputs, batch["input_ids"])
     assert torch.equal(targets, batch["labels"])
-
-
-def test_an_end_at_a_windows_edge_and_two_in_one_window():
-    ends = np.array([4, 6, 8, 30])
-    found = positions_in_documents(np.array([0, 4, 8]), 4, ends)
-    assert found.tolist() == [[0, 1, 2, 3], [0, 1, 0, 1], [0, 1, 2, 3]]
 
 
 class Numbered:

@@ -184,23 +184,3 @@ def test_without_strict_missing_tensors_start_from_the_librarys_values_and_other
     assert head.std().item() == pytest.approx(0.02, rel=0.1)
     expected = reference(tmp_path).get_parameter(NORM)
     assert torch.equal(dict(model.build_stage(0, 2).named_parameters())[NORM], expected)
-
-
-def test_a_config_whose_values_do_not_fit_together_is_refused_in_one_line_with_its_path(tmp_path):
-    sizes = {"hidden_size": 32, "num_attention_heads": 3}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    save_file({"a": torch.zeros(1)}, tmp_path / "model.safetensors")
-    words = r"config\.json does not fit together: The hidden size \(32\)"
-    with pytest.raises(ValueError, match=words) as caught:
-        HuggingFace(path=str(tmp_path))
-    assert "\n" not in str(caught.value)
-
-
-def test_a_single_file_goes_before_an_index_as_in_the_library(tmp_path):
-    for name, value in {"model.safetensors": 1.0, "part.safetensors": 2.0}.items():
-        save_file({"weight": torch.tensor([value])}, tmp_path / name)
-    index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"weight": "part.safetensors"}}))
-    assert WeightFiles(tmp_path).read("weight") == 1
-    (tmp_path / "model.safetensors").unlink()
-    assert WeightFiles(tmp_path).read("weight") == 2

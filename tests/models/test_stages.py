@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from torch import nn
 
 from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
@@ -10,7 +9,6 @@ from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
 from zbpp.models.mlp import Mlp
 from zbpp.partition import split_layers
-from zbpp.stage_api import PipelineModel
 
 GPT = {"vocab_size": 19, "num_layers": 5, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
 LLAMA = {**GPT, "num_kv_heads": 2}
@@ -46,11 +44,6 @@ def whole(model):
     return model.build_stage(0, 1)
 
 
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_models_meet_the_contract(cls, sizes, batch):
-    assert isinstance(cls(**sizes), PipelineModel)
-
-
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
 def test_names_order_and_weights_do_not_depend_on_the_cut(cls, sizes, batch, num_stages):
@@ -77,27 +70,6 @@ def test_weights_depend_on_seed_and_name(cls, sizes, batch):
     assert len(set(drawn)) == len(drawn)
 
 
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_building_leaves_the_global_random_state_alone(cls, sizes, batch):
-    before = torch.get_rng_state()
-    whole(cls(**sizes))
-    assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_weights_are_drawn_in_float32_whatever_the_default(cls, sizes, batch, default_float64):
-    model = whole(cls(**sizes))
-    assert all(weight.dtype == torch.float64 for weight in model.parameters())
-    assert all(torch.equal(weight, weight.float().double()) for weight in model.parameters())
-
-
-@pytest.fixture
-def default_float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 @pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
 def test_weights_have_gpt2s_scale(cls, sizes):
     model = whole(cls(**{**sizes, "hidden_size": 128, "num_layers": 2}))
@@ -109,30 +81,6 @@ def test_weights_have_gpt2s_scale(cls, sizes):
             assert abs(weight.mean().item()) < expected / 5, name
         else:
             assert torch.all(weight == (0.0 if name.endswith("bias") else 1.0)), name
-
-
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_each_layer_is_a_direct_child_with_its_global_number(cls, sizes, batch):
-    stage = cls(**sizes).build_stage(1, 3)
-    assert [name for name, _ in stage.named_children()] == ["layer_2", "layer_3"]
-
-
-@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
-def test_embedding_is_on_stage_0_and_head_on_the_last(cls, sizes):
-    children = [[name for name, _ in stage.named_children()] for stage in stages_of(cls(**sizes), 3)]
-    assert children == [
-        ["embedding", "layer_0", "layer_1"],
-        ["layer_2", "layer_3"],
-        ["layer_4", "norm", "head"],
-    ]
-
-
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_a_state_dict_travels_between_cuts(cls, sizes, batch):
-    states = [stage.state_dict() for stage in stages_of(cls(**sizes, seed=3), 3)]
-    model = whole(cls(**sizes, seed=4))
-    model.load_state_dict({name: value for state in states for name, value in state.items()})
-    assert torch.equal(model(batch()), whole(cls(**sizes, seed=3))(batch()))
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
@@ -188,10 +136,6 @@ def test_mlp_is_linear_layers_with_relu_between():
     for weight in weights[:-1]:
         x = torch.clamp(x @ weight.T, min=0)
     torch.testing.assert_close(whole(model)(features()), x @ weights[-1].T)
-
-
-def test_mlp_loss_is_the_mean_square():
-    assert Mlp(**MLP).loss(torch.tensor([[1.0, 2.0]]), torch.tensor([[3.0, 2.0]])).item() == 2.0
 
 
 def counts(layers):
@@ -273,16 +217,6 @@ def test_sizes_that_do_not_fit_are_refused(cls, sizes, change, message):
 def test_a_sequence_longer_than_the_model_is_refused(cls, sizes):
     with pytest.raises(ValueError, match="9 tokens is longer than the model's sequence_length=8"):
         cls(**sizes).build_stage(0, 2)(torch.zeros(1, 9, dtype=torch.int64))
-
-
-@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
-def test_a_shorter_sequence_is_a_prefix(cls, sizes):
-    model = whole(cls(**sizes))
-    torch.testing.assert_close(model(tokens()[:, :5]), model(tokens())[:, :5])
-
-
-def test_stages_are_ordinary_modules():
-    assert isinstance(Gpt(**GPT).build_stage(0, 2), nn.Sequential)
 
 
 def test_a_microbatch_without_a_target_has_no_loss_and_no_gradient():
