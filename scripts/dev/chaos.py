@@ -85,7 +85,10 @@ class Setting:
 
 @dataclass
 class Event:
-    """A fault behind a step. gone_after: s until no process was left; problems: what must not be."""
+    """A fault behind a step.
+
+    gone_after: s until no process was left. told: what `zbpp hang` says. problems: what must not be.
+    """
 
     second: float
     fault: str
@@ -94,6 +97,7 @@ class Event:
     status: int | None
     goes_on_from: int
     lost: int
+    told: str
     problems: list[str]
 
     def cells(self) -> tuple[str, ...]:
@@ -145,6 +149,12 @@ def chaos(
         events[-1].second = time.monotonic() - begin
         show(events[-1])
     events[-1].problems += difference(setting.end(folder, "last"), whole)
+    said = [(folder / f"{name}.log").read_text(errors="replace") for name in (*range(len(faults)), "last")]
+    for number, event in enumerate(events):
+        # The job itself says some words, and the job that goes on says others.
+        text = event.told + said[number] + said[number + 1]
+        words = [each.replace("{last}", str(setting.num_ranks - 1)) for each in KINDS[event.fault].words]
+        event.problems += [f"nobody says {word!r}" for word in words if not re.search(word, text)]
     return events
 
 
@@ -164,15 +174,14 @@ def _put_in(setting: Setting, number: int, step: int, name: str, folder: Path, r
     after, status = None if gone is None else gone - injected.time, job.process.returncode
     last = max((line["step"] for line in lines_of(run)), default=0)
     kind.before_next(run, rng)
-    text = job.text() + said_by_hang(run)
-    words = [word.replace("{last}", str(setting.num_ranks - 1)) for word in kind.words]
-    problems = [f"it does not say {word!r}" for word in words if not re.search(word, text)]
+    told = said_by_hang(run)
+    problems = []
     if after is None or after > limit:
         problems.append(f"{after} s, later than {limit:g} s")
     if (status == 0) != kind.leaves:
-        problems.append(f"exit status {status}:\n{text[-2000:]}")
+        problems.append(f"exit status {status}:\n{job.text()[-2000:]}")
     newest = newest_in(run)
-    return Event(0.0, name, injected.where, after, status, newest, max(0, last - newest), problems)
+    return Event(0.0, name, injected.where, after, status, newest, max(0, last - newest), told, problems)
 
 
 def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
@@ -275,7 +284,7 @@ def table(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[
         try:
             (event,) = chaos(setting, [(step, name)], seed, folder / f"{number}", whole)
         except (RuntimeError, TimeoutError, OSError) as error:
-            event = Event(0.0, name, "", None, None, 0, 0, [f"{type(error).__name__}: {error}"])
+            event = Event(0.0, name, "", None, None, 0, 0, "", [f"{type(error).__name__}: {error}"])
         print("  ".join(event.cells()), *event.problems, flush=True)
         return event
 

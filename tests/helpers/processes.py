@@ -2,7 +2,7 @@
 
 The processes live for the whole test run. Each call joins some of them in new process groups, and afterwards
 takes back what the function set: random states, default dtype, environment. After a failure, and where a
-thread or a patched function is left over, new processes take their place.
+thread, a patched function or a DeviceMesh (in DTensor's caches) is left over, new processes take their place.
 
 With ZBPP_TEST_BACKEND=strict in the environment a backend with NCCL's rules joins them, see nccl_rules.py.
 """
@@ -29,6 +29,7 @@ import numpy as np
 import torch
 import torch._dynamo
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from helpers import nccl_rules
 
@@ -60,6 +61,7 @@ class _Call(NamedTuple):
     store: Path
     args: tuple[Any, ...]
     backend: str
+    fresh: bool
 
 
 _idle: list[_Worker] = []
@@ -87,7 +89,7 @@ def outcomes(
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails.
 
-    fresh: in new processes, which end afterwards.
+    fresh: in new processes, which end with their answer: so a rank that waits for another one notices.
     """
     workers = [_new_worker() if fresh or not _idle else _idle.pop() for _ in range(num_ranks)]
     results: list[tuple[bool, Any]] = []
@@ -95,7 +97,7 @@ def outcomes(
     try:
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
-                call = _Call(function, rank, num_ranks, Path(folder) / "store", args, backend)
+                call = _Call(function, rank, num_ranks, Path(folder) / "store", args, backend, fresh)
                 worker.pipe.send((os.getcwd(), dict(os.environ), sys.path, pickle.dumps(call)))
             for worker in workers:
                 result, is_clean = _receive(worker.pipe, timeout)
@@ -107,7 +109,7 @@ def outcomes(
             ]
     finally:
         succeeded = [ok for ok, _ in results]
-        keep = not fresh and len(are_clean) == num_ranks and all(are_clean) and all(succeeded)
+        keep = len(are_clean) == num_ranks and all(are_clean) and all(succeeded)
         for worker in workers:
             if keep:
                 _idle.append(worker)
@@ -163,8 +165,9 @@ def _serve(pipe: Any) -> None:
         os.environ.clear()
         os.environ.update(environment)
         sys.path[:] = path
+        call: _Call | None = None
         try:
-            call: _Call = pickle.loads(pickled)  # imports the test's module
+            call = pickle.loads(pickled)  # imports the test's module
             if len(sys.modules) > num_modules:
                 functions = _functions()
             answer = True, _run(call)
@@ -172,6 +175,10 @@ def _serve(pipe: Any) -> None:
             answer = False, traceback.format_exc()
         # Plain pickle: a tensor in shared memory dies with its process.
         pipe.send_bytes(pickle.dumps((answer, True)))
+        if call is None or call.fresh:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+            return
         before, functions, num_modules = functions, _functions(), len(sys.modules)
         is_clean = _clean_up(settings) and not before.items() - functions.items()
         pipe.send_bytes(pickle.dumps((None, is_clean)))
@@ -216,7 +223,7 @@ def _functions() -> dict[tuple[str, str, str], int]:
         if name.partition(".")[0] != "zbpp" and name not in ("time", "torch", "torch.distributed"):
             continue
         for attribute, value in list(vars(module).items()):
-            if callable(value):
+            if attribute != "reduce_op" and callable(value):  # torch warns of that one
                 found[name, "", attribute] = id(value)
             if isinstance(value, type) and value.__module__ == name:
                 found |= {(name, attribute, key): id(each) for key, each in vars(value).items()}
@@ -242,4 +249,5 @@ def _clean_up(settings: list[tuple[Callable[[Any], Any], Any]]) -> bool:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
     gc.collect()
-    return threading.active_count() == 1
+    has_mesh = any(type(each) is DeviceMesh for each in gc.get_objects())
+    return threading.active_count() == 1 and not has_mesh

@@ -244,7 +244,7 @@ def test_a_wait_that_is_left_out_gives_wrong_numbers():
 
 
 def test_messages_of_another_dtype_and_dtypes_that_nccl_lacks_are_refused():
-    _, second = run_ranks(with_another_dtype, 2, backend="strict")
+    _, second = run_ranks(with_another_dtype, 2, backend="strict", fresh=True)
     assert "is received" in second
     found = run_ranks(with_16_bit_integers, 2, backend="strict")
     assert set(found) == {"TypeError: NCCL has no torch.int16"}
