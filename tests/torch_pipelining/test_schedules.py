@@ -322,7 +322,7 @@ def on_torchs_runtime(rank):
 def test_what_only_torch_can_run_runs_there_and_says_so_once():
     x, y = batch()
     expected = plain_losses([Block(each) for each in range(4)], x, y)
-    for rank, (warned, listed, losses) in enumerate(run_ranks(on_torchs_runtime, 2)):
+    for rank, (warned, listed, losses) in enumerate(run_ranks(on_torchs_runtime, 2, fresh=True)):
         reason = "it has custom functions, which call torch's stages"
         assert warned == [f"ScheduleInterleaved1F1B runs on torch's own runtime: {reason}"]
         assert listed == [reason]
@@ -369,7 +369,7 @@ def in_torchs_lowered_order(rank):
 
 def test_an_order_that_torch_has_lowered_runs_here():
     expected = plain_losses([Block(each) for each in range(4)], *batch())
-    for rank, (losses, listed) in enumerate(run_ranks(in_torchs_lowered_order, 2)):
+    for rank, (losses, listed) in enumerate(run_ranks(in_torchs_lowered_order, 2, fresh=True)):
         assert listed == []
         assert_alike(losses, expected if rank else [])
 
@@ -522,7 +522,7 @@ def grads_of(seed, blocks):
 @pytest.mark.parametrize("expert_mesh", [(2, 2, 1), (2, 1, 2)], ids=["same processes", "alone"])
 def test_experts_on_a_second_mesh(expert_mesh):
     plain = [grads_of(seed, [Expert(each) for each in range(4)]) for seed in range(2)]
-    for rank, (found, listed) in enumerate(run_ranks(with_experts, 4, expert_mesh)):
+    for rank, (found, listed) in enumerate(run_ranks(with_experts, 4, expert_mesh, fresh=True)):
         assert listed == []
         for key, grad in found.items():
             is_own = ".expert." in key and expert_mesh[1] == 1  # FSDP2 averages over the expert's mesh
@@ -547,7 +547,7 @@ def test_stages_on_a_mesh_of_one_process_run_here():
     blocks = [Block(each) for each in range(4)]
     x, y = batch()
     expected = plain_losses(blocks, x, y)
-    for rank, (losses, found, listed) in enumerate(run_ranks(on_one_shard, 2)):
+    for rank, (losses, found, listed) in enumerate(run_ranks(on_one_shard, 2, fresh=True)):
         assert listed == []
         assert_alike(losses, expected if rank else [])
         assert all(each.abs().sum() > 0 for each in found.values())
@@ -584,7 +584,7 @@ def through_torchtitan(rank):
 
 def test_a_config_of_torchtitan_gets_a_plan_of_zbpp():
     expected = plain_losses([Block(each) for each in range(4)], *batch())
-    for rank, (losses, has_w, is_torchs) in enumerate(run_ranks(through_torchtitan, 2)):
+    for rank, (losses, has_w, is_torchs) in enumerate(run_ranks(through_torchtitan, 2, fresh=True)):
         assert has_w
         assert is_torchs
         assert_alike(losses, expected if rank else [])

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbpp.partition import partition
+from zbpp.partition import check_counts, partition
 
 Children = list[tuple[str, nn.Module]]
 Ties = dict[str, tuple[int, str]]
@@ -127,13 +127,14 @@ def _counts(
         raise ValueError(f"num_stages={num_stages}: write 1 or more")
     if len(children) < num_stages:
         raise ValueError(
-            f"{len(children)} children are too few for {num_stages} stages, each needs one: use fewer stages"
-            f"{_nested(children)}"
+            f"{len(children)} children are too few for {num_stages} stages, each needs one: use fewer "
+            "stages, or make one chain of all layers where a child is a chain itself"
         )
     if layers_per_stage is not None:
         if costs is not None:
             raise ValueError("layers_per_stage and costs both say where to cut: give one of them")
-        return _checked(list(layers_per_stage), len(children), num_stages)
+        check_counts(list(layers_per_stage), len(children), num_stages)
+        return list(layers_per_stage)
     if costs is None:
         # If no child has parameters, all children weigh the same.
         sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
@@ -141,29 +142,6 @@ def _counts(
     if len(costs) != len(children):
         raise ValueError(f"costs has {len(costs)} numbers for {len(children)} children: write one per child")
     return partition(costs, num_stages)
-
-
-def _nested(children: Children) -> str:
-    """What to do about too few children if one of them is a chain itself; or nothing."""
-    name, child = max(children, key=lambda each: _length(each[1]), default=("", nn.Identity()))
-    if _length(child) < 2:
-        return ""
-    return f", or make one chain of the {_length(child)} children of {name!r} and the others"
-
-
-def _length(child: nn.Module) -> int:
-    return len(child) if isinstance(child, nn.Sequential | nn.ModuleList) else 0
-
-
-def _checked(counts: list[int], num_children: int, num_stages: int) -> list[int]:
-    given = f"layers_per_stage={counts}"
-    if len(counts) != num_stages:
-        raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
-    if min(counts) < 1:
-        raise ValueError(f"{given} leaves stage {counts.index(min(counts))} empty: write 1 or more")
-    if sum(counts) != num_children:
-        raise ValueError(f"{given} adds up to {sum(counts)}: there are {num_children} children")
-    return counts
 
 
 def _ties(stages: Sequence[Children]) -> list[Ties]:
