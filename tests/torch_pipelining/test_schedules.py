@@ -243,7 +243,7 @@ def with_tensor_parallel(rank):
 
 def test_fully_shard_around_tensor_parallel_stages():
     plain = [grads_of(seed, [Block(each) for each in range(2)]) for seed in range(2)]
-    for found, listed in run_ranks(with_tensor_parallel, 4):
+    for found, listed in run_ranks(with_tensor_parallel, 4, fresh=True):
         assert listed == []
         for key, grad in found.items():
             torch.testing.assert_close(grad, (plain[0][key] + plain[1][key]) / 2, rtol=1e-12, atol=1e-12)
@@ -282,7 +282,7 @@ def with_a_newer_seam(rank):
 
 
 def test_a_newer_seam_runs_on_torchs_runtime():
-    for seen, listed in run_ranks(with_a_newer_seam, 2):
+    for seen, listed in run_ranks(with_a_newer_seam, 2, fresh=True):
         assert seen == [1]
         assert listed == ["this torch's steps have newer, which zbpp does not know"]
 
