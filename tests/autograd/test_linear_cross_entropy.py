@@ -1,5 +1,7 @@
 """linear_cross_entropy beside torch's linear and cross_entropy, in values, gradients and memory."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -189,17 +191,6 @@ def test_a_second_derivative_is_refused(keep_logits):
         torch.autograd.grad(losses.sum(), x, create_graph=True)
 
 
-def test_logits_are_overwritten_only_if_nobody_else_has_saved_them():
-    """tanh has saved its output, and a leaf is the caller's."""
-    x, weight, target = drawn()
-    leaf = torch.randn(TOKENS, WORDS, dtype=torch.float64, requires_grad=True)
-    for logits in (F.linear(x, weight), F.linear(x, weight).tanh(), leaf):
-        before = logits.detach().clone()
-        backward_input(logits_cross_entropy(logits, target).sum(), None, (x, leaf))
-        is_product = logits is not leaf and "Tanh" not in str(logits.grad_fn)
-        assert torch.equal(logits.detach(), before) == (not is_product)
-
-
 # ---------------------------------------------------------------- what it costs
 
 
@@ -244,3 +235,71 @@ def test_memory(keep_logits, dtype, monkeypatch):
     widened = 0 if dtype == torch.float32 else 2 * token_bytes + 2**18
     again = 0 if keep_logits else 2 * chunk
     assert live.highest <= (logits if keep_logits else 0) + token_bytes + again + widened + few
+
+
+# ---------------------------------------------------------------- logits that others hold, too
+
+
+def masked(logits, losses):
+    logits.register_hook(lambda gradient: gradient * (logits.detach() > 0))
+    return losses(logits)
+
+
+READERS = {
+    "a hook": masked,
+    "a loss before": lambda logits, losses: logits.logsumexp(-1).square() + losses(logits),
+    "a loss behind": lambda logits, losses: losses(logits) + logits.logsumexp(-1).square(),
+    "two losses": lambda logits, losses: losses(logits) + 2 * losses(logits),
+    "a soft cap": lambda logits, losses: losses(2 * torch.tanh(logits / 2)),
+    "expanded": lambda logits, losses: losses(logits[:1].expand_as(logits)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_b_overwrites_no_logits_that_something_else_reads(name):
+    found = []
+    for losses in (logits_cross_entropy, partial(F.cross_entropy, reduction="none")):
+        x, weight, target = drawn()
+        of_target = partial(losses, target=target.clamp(min=0))
+        total = READERS[name](F.linear(x, weight), of_target)
+        found.append(by_split(total, x, weight))
+    for mine, expected in zip(*found, strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_logits_that_a_metric_keeps_stay():
+    x, weight, target = drawn()
+    logits = F.linear(x, weight)
+    kept, copy = logits.detach(), logits.detach().clone()
+    losses = logits_cross_entropy(logits, target)
+    del logits
+    by_split(losses, x, weight)
+    assert torch.equal(kept, copy)
+
+
+def test_b_overwrites_logits_that_nobody_else_holds():
+    x, weight, target = drawn()
+    with LiveTensors() as live:
+        losses = logits_cross_entropy(F.linear(x, weight), target, ignore_index=-100).sum()
+        before = live.mark()
+        backward_input(losses, None, x)
+    chunk = TOKENS * WORDS * 8  # of numbers in B; a dz of its own would be as much again
+    assert live.highest < before + 1.5 * chunk
+
+
+REFUSED = {
+    "few targets": (lambda x, w, t: linear_cross_entropy(x, w, t[:1]), "shape"),
+    "other order": (lambda x, w, t: linear_cross_entropy(x.view(4, -1, HIDDEN), w, t.view(-1, 4)), "shape"),
+    "a column": (lambda x, w, t: linear_cross_entropy(x, w, t[:, None]), "shape"),
+    "logits": (lambda x, w, t: logits_cross_entropy(F.linear(x, w), t[:1]), "shape"),
+    "no words": (lambda x, w, t: linear_cross_entropy(x, w, t.double()), "float64"),
+    "smoothing": (lambda x, w, t: linear_cross_entropy(x, w, t, label_smoothing=2.0), "label_smoothing"),
+    "chunks": (lambda x, w, t: linear_cross_entropy(x, w, t, chunk_mib=-1), "chunk_mib"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_does_not_fit_is_refused(name):
+    call, key = REFUSED[name]
+    with pytest.raises(ValueError, match=key):
+        call(*drawn())

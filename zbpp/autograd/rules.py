@@ -135,12 +135,6 @@ def capture_of_subclass(
 # target has another dtype.
 
 
-def is_product(node: Any) -> bool:
-    """Whether a node is a matrix product. It saves its factors, and not the product itself."""
-    rule = rule_of(type(node).__name__)
-    return rule is not None and bool(rule.direct)
-
-
 def add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
     """target += left @ right."""
     if target.dtype != left.dtype:

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
-from zbpp.autograd.rules import add_product, is_product, rule
+from zbpp.autograd.rules import add_product, rule
 
 _CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
 
@@ -57,14 +57,17 @@ def linear_cross_entropy(
         from zbpp.autograd.compiled.dynamo import break_graph
 
         break_graph()
-    if torch.is_autocast_enabled(x.device.type):
+    if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:  # as autocast treats linear
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
+    _check_target("x", x, target)
+    if not 0 <= label_smoothing <= 1 or chunk_mib < 1:
+        raise ValueError(f"{label_smoothing=} is a share between 0 and 1, {chunk_mib=} a number from 1 on")
     loss = _Loss(ignore_index, label_smoothing, z_loss, chunk_mib * 2**20)
     tokens, labels = (x, target) if x.dim() == 2 else (x.flatten(0, -2), target.flatten())
     with torch.autocast(x.device.type, enabled=False):
         if keep_logits:
-            losses = _apply(_LossesOfLogits, F.linear(tokens, weight), labels, loss, True)
+            losses = _apply(_LossesOfLogits, F.linear(tokens, weight), labels, loss)
         else:
             wants_dx = x.requires_grad and torch.is_grad_enabled()
             losses, dx = _apply(_WeightOfHead, weight, tokens.detach(), labels, loss, wants_dx)
@@ -78,20 +81,36 @@ def _apply(function: Any, *args: Any) -> Any:
 
 
 def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
-    """`linear_cross_entropy` of logits that a model has computed; B may overwrite them.
+    """`linear_cross_entropy` of logits [..., V] that a model has computed.
 
-    B overwrites them if they are the output of a product, which no node of the graph has saved.
+    B overwrites the logits with their gradient, unless something else holds their memory.
     """
+    _check_target("the logits", logits, target)
     loss = _Loss(ignore_index, 0.0, 0.0, 2**26)
-    found = _apply(_LossesOfLogits, logits.flatten(0, -2), target.flatten(), loss, _is_own_product(logits))
-    return found.view(target.shape)
+    return _apply(_LossesOfLogits, logits.flatten(0, -2), target.flatten(), loss).view(target.shape)
 
 
-def _is_own_product(logits: Tensor) -> bool:
-    node: Any = logits.grad_fn
-    while type(node).__name__ in ("ViewBackward0", "UnsafeViewBackward0"):
-        node = node.next_functions[0][0]
-    return node is not None and is_product(node)
+def _check_target(name: str, x: Tensor, target: Tensor) -> None:
+    if x.dim() < 2 or target.shape != x.shape[:-1]:
+        raise ValueError(
+            f"target has shape {[*target.shape]}, {name} {[*x.shape]}: give one target for each token, in "
+            "the shape that remains without the last dimension"
+        )
+    if target.is_floating_point() or target.dtype == torch.bool:
+        raise ValueError(f"target is {target.dtype}: give the number of each token's word")
+
+
+def _num_holders(tensor: Tensor) -> int:
+    """How many tensors, and autograd's saved tensors, hold this tensor's memory."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+
+
+def _is_last_holder(logits: Tensor) -> bool:
+    """Whether nobody else can read this memory, so that it may be overwritten.
+
+    Another holder is a hook, a metric that keeps the logits, or another node of the graph.
+    """
+    return logits.is_contiguous() and _num_holders(logits) == _num_holders(torch.empty(1))
 
 
 class _Loss(NamedTuple):
@@ -163,36 +182,36 @@ def _column(like: Tensor) -> Tensor:
 
 
 class _LossesOfLogits(torch.autograd.Function):
-    """keep_logits: (logits [T, V], target [T]) -> losses [T]. is_own: whether B may overwrite the logits."""
+    """keep_logits: (logits [T, V], target [T]) -> losses [T]."""
 
     changes_no_gradient = True  # see node_roles.py
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss, is_own: bool) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
         if logits.device.type == "cpu":
             loss = loss._replace(chunk=min(loss.chunk, _CPU_CACHE))
         labels, is_ignored = loss.labels(target)
         losses, lse = _column(logits), _column(logits)
         for each in loss.chunks(logits.shape[1], logits, labels, losses, lse):
             loss.forward(*each)
-        ctx.loss, ctx.is_own = loss, is_own
-        ctx.save_for_backward(logits, labels, is_ignored, lse)
+        ctx.loss = loss
+        # Detached: a tensor of the graph's own, beside which each other holder counts.
+        ctx.save_for_backward(logits.detach(), labels, is_ignored, lse)
         return losses.masked_fill_(is_ignored, 0)[:, 0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
         logits, labels, is_ignored, lse = ctx.saved_tensors
-        logits = logits.detach()
         dy = dy[:, None].masked_fill(is_ignored, 0)
         collector = collector_of(ctx)
-        may_overwrite = ctx.is_own and collector is not None and not collector.keep
+        may_overwrite = collector is not None and not collector.keep and _is_last_holder(logits)
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)
         for each in ctx.loss.chunks(logits.shape[1], logits, labels, lse, dy, dz):
             ctx.loss.backward(*each)
-        return dz, None, None, None
+        return dz, None, None
 
 
 class _WeightOfHead(torch.autograd.Function):

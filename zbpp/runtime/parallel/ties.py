@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import Any, NamedTuple
 from weakref import ref
 
@@ -94,7 +95,9 @@ def _report(stages: Mapping[int, nn.Module], rank: int, num_stages: int, model: 
             return report
         named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
         is_compared = rank == 0 and num_stages > 1
-        shared = shared_parameters(model.build_stage, num_stages, model.loss) if is_compared else []
+        # Of a copy: a model may keep a stage that it builds, such as the head that its loss reads.
+        build = copy(model).build_stage
+        shared = shared_parameters(build, num_stages, model.loss) if is_compared else []
         return report._replace(named=named, shared=shared)
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
@@ -253,7 +256,7 @@ def shared_parameters(
     """Pairs of places that have one Parameter; [] also for a model that can't be built on meta.
 
     loss: if it is a module, its parameters count as those of a stage `num_stages`, behind the last one.
-    Call this after the stages that will be trained were built: a model may keep what it builds, here on meta.
+    Call this after the stages that will be trained were built, for they may have the model's own modules.
     """
     # One stage at a time is alive. A Parameter that a later stage has, too, is kept alive by the model; any
     # other one is freed and may leave its id to a later one, so a weak reference says which one was seen.
