@@ -102,7 +102,7 @@ def _check_target(name: str, x: Tensor, target: Tensor) -> None:
 
 def _num_holders(tensor: Tensor) -> int:
     """How many tensors, and autograd's saved tensors, hold this tensor's memory."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def _is_last_holder(logits: Tensor) -> bool:
