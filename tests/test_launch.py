@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
+from helpers.processes import run_ranks
 from zbpp import config as configs
 from zbpp import launch
 from zbpp.commands import command_line, compare
@@ -780,3 +782,14 @@ def test_measured_costs_are_what_plan_takes(tmp_path, warm):
     planned = warm.start(tmp_path, warm.zbpp("plan", "zb_h1", "--ranks", "2", "--costs", "out/costs.json"))
     assert planned.rc == 0, planned.text
     assert "makespan" in planned.text
+
+
+def stays(rank):
+    launch.end_with_launcher()
+    time.sleep(3 * launch._POLL)
+    return os.getppid()
+
+
+def test_a_rank_of_a_fork_server_lives_as_long_as_who_asked_for_it():
+    """Its parent is the fork server."""
+    assert run_ranks(stays, 1, fresh=True) != [os.getpid()]

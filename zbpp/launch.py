@@ -135,10 +135,10 @@ def end_with_launcher() -> None:
     started_by = parent_process()
     if started_by is None and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    launcher = os.getppid() if started_by is None else started_by.pid
+    parent = os.getppid()  # with multiprocessing's forkserver another one than started_by
 
     def wait() -> None:
-        while os.getppid() == launcher:
+        while os.getppid() == parent and (started_by is None or started_by.is_alive()):
             time.sleep(_POLL)
         os._exit(1)
 
