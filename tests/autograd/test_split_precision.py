@@ -88,6 +88,18 @@ def test_a_main_grad_sums_more_exactly_than_bfloat16_can():
         assert (found - expected).abs().max() <= 0.06 * scale, name
 
 
+@pytest.mark.parametrize("shape", [(), (5,)])  # of a batch of matrices
+def test_products_that_are_widened_a_part_at_a_time(shape, monkeypatch):
+    monkeypatch.setattr("zbpp.autograd.rules._WIDENED", 2 * 4 * 300)
+    torch.manual_seed(0)
+    x, weight = torch.randn(*shape, 300, 8).bfloat16(), torch.randn(*shape, 8, 4).bfloat16().requires_grad_()
+    weight.main_grad = torch.zeros(*shape, 8, 4)
+    dy = torch.randn(*shape, 300, 4).bfloat16()
+    _, weight_grads = backward_input((torch.bmm if shape else torch.mm)(x, weight), dy, ())
+    weight_grads.accumulate()
+    torch.testing.assert_close(weight.main_grad, x.float().mT @ dy.float())
+
+
 def test_a_float32_product_of_bfloat16_factors_is_rounded_once():
     """dW of a linear layer, against the product of the very same factors in float64."""
     torch.manual_seed(0)

@@ -277,6 +277,8 @@ def test_a_submodule_of_a_traced_stage_can_be_neither_called_nor_recomputed():
     for use in (stages[0].a, recompute):
         with pytest.raises(RuntimeError, match="a traced stage is called as a whole"):
             use(stages[0].a)
+    with pytest.raises(RuntimeError, match="no mode of its own"):
+        stages[0].a.eval()
     recompute(stages[0])
     assert torch.equal(stages[0](X), Chain(None).a(X))
 

@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.processes import open_things, outcomes, run_ranks
 from zbpp import torch_pipelining as door
 from zbpp import torchtitan
+from zbpp.models.layers import token_loss
 from zbpp.schedule import Op
 
 SIZE, ROWS, MICROBATCHES = 8, 16, 4
@@ -263,6 +264,24 @@ def with_keyword(rank):
 def test_a_keywords_gradient_is_torchs():
     for theirs, ours in run_ranks(with_keyword, 2):
         assert_alike(theirs, ours)
+
+
+def with_a_language_model(rank):
+    """A step whose loss overwrites logits where nobody else reads them."""
+    torch.manual_seed(0)
+    heads = [nn.Linear(SIZE, SIZE).double() for _ in range(2)]
+    stage = pipelining.PipelineStage(heads[rank], rank, 2, torch.device("cpu"))
+    schedule = door.Schedule1F1B(stage, MICROBATCHES, loss_fn=token_loss)
+    x = torch.randn(ROWS, 3, SIZE, dtype=torch.float64)
+    target = torch.randint(SIZE, (ROWS, 3))
+    out, _ = stepped(schedule, [stage], x, target)
+    assert vars(schedule)["_zbpp_engine"].reason == ""
+    return out, heads[1](heads[0](x)).detach()
+
+
+def test_outputs_are_those_of_the_model_though_a_loss_overwrites_logits():
+    out, expected = run_ranks(with_a_language_model, 2)[1]
+    assert_alike(expected, out)
 
 
 def with_a_newer_seam(rank):

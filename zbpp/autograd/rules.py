@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -156,8 +157,9 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
         return
     right = right.to(target.dtype)  # mm takes an out_dtype only on CUDA, and only for matrices
     rows = _rows_of(left)
-    for part, some in zip(target.split(rows), left.split(rows), strict=True):
-        add_product(part, some.to(target.dtype), right, fresh)
+    factors = right.split(rows) if target.dim() == 3 else repeat(right)  # in a batch each left has its right
+    for part, some, factor in zip(target.split(rows), left.split(rows), factors, strict=False):
+        add_product(part, some.to(target.dtype), factor, fresh)
 
 
 def _rows_of(factor: Tensor) -> int:

@@ -113,6 +113,12 @@ class _Place(nn.Module):
     def forward(self, _: object) -> None:
         raise RuntimeError(_AS_A_WHOLE)
 
+    def train(self, mode: bool = True) -> Self:
+        raise RuntimeError(
+            "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call "
+            "train() or eval() of the stage"
+        )
+
 
 def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -> None:
     *path, last = name.split(".")
