@@ -89,6 +89,7 @@ class _Engine:
     def __init__(self, schedule: Any, stages: list[Any], reason: str) -> None:
         self.reason = reason
         self._made_for = _signature(schedule, stages)
+        self._plan = vars(schedule).get(_PLAN)  # kept, so that no later plan gets its id
         self._pipeline: Pipeline | None = None
         if reason:
             fallbacks.append(reason)
