@@ -80,7 +80,8 @@ class Run:
         return found
 
     def save(self, folder, step):
-        zbpp.save(folder, self.pipeline, self.optimizer, step=step, scheduler=self.scheduler)
+        states = {"scheduler": self.scheduler}
+        zbpp.save(folder, self.pipeline, self.optimizer, step=step, background=True, **states).wait()
 
     def load(self, folder):
         return zbpp.load(folder, self.pipeline, self.optimizer, scheduler=self.scheduler)

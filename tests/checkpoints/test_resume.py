@@ -235,14 +235,6 @@ def test_two_callbacks_of_one_class_are_told_apart(tmp_path):
         again(Counts("number"))
 
 
-def test_a_run_that_stops_behind_its_last_step_has_left_nothing_undone(tmp_path):
-    """Else its summary would ask for a resume, and the resume would be refused."""
-    trainer = trainer_of("a scheduler of torch's", callbacks=[StopAfter(STEPS), checkpoints_in(tmp_path)])
-    assert len(losses_of(trainer)) == STEPS
-    assert trainer.leaving is None
-    assert (tmp_path / "latest").read_text() == f"step-{STEPS}\n"
-
-
 def test_a_run_goes_on_with_validation_switched_on(tmp_path):
     """It was refused: the state of the update was one of another class."""
     before, after = "float32 with BatchNorm", "post-validation"

@@ -1,7 +1,5 @@
 """Held-out loss and metrics against one whole batch in plain torch: each target weighs the same."""
 
-from math import inf, nan
-
 import numpy as np
 import pytest
 import torch
@@ -12,7 +10,6 @@ from zbpp.data import Data
 from zbpp.data.chat import ChatBatches, Conversation
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
-from zbpp.training.evaluation import Weighed, first_bad_batch
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, ROWS, BATCHES = 11, 6, 4, 3
@@ -98,10 +95,3 @@ class Given:
 
     def batch(self, number):
         return self.batches[number]
-
-
-def test_the_bad_held_out_batch_is_named_and_not_one_without_targets():
-    """A batch whose targets are all -100 has the mean NaN, and counts nothing in the whole mean."""
-    empty, good, bad = (Weighed(number, {"loss": mean}) for number, mean in ((0, nan), (8, 1.0), (8, inf)))
-    assert first_bad_batch([[good, empty, good, bad], [good, empty, good, good]]) == 3
-    assert first_bad_batch([[empty, empty]]) == 0

@@ -13,8 +13,6 @@ from zbpp import (
     GradientRelease,
     Pipeline,
     PostValidation,
-    WeightGrads,
-    backward_input,
     make_mesh,
     plan,
 )
@@ -226,47 +224,6 @@ def test_the_adapters_files_load_in_peft_with_equal_logits(base, tmp_path):
         torch.testing.assert_close(loaded(tokens).logits, logits, rtol=1e-10, atol=1e-12)
         with loaded.disable_adapter():
             assert (loaded(tokens).logits - logits).abs().max() > 1e-3
-
-
-# ---------------------------------------------------------------- what frozen weights cost
-
-
-def held(stage, *inputs):
-    """(bytes that F's graph keeps beside weights, bytes that wait for W, gradients after W)."""
-    weights = {each.untyped_storage().data_ptr() for each in stage.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        stage(*inputs)
-    output = stage(*inputs)
-    _, weight_grads = backward_input(output, torch.ones_like(output), inputs)
-    waiting = weight_grads.held_bytes
-    assert isinstance(weight_grads, WeightGrads)
-    weight_grads.accumulate()
-    return sum(kept.values()), waiting, sum(each.grad is not None for each in stage.parameters())
-
-
-def stack(is_trained):
-    layers = [nn.Linear(32, 32, bias=False) for _ in range(4)]
-    stage = nn.Sequential(*layers)
-    for number, layer in enumerate(layers):
-        layer.requires_grad_(is_trained(number))
-    return stage
-
-
-def test_frozen_weights_keep_no_input_and_have_no_w():
-    """Four linear layers alone: each keeps its input of [8, 32] float32, 1024 bytes, if it is trained."""
-    x = torch.randn(8, 32, requires_grad=True)
-    assert held(stack(lambda number: True), x)[0] == 4 * 1024
-    assert held(stack(lambda number: number == 2), x)[0] == 1024
-    assert held(stack(lambda number: number == 2), x)[1:] == (2 * 1024, 1)  # x and dy of that layer
-    assert held(stack(lambda number: False), x)[:2] == (0, 0)
 
 
 # ---------------------------------------------------------------- freezing by name

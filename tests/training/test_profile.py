@@ -4,7 +4,6 @@ import json
 from collections import Counter
 
 from helpers.trainers import small_trainer
-from zbpp.runtime.measure import ProfilerNames
 from zbpp.training.callbacks import Profile
 
 
@@ -24,22 +23,6 @@ def test_each_action_of_the_timetable_is_in_the_trace_once_for_each_profiled_ste
     actions = {str(action) for row in trainer.pipeline.timetable.rows for action in row}
     assert {name: names[name] for name in actions} == dict.fromkeys(actions, 2)
     assert losses == [metrics["loss"] for metrics in small_trainer().run(4)]
-
-
-def test_outside_its_steps_the_pipeline_runs_what_it_always_runs(tmp_path):
-    """Off costs nothing: the functions of a step are those that were there before."""
-    trainer = small_trainer(callbacks=[Profile(range(2, 3), tmp_path / "rank-0.json")])
-
-    def functions():
-        resolved = trainer.pipeline._rank.executors["step"]._plain.functions
-        return [repr(getattr(each.function, "func", each.function)).split(" at ")[0] for each in resolved]
-
-    before = functions()
-    seen = [functions() for _ in trainer.run(3)]
-    assert seen == [before] * 3
-    with trainer.pipeline.using(ProfilerNames()):
-        assert functions() != before
-    assert functions() == before
 
 
 def test_a_run_that_ends_inside_the_steps_writes_what_there_is(tmp_path):

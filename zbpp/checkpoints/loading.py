@@ -60,8 +60,6 @@ def load(
 
 def _source(folder: Path) -> tuple[Path | None, str]:
     """(the folder with checkpoints, or one checkpoint; None if there are none), and what is wrong, or ""."""
-    if folder.exists() and not folder.is_dir():
-        return None, f"{folder} is a file: write a folder with checkpoints"
     if step_of(folder) is not None and not folder.exists():
         others = ", ".join(path.name for path in checkpoints_in(folder.parent)) or "no checkpoint"
         return None, f"{folder} does not exist; {folder.parent} holds {others}"

@@ -72,8 +72,6 @@ class Checkpoint:
     def _check(self) -> None:
         if not isinstance(self.facts, dict) or not self.facts.keys() >= _KEYS:
             raise CheckpointError(f"{self.path}: {STATE} is not what zbpp writes")
-        if not isinstance(self.facts["random"], list):
-            raise CheckpointError(f"{self.path}: {STATE} has no random numbers")
         if type(self.facts["step"]) is not int or not 0 <= self.facts["step"] < 2**53:
             raise CheckpointError(f"{self.path}: {STATE} has step={self.facts['step']!r}, which is no step")
         files = manifest_of(self.path)

@@ -11,7 +11,7 @@ communicate.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zbpp.checkpoints import Stateful
-from zbpp.runtime import Pipeline, check_replicas
+from zbpp.runtime import check_replicas
 from zbpp.runtime.measure import ProfilerNames
 from zbpp.training.optim.update import Metrics
 
@@ -107,46 +107,33 @@ class CheckReplicas(Callback):
 class Profile(Callback):
     """Profiles this rank in `steps`, counted from 1, and writes `path` after the last of them.
 
-    The file is a Chrome trace, for ui.perfetto.dev. A run that ends earlier writes what there is. Before and
-    after these steps the pipeline runs as without this callback.
+    The file is a Chrome trace, for ui.perfetto.dev. A run that ends earlier writes what there is.
     """
 
-    def __init__(self, steps: range, path: Path, *, say: Callable[[str], None] = lambda text: None) -> None:
-        self._steps, self._path, self._say = steps, path, say
+    def __init__(self, steps: range, path: Path) -> None:
+        self._steps, self._path = steps, path
         self._profiler: torch.profiler.profile | None = None
-        self._named: Pipeline | None = None
         self._names = ExitStack()
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Begin with the first step of the range."""
-        if step + 1 not in self._steps:
+        if step + 1 not in self._steps or self._profiler is not None:
             return
-        if self._named is not trainer.pipeline:  # replanning may have replaced it
-            self._named = trainer.pipeline
-            self._names.close()
-            self._names.enter_context(self._named.using(ProfilerNames()))
-        if self._profiler is None:
-            activities = [torch.profiler.ProfilerActivity.CPU]
-            if trainer.pipeline.device.type == "cuda":
-                activities.append(torch.profiler.ProfilerActivity.CUDA)
-            self._profiler = torch.profiler.profile(activities=activities)
-            self._profiler.start()
+        self._names.enter_context(trainer.pipeline.using(ProfilerNames()))
+        self._profiler = torch.profiler.profile()
+        self._profiler.start()
 
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
         """End after the last step of the range."""
         if step + 1 >= self._steps[-1]:
-            self._end()
+            self.finish(trainer)
 
     def finish(self, trainer: Trainer) -> None:
         """End, if the run ends inside the range."""
-        self._end()
-
-    def _end(self) -> None:
         if self._profiler is None:
             return
         self._profiler.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._profiler.export_chrome_trace(str(self._path))
-        self._say(f"profile of steps {self._steps[0]} to {self._steps[-1]} written to {self._path}")
         self._names.close()
-        self._profiler, self._named = None, None
+        self._profiler = None

@@ -7,7 +7,7 @@ targets, as conversations and padded rows do, the mean over all targets is not t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -97,21 +97,6 @@ def fault_of_evaluation(means: Mapping[str, float]) -> str:
     return next((f"{name} is {text_of(mean)}" for name, mean in bad), "")
 
 
-def first_bad_batch(everyone: Iterable[Sequence[Weighed]]) -> int:
-    """The number of the first held-out batch with a mean that is not finite; 0 if there is none.
-
-    everyone: for each process, the means of each batch. A batch without targets has no mean: it counts only
-    where no batch has targets.
-    """
-    bad = [
-        (not each.num_targets, number)
-        for some in everyone
-        for number, each in enumerate(some)
-        if not all(map(math.isfinite, each.means.values()))
-    ]
-    return min(bad, default=(True, 0))[1]
-
-
 # ----------------------------------------------------------------
 # An evaluation on the held-out batches: its means on every rank, and a line if one is not finite.
 
@@ -130,11 +115,7 @@ def evaluate_held_out(
     means = {f"evaluation_{name}": mean for name, mean in found.means.items()}
     fault = fault_of_evaluation(means)
     if fault and pipeline.place.is_first and pipeline.place.rank == 0:
-        print(
-            f"NOT FINITE: after step {after_step}, {fault}. The first held-out batch with such a value is "
-            f"number {first_bad_batch(everyone)}, counted from 0. This does not end the run",
-            flush=True,
-        )
+        print(f"NOT FINITE: after step {after_step}, {fault}. This does not end the run", flush=True)
     return means
 
 

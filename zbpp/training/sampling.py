@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -62,13 +62,6 @@ class TokenizerFile:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-class _Chosen(NamedTuple):
-    """The next token, or the reason why there is none; neither on ranks without the last stage."""
-
-    token: int | None = None
-    refusal: str = ""
-
-
 def generate(
     pipeline: Pipeline,
     prompt: Sequence[int],
@@ -83,8 +76,7 @@ def generate(
 
     temperature: 0: always the likeliest token; else tokens are drawn with `seed`. window: how many of the
     last tokens the model sees; None: all. ends: tokens that end a text, such as EOS. Stage 0 gets int64
-    [1, time], the last stage returns logits [1, time, vocabulary]. Raises ValueError, on all ranks, if it
-    returns something else.
+    [1, time], the last stage returns logits [1, time, vocabulary].
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -92,10 +84,7 @@ def generate(
         seen = tokens if window is None else tokens[-window:]
         output = pipeline.predict(*_inputs(pipeline, seen))
         mine = _chosen(output, len(seen), temperature, generator)
-        found = [each for each in pipeline.place.gather(mine) if each != _Chosen()]
-        if found[0].token is None:
-            raise ValueError(found[0].refusal)
-        tokens.append(found[0].token)
+        tokens.append(next(each for each in pipeline.place.gather(mine) if each is not None))
         if tokens[-1] in ends:
             break
     return tokens[len(prompt) :]
@@ -109,27 +98,21 @@ def _inputs(pipeline: Pipeline, tokens: Sequence[int]) -> tuple[Tensor, ...]:
     return (torch.tensor([[*tokens, *[_PADDING] * missing]], device=pipeline.device),)
 
 
-def _chosen(output: Any, length: int, temperature: float, generator: torch.Generator) -> _Chosen:
-    """The token that follows the first `length` ones, on the owner of the last stage."""
+def _chosen(output: Any, length: int, temperature: float, generator: torch.Generator) -> int | None:
+    """The token that follows the first `length` ones; None on ranks without the last stage."""
     if output is None:
-        return _Chosen()
-    if not isinstance(output, Tensor) or output.dim() != 3 or len(output) != 1 or output.shape[1] < length:
-        shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
-        return _Chosen(
-            refusal=f"text is sampled from logits [1, {length}, vocabulary], but the last stage returned "
-            f"{shape}: write sample.every=0"
-        )
+        return None
     logits = whole_of(output)[0, length - 1].double().cpu()
     if not logits.isfinite().any():
-        return _Chosen(token=_PADDING)  # the run has diverged; the trainer reports that
+        return _PADDING  # the run has diverged; the trainer reports that
     if temperature == 0:
-        return _Chosen(int(logits.argmax()))
+        return int(logits.argmax())
     weights = (logits.nan_to_num(-torch.inf) / temperature).softmax(0)
-    return _Chosen(int(torch.multinomial(weights, 1, generator=generator)))
+    return int(torch.multinomial(weights, 1, generator=generator))
 
 
 class Sampler(Callback):
-    """Samples a text after every `every` steps, and one token before the first step: errors then come early.
+    """Samples a text after every `every` steps.
 
     folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
     """
@@ -150,23 +133,14 @@ class Sampler(Callback):
     ) -> None:
         self._prompt, self._coder, self._every = prompt, coder, every
         self._tokens = coder.encode(prompt)
-        if not self._tokens:
-            raise ValueError(f"prompt={prompt!r} has no token: write a longer text")
         self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
         self._ends = ends
         self._path, self._log = None if folder is None else folder / "samples.jsonl", log
         self._record: Record | None = None
-        self._is_tried = False
 
     def needs_weights(self, step: int) -> bool:
         """Whether text is sampled after this step."""
         return (step + 1) % self._every == 0
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        """Try the first token, once."""
-        if not self._is_tried:
-            self._is_tried = True
-            self._generate(trainer.pipeline, 1, 0)
 
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
         """Sample a text and write it."""

@@ -139,13 +139,6 @@ def _check(parameter: nn.Parameter) -> None:
         )
     if not parameter.is_floating_point():
         raise ValueError(f"a trainable parameter of {parameter.dtype} can't have a float32 master: freeze it")
-    if parameter.grad is not None:
-        raise ValueError(
-            "a parameter has the .grad of an earlier step: set it to None (zero_grad() of its optimizer) "
-            "before MasterWeights is made"
-        )
-    if _main_grad(parameter) is not None:
-        raise ValueError("a parameter has a main_grad already: does another MasterWeights hold it?")
 
 
 def _master_of(parameter: nn.Parameter) -> nn.Parameter:
