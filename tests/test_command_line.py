@@ -118,6 +118,7 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         ("device=cpu", "Key 'device' not in 'TrainConfig'; did you mean parallel.device?"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("steps=[3", "no viable alternative at input '[3'"),
+        ("optimizer=null", "Config group override must be a string or a list"),
     ],
 )
 def test_what_hydra_says_of_a_mistake_is_one_line(given, words):

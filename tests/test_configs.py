@@ -168,6 +168,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "kahan_sum=true is for weights in bfloat16, but precision=mixed_bfloat16: write precision=bf",
         ),
         ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number, above 0"),
+        ("finetune.lora.target_modules=[q_proj]", "finetune.lora.r is not set"),
         ("optimizer.beta1=1", "optimizer.beta1=1.0: write a number, 0 or more, below 1"),
         ("optimizer.beta2=-0.1", "optimizer.beta2=-0.1: write a number, 0 or more, below 1"),
         ("optimizer.warmup_steps=-1", "optimizer.warmup_steps=-1: write a whole number, 0 or more"),

@@ -88,3 +88,28 @@ def test_the_second_signal_ends_the_process():
         text=True,
     )
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "SIGTERM\n")
+
+
+WHILE_BLOCKED = """
+import os, subprocess
+from zbpp.training.leaving import LeaveOnSignal
+
+kill = f"kill -TERM {os.getpid()}"
+with LeaveOnSignal() as leave:
+    subprocess.Popen(["sh", "-c", f"{kill}; sleep 0.1; {kill}"])
+    while leave.reason is None:
+        pass
+    sum(range(100_000_000))  # longer than SAME, in which Python runs no handler
+print(leave.reason)
+"""
+
+
+def test_a_signal_that_comes_twice_is_one_also_while_the_rank_is_blocked():
+    """Slurm and torchrun both send SIGTERM, and the second one may come while the rank waits for another."""
+    done = subprocess.run(
+        [sys.executable, "-c", WHILE_BLOCKED],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stdout) == (0, "SIGTERM\n")

@@ -179,9 +179,10 @@ def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
         yield from keys_of(hints[each.name], f"{prefix}{each.name}.")
 
 
-def composition_error(error: object) -> ConfigError | None:
+def composition_error(error: BaseException) -> ConfigError | None:
     """An error of Hydra or OmegaConf as a ConfigError of one line; None for any other error."""
-    if not isinstance(error, HydraException | OmegaConfBaseException):
+    is_group = str(error).startswith("Config group override must be")  # optimizer=null: a plain ValueError
+    if not (is_group or isinstance(error, HydraException | OmegaConfBaseException)):
         return None
     text, hint = str(error).partition("Config search path")[0], ""
     if error.__cause__ is not None and str(error.__cause__) not in text:

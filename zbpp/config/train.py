@@ -163,6 +163,10 @@ class FinetuneConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.adapters is None:
+            if self.lora and self.lora.get("target_modules"):
+                raise ConfigError(
+                    "finetune.lora.r is not set: write the adapters' rank, such as finetune.lora.r=8"
+                )
             return
         if importlib.util.find_spec("peft") is None:
             raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")

@@ -189,7 +189,7 @@ class Checkpoints(Callback):
 _OF_OPTIMIZER = tuple(
     f"optimizer.{name}"
     for name in (
-        "name", "build", "groups", "learning_rate", "beta", "eps", "weight_decay", "momentum", "kahan_sum",
+        "name", "build", "groups", "learning_rate", "beta", "eps", "weight_decay", "kahan_sum",
         "lr_scheduler",
     )
 )  # fmt: skip

@@ -3,7 +3,7 @@
 Signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. The run ends in order after its present step: it
 saves, writes its summary, and the process exits with 0.
 A second SIGTERM or Ctrl-C ends the process at once. Python runs both handlers when the main thread has done
-waiting for a message of another rank; a rank that waits in vain is ended by the launcher's SIGKILL.
+waiting for a message of another rank. A rank that waits in vain is ended by the launcher's SIGKILL.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class LeaveOnSignal(Callback):
         self._is_shown = is_shown
         self._trainer: Trainer | None = None
         self._process = os.getpid()
-        self._ended_at: float | None = None  # when the first signal of ENDING came
+        self._ended_at: float | None = None  # when the first signal of ENDING was taken
         self._before: dict[int, Any] = {}
 
     def before_step(self, trainer: Trainer, step: int) -> None:
@@ -82,15 +82,18 @@ class LeaveOnSignal(Callback):
         if os.getpid() != self._process:  # in a forked worker of a data loader
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        now = time.monotonic()
-        if number in ENDING:
-            if self._ended_at is not None and now - self._ended_at > SAME:
-                os._exit(128 + number)
-            self._ended_at = self._ended_at or now
         if self.reason is None:
             self.reason = signal.Signals(number).name
             if self._trainer is not None:
                 self._trainer.leave(self.reason)
+        if number not in ENDING:
+            return
+        if self._ended_at is None:
+            self._ended_at = math.inf
+            time.sleep(SAME)  # in a sleep Python runs a handler at once; in a step it may run much later
+            self._ended_at = time.monotonic()
+        elif time.monotonic() - self._ended_at > SAME:
+            os._exit(128 + number)
 
 
 # ----------------------------------------------------------------
