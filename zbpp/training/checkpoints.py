@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zbpp.checkpoints import Checkpoint, CheckpointError, Saving, opened, prepared, restore
-from zbpp.checkpoints.nest import decoded
 from zbpp.error_text import shown_path
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import Timetable
@@ -24,9 +23,6 @@ from zbpp.training.optim.update import Metrics
 
 if TYPE_CHECKING:
     from zbpp.training.trainer import Trainer
-
-
-_CALLBACK = "callback."  # names of callbacks' states begin so
 
 
 class Checkpoints(Callback):
@@ -48,7 +44,6 @@ class Checkpoints(Callback):
         self._background = background
         self._saving: tuple[int, Saving] | None = None  # the step and checkpoint that are being written
         self._last = 0  # the step of the newest whole checkpoint
-        self._resumed: Checkpoint | None = None  # until the first step that follows it
         self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
 
@@ -58,9 +53,6 @@ class Checkpoints(Callback):
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Save if a checkpoint is due. The metrics of the step before have been logged by now."""
-        if self._resumed is not None:
-            _restore_callbacks(self._resumed, trainer)
-            self._resumed = None
         if self._is_due(step) and step > self._last:
             self._save(trainer, step, in_background=self._background)
 
@@ -119,7 +111,6 @@ class Checkpoints(Callback):
             keep_options=bool(other_options),
         )
         trainer.go_on_after(found.step, _replanned(found))
-        self._resumed = found
         if found.path.parent.resolve() == self._folder.resolve():  # resume= may be relative, or a link
             self._last = found.step
         if _is_first(trainer):
@@ -193,24 +184,6 @@ _OF_OPTIMIZER = tuple(
         "lr_scheduler",
     )
 )  # fmt: skip
-
-
-def _restore_callbacks(found: Checkpoint, trainer: Trainer) -> None:
-    """Give the callbacks, which join the trainer after `resume`, their states; these hold no tensors."""
-    saved = found.facts["states"]
-    here = {name: each for name, each in trainer.states().items() if name.startswith(_CALLBACK)}
-    for name in saved.keys() & here.keys():
-        try:
-            here[name].load_state_dict(decoded(saved[name], _no_tensor))
-        except Exception as error:  # whatever a user's class raises
-            raise CheckpointError(
-                f"{found.path}: the callback {name.removeprefix(_CALLBACK)} can't take its state "
-                f"({type(error).__name__}: {error})"
-            ) from error
-
-
-def _no_tensor(key: str) -> Any:
-    raise CheckpointError(f"{key}: a callback's state must hold no tensor")
 
 
 def _report(why: str) -> None:
