@@ -64,7 +64,7 @@ def test_gradients_of_a_step_between_validated_steps_are_not_dropped_in_silence(
     validated = zbpp.PostValidation(made, optimizer, clip_norm=100.0)
     validated.step(X, target=X)
     made.step(X, target=X)
-    with pytest.raises(ValueError, match=r"pipeline.step was called 1 time\(s\) since the last"):
+    with pytest.raises(ValueError, match="would drop the gradients of a pipeline.step"):
         validated.step(X, target=X)
     validated.settle()
     optimizer.step()

@@ -51,6 +51,11 @@ def test_a_signal_before_the_first_step_ends_the_run_behind_it():
         assert len(list(trainer.run(6))) == 1
 
 
+def sleep(runs):
+    runs.set()
+    time.sleep(600)
+
+
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*fork:DeprecationWarning")
 def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
     """A data loader's worker is ended by SIGTERM: the run goes on."""

@@ -59,6 +59,7 @@ class PostValidation:
         loss_scale: LossScale | None = None,
     ) -> None:
         self.pipeline, self.norm = pipeline, math.nan
+        self._num_steps: int | None = None  # of the pipeline, after the last step here
         self._update = PostValidatedUpdate(
             optimizer,
             pipeline=pipeline,
@@ -79,9 +80,20 @@ class PostValidation:
         return self._update.num_taken_back
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
-        """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before."""
+        """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before.
+
+        Raises ValueError if they are those of a `pipeline.step` that was called since the last step here.
+        """
+        grads = (parameter.grad for parameter in self.pipeline.parameters())
+        is_other_step = self._num_steps is not None and self.pipeline.num_steps > self._num_steps
+        if is_other_step and any(grad is not None and bool(grad.any()) for grad in grads):
+            raise ValueError(
+                "PostValidation.step would drop the gradients of a pipeline.step since the last one: call "
+                "PostValidation.step alone; or settle(), step the optimizer and zero the gradients"
+            )
         self._update.prepare(self.pipeline)
         losses = self.pipeline.step(*args, target=target, **kwargs)
+        self._num_steps = self.pipeline.num_steps
         self._note(self._update.end(self.pipeline, losses))
         return losses
 
