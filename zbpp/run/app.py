@@ -39,7 +39,7 @@ from zbpp.run.plan import (
     title_of,
 )
 from zbpp.run.results import write_results
-from zbpp.run.stages import build_mesh, pipeline_ranks, prepare_stages
+from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, HeadAtOnce, Pipeline
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.mesh import Place
@@ -70,14 +70,6 @@ class Plan(NamedTuple):
     timetable: Timetable
     costs: Costs
     recomputed: frozenset[int] = frozenset()
-
-
-class Parts(NamedTuple):
-    """The model, this rank's stages of it by number, and the data."""
-
-    model: Any
-    stages: dict[int, nn.Module]
-    data: Data
 
 
 def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:

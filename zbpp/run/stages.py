@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.data import Data
 from zbpp.run.model import check_data_fit
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.microbatch import into_microbatches
@@ -23,8 +24,13 @@ from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for
 from zbpp.training.optim.precision import PRECISIONS, Precision
 
-if TYPE_CHECKING:
-    from zbpp.run.app import Parts
+
+class Parts(NamedTuple):
+    """The model, this rank's stages of it by number, and the data."""
+
+    model: Any
+    stages: dict[int, nn.Module]
+    data: Data
 
 
 def prepare_stages(
