@@ -25,11 +25,6 @@ class CommunicationError(RuntimeError):
         first_line = str(error).partition("\n")[0].partition(". This is typically")[0]
         return cls(f"{where}: " + re.sub(r"\[/\S+\.cc:\d+\] ", "", first_line))
 
-    @property
-    def is_late(self) -> bool:
-        """Whether the wait lasted too long; the other end of a link that breaks is gone."""
-        return "imed out" in str(self)
-
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether a device or the host had no memory left."""
