@@ -1,16 +1,17 @@
 """torchtitan's trainer on zbpp: its configs by name, with the pipeline's steps run by zbpp.
 
-    torchrun --nproc-per-node 8 -m torchtitan.train --module zbpp.torchtitan --config llama3_debugmodel \\
-        --parallelism.pipeline_parallel_degree 8 --parallelism.pipeline_parallel_schedule ZBVZeroBubble
+    torchrun --nproc-per-node 4 -m torchtitan.train --module zbpp.torchtitan --config llama3_debugmodel \\
+        --training.disable_cuda_graphs --parallelism.pipeline_parallel_degree 4 \\
+        --parallelism.pipeline_parallel_schedule ZBVZeroBubble
 
 Every config of torchtitan's Llama 3 is here under its own name. For another model, or for a plan of zbpp's in
 place of torch's order, write a config of your own:
 
-    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel
+    from torchtitan.models.qwen3.config_registry import qwen3_14b
     from zbpp.torchtitan import on_zbpp
 
     def qwen3():
-        return on_zbpp(qwen3_debugmodel(), "zb_auto", placement="v", memory_limit=8)
+        return on_zbpp(qwen3_14b(), "zb_auto", placement="v", memory_limit=8)
 
 Made for torchtitan 0.3.0, which needs torch 2.14 or newer.
 """
