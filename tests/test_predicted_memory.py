@@ -132,4 +132,7 @@ def test_activations_really_leave(measured):
 
 
 def test_a_step_leaves_nothing_behind(measured):
-    assert [found[name][0].outliving for found in measured for name in CASES] == [0] * (RANKS * len(CASES))
+    """A microbatch's smallest activation would be more."""
+    reports = {(rank, name): found[name][0] for rank, found in enumerate(measured) for name in CASES}
+    left = {each: report.outliving / report.highest for each, report in reports.items()}
+    assert {each: share for each, share in left.items() if share > 0.001} == {}
