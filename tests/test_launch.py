@@ -791,5 +791,5 @@ def stays(rank):
 
 
 def test_a_rank_of_a_fork_server_lives_as_long_as_who_asked_for_it():
-    """Its parent is the fork server."""
+    """The operating system's parent of such a rank is the fork server, not the process that asked for it."""
     assert run_ranks(stays, 1, fresh=True) != [os.getpid()]

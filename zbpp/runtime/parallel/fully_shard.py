@@ -354,9 +354,10 @@ def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
 
 
 def meshes_of(stage: nn.Module) -> list[tuple[DeviceMesh, DeviceMesh]]:
-    """Of the parameters that fully_shard holds: (the mesh they lie on, the mesh of their gradients' mean).
+    """Return the pairs (mesh of a parameter, mesh over which its gradient is averaged), each pair once.
 
-    They differ where a parameter is split by tensor parallelism, too: the former's last dimensions are those.
+    Only parameters that fully_shard holds count. The two meshes differ where tensor parallelism splits the
+    parameter, too: then the first mesh has the tensor dimensions behind the second mesh's.
     """
     states = [each._get_fsdp_state() for each in stage.modules() if is_fully_sharded(each)]  # type: ignore[operator]
     params = [each for state in states for group in _groups_of(state) for each in group.fsdp_params]

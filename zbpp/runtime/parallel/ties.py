@@ -95,7 +95,7 @@ def _report(stages: Mapping[int, nn.Module], rank: int, num_stages: int, model: 
             return report
         named = dict(model.tied()) if callable(getattr(model, "tied", None)) else {}
         is_compared = rank == 0 and num_stages > 1
-        # Of a copy: a model may keep a stage that it builds, such as the head that its loss reads.
+        # A copy of the model builds these stages, because build_stage may set attributes that the loss reads.
         build = copy(model).build_stage
         shared = shared_parameters(build, num_stages, model.loss) if is_compared else []
         return report._replace(named=named, shared=shared)
