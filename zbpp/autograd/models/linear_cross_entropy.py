@@ -52,6 +52,8 @@ def linear_cross_entropy(
     not, F and W compute them, chunk_mib MiB in float32 at a time: 4 products instead of 3, and little
     memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice.
     A backward with create_graph=True is refused.
+
+    Raises ValueError for a target of another shape, or without whole numbers, and for options out of range.
     """
     if torch.compiler.is_compiling():
         from zbpp.autograd.compiled.dynamo import break_graph
