@@ -61,8 +61,11 @@ def test_a_process_that_a_rank_forks_is_ended_by_its_own_signals_alone():
     """A data loader's worker is ended by SIGTERM: the run goes on."""
     before = signal.getsignal(signal.SIGTERM)  # a job that torch has started in this process leaves its own
     with LeaveOnSignal() as leave:
-        worker = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
+        context = multiprocessing.get_context("fork")
+        runs = context.Event()  # Python drops a signal that reaches the process during the fork
+        worker = context.Process(target=sleep, args=(runs,))
         worker.start()
+        assert runs.wait(100)
         worker.terminate()
         worker.join(100)
         time.sleep(0.2)

@@ -168,6 +168,7 @@ def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer
             continue
         if progress:
             deadline.watch = _watch(deadline, placement, progress)
+            deadline.watch()  # a search may end before the first tenth of a second
         search = LocalSearch(problem, deadline.part(share), request.seed, most_quiet_near_bound=_MOST_QUIET)
         found.append(_candidate(request, "zb_auto", problem.timetable_of(search.run())))
     fitting = [each for each in found if _fits(request, each)]
