@@ -7,6 +7,7 @@ from helpers.browser import Browser
 # Before a page's own scripts: `painted` gets [canvas, kind, fill, *arguments] of each call.
 NOTE_WHAT_IS_PAINTED = """
   const painted = [];
+  addEventListener("beforeprint", () => (painted.length = 0)); // what was painted for the screen
   const note = (pen, kind, more) => painted.push(
     [[...document.querySelectorAll("canvas")].indexOf(pen.canvas), kind, pen.fillStyle, ...more]);
   for (const kind of ["fillRect", "fillText", "arc"]) {

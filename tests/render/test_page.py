@@ -255,9 +255,10 @@ def test_dark_screens_get_a_dark_page_and_paper_a_light_one(page):
     light = bubble()
     page.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
     assert bubble() != light
-    page.evaluate("painted.length = 0")
+    # This listener runs after the page's own, and `painted` was emptied before it.
+    page.evaluate("addEventListener('beforeprint', () => (window.paper = painted.slice()))")
     page.call("Page.printToPDF")
-    fills = [call[2] for call in page.evaluate("painted") if call[1] == "fillRect"]
+    fills = [call[2] for call in page.evaluate("paper") if call[1] == "fillRect"]
     assert fills[0] == light  # for the paper
     page.call("Emulation.setEmulatedMedia", features=[])
     assert bubble() == light
