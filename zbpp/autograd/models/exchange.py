@@ -1,0 +1,168 @@
+"""A layer of experts that are spread over several processes: each token's row goes to its experts and back.
+
+    rows of this process      --- by expert ---> sent to the experts' processes    (dispatch)
+    rows of all processes     --- by expert ---> products with the experts here
+    results                   --- by source ---> sent back, in the tokens' order   (combine)
+
+Who moves the rows is not known here. An `Exchange` holds two functions: `transfer`, which starts to move rows
+between processes, and `meanwhile`, which may work until they have arrived. A runtime sets both. Without
+`transfer` there is one process, and rows stay where they are.
+
+The backward of an exchange is the exchange with the counts swapped. So all processes of a group run the same
+exchanges in the same order, in forward and in backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd.collector import refuse_create_graph
+
+
+class Pending(Protocol):
+    """A transfer of rows under way."""
+
+    def is_done(self) -> bool:
+        """Whether the rows have arrived."""
+
+    def wait(self) -> Tensor:
+        """The rows that this process has received: those of the group's first process first."""
+
+
+Transfer = Callable[[Tensor, list[int], list[int]], Pending]
+"""(rows, how many go to each process of the group, how many come from each) -> the transfer under way."""
+
+
+class Exchange(nn.Module):
+    """Moves rows [n, ...] between processes that have different experts of one layer; has no parameters.
+
+    A layer holds one in a module beside the parameters of its experts, whose first dimension is the expert.
+    transfer: None for one process. num_processes: in the group. meanwhile: called between the start of a
+    transfer and the wait for its end, in forward and in backward.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transfer: Transfer | None = None
+        self.meanwhile: Callable[[Pending], None] | None = None
+        self.num_processes = 1
+
+    def forward(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """Send the rows, the first process's first; returns those received, in the same order."""
+        if self.transfer is None:
+            return rows
+        return _apply(_Exchanged, rows, self, send_counts, receive_counts)
+
+    def counts(self, mine: Tensor) -> Tensor:
+        """Rows per expert, [processes, experts of each]: of mine for all experts -> of all for mine."""
+        if self.transfer is None:
+            return mine
+        ones = [1] * self.num_processes
+        return self.transfer(mine.contiguous(), ones, ones).wait()
+
+    def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """`forward` without autograd."""
+        assert self.transfer is not None
+        pending = self.transfer(rows.contiguous(), send_counts, receive_counts)
+        if self.meanwhile is not None:
+            self.meanwhile(pending)
+        return pending.wait()
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+class _Exchanged(torch.autograd.Function):
+    changes_no_gradient = True  # see node_roles.py
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
+        ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
+        return exchange.move(rows, send, receive)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("an exchange of experts", "leave create_graph out")
+        return ctx.exchange.move(dy, ctx.receive, ctx.send), None, None, None
+
+
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""(rows sorted by expert, rows per expert as int64 [experts here]) -> a row for each."""
+
+
+def through_experts(
+    x: Tensor, chosen: Tensor, num_experts: int, exchange: Exchange, compute: Compute
+) -> Tensor:
+    """What each token's experts make of it: [tokens, k, ...], for x [tokens, hidden].
+
+    chosen: the experts of each token, int64 [tokens, k], below num_experts, the number in the group.
+    compute: what the experts of this process do. Sums are in one order: results are equal in every run.
+    """
+    num_tokens, k = chosen.shape
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    rows = _apply(_Taken, x, order, k)
+    if exchange.num_processes == 1:
+        y = compute(rows, counts)
+    else:
+        y = _exchanged(rows, counts.view(exchange.num_processes, -1), exchange, compute)
+    return _apply(_PutBack, y, order).view(num_tokens, k, *y.shape[1:])
+
+
+def _exchanged(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
+    """`compute` on the processes that have the experts; rows and the result are sorted by expert."""
+    theirs = exchange.counts(counts)
+    send, receive = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+    received = exchange(rows, send, receive)
+    # Received rows are sorted by source first. Those of an expert stay in the order of their sources.
+    experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
+    order = experts.repeat_interleave(theirs.flatten()).argsort(stable=True)
+    y = _apply(_PutBack, compute(_apply(_Taken, received, order, 1), theirs.sum(0)), order)
+    sent_back: Tensor = exchange(y, receive, send)
+    return sent_back
+
+
+def _inverse(order: Tensor) -> Tensor:
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+class _Taken(torch.autograd.Function):
+    """Rows of x, each k times, in an order of all these: x.repeat_interleave(k, 0)[order].
+
+    The gradient is summed over each row's k places in their order, on every device.
+    """
+
+    changes_no_gradient = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, order: Tensor, k: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.k = k
+        return x.index_select(0, order if k == 1 else order // k)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        rows = dy.index_select(0, _inverse(order))
+        return rows if ctx.k == 1 else rows.unflatten(0, (-1, ctx.k)).sum(1), None, None
+
+
+class _PutBack(torch.autograd.Function):
+    """The reverse of x[order]."""
+
+    changes_no_gradient = True
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, order: Tensor) -> Tensor:
+        ctx.save_for_backward(order)
+        return y.index_select(0, _inverse(order))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (order,) = ctx.saved_tensors
+        return dy.index_select(0, order), None
