@@ -37,7 +37,7 @@ from rich.progress import track
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zbpp.planning import SCHEDULES, certificate, plan
-from zbpp.planning.objective import objective_value
+from zbpp.planning.options import objective_value
 from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
 from zbpp.schedule.families import FAMILIES
 

@@ -8,7 +8,7 @@ import pytest
 
 from helpers.exact import solve
 from zbpp.planning import SCHEDULES, PlanningRequest, RankCosts, choose, plan
-from zbpp.planning.objective import EQUAL
+from zbpp.planning.options import EQUAL
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.render import render_choice
 from zbpp.schedule import Costs, PlanError, Timetable

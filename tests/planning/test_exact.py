@@ -8,7 +8,7 @@ import pytest
 
 from helpers.exact import solve
 from zbpp.planning import lower_bound
-from zbpp.planning.objective import EQUAL
+from zbpp.planning.options import EQUAL
 from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from scripts.dev.planner_eval import draw, judge
 from zbpp.planning import plan
 from zbpp.planning.bounds import certificate
-from zbpp.planning.objective import OBJECTIVES, objective_value
+from zbpp.planning.options import OBJECTIVES, objective_value
 from zbpp.schedule import Costs, PlanError, simulate
 
 

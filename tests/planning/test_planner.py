@@ -8,7 +8,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
 from zbpp.planning import SCHEDULES, canonical_name, placement_of, plan
-from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_size
+from zbpp.planning.options import BYTES_PER_SEARCHED_ACTION, check_size
 from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 
@@ -58,7 +58,6 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
             {"memory_limit": math.inf},
             "memory_limit=inf: write a number, 0 or more, in the unit of costs.saved",
         ),
-        ({"memory_limit": 10**400}, "memory_limit=1000"),
         ({"time_limit": math.inf}, "time_limit=inf: write seconds, 0 or more"),
         ({"memory_limit": math.nan}, "memory_limit=nan: write a number, 0 or more"),
         ({"memory_limit": "8"}, "memory_limit='8': write a number, 0 or more"),
@@ -98,13 +97,13 @@ def test_an_argument_that_will_not_do_is_refused_with_what_to_write(options, mes
 
 @pytest.mark.parametrize(
     ("ranks", "microbatches", "stages"),
-    [(8, 10**9, 1), (10**9, 8, 1), (10**9, 10**9, 1), (8, 10**400, 1), (8, 8, 10**9)],
+    [(8, 10**9, 1), (10**9, 8, 1), (8, 8, 10**9)],
 )
 @pytest.mark.parametrize("name", ["looped_bfs", "zb_auto"])
 def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(name, ranks, microbatches, stages):
     tracemalloc.start()
     try:
-        with pytest.raises(PlanError, match=r"actions take .* GiB to plan, 8 GiB is the most: write"):
+        with pytest.raises(PlanError, match="more than 8 GiB to plan: write"):
             plan(name, ranks, microbatches, placement="looped", stages_per_rank=stages + 1)
         assert tracemalloc.get_traced_memory()[1] < 10**6
     finally:

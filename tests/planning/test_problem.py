@@ -10,7 +10,7 @@ import pytest
 import zbpp.planning
 from helpers.timetables import random_placement, random_timetable
 from zbpp.planning import RankCosts
-from zbpp.planning.objective import EQUAL, ROUNDING
+from zbpp.planning.options import EQUAL, ROUNDING
 from zbpp.planning.placement import PLACEMENTS, place_stages, placement_name
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.schedule import Costs, CostsInBytes, PlanError, simulate
@@ -98,4 +98,4 @@ def test_tolerances_are_stated_in_one_file():
         for path in folder.rglob("*.py")
         if (numbers := re.findall(r"1e-\d+", path.read_text())) != [] and set(numbers) != {"1e-300"}
     }
-    assert stated == {"objective.py": ["1e-9", "1e-8"]}
+    assert stated == {"options.py": ["1e-9", "1e-8"]}

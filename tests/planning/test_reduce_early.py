@@ -8,7 +8,7 @@ import pytest
 from helpers.timetables import random_timetable
 from zbpp.planning import RankCosts, compare, plan
 from zbpp.planning.complete_stages_early import complete_stages_early
-from zbpp.planning.objective import OBJECTIVES
+from zbpp.planning.options import OBJECTIVES
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.initial_orders import initial_plans

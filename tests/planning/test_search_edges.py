@@ -10,13 +10,11 @@ from helpers.timetables import makes, needs, random_placement
 from zbpp.planning import plan
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.evolve import first_rules, spare_times
+from zbpp.planning.search.improve import move_at_random
 from zbpp.planning.search.incremental_timing import IncrementalTiming
-from zbpp.planning.search.initial_orders import orders, split
-from zbpp.planning.search.insert_weight_grads import insert_weight_grads
-from zbpp.planning.search.list_scheduling import list_schedule
+from zbpp.planning.search.initial_orders import insert_weight_grads, orders, split
+from zbpp.planning.search.list_scheduling import first_rules, list_schedule, spare_times
 from zbpp.planning.search.paper_planner import _Run
-from zbpp.planning.search.random_moves import move_at_random
 from zbpp.schedule import Action, Costs, Op, PlanError, dataflow, simulate
 from zbpp.schedule import families as all_families
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of

@@ -9,8 +9,7 @@ dependencies     what actions wait for, by kind of action
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
 memory_limit     memory limits: read, resolved per rank, checked
-objective        what a plan is judged by, and the tolerances
-option_ranges    refuses options out of range and plans that are too large
+options          the objectives, the tolerances, and the ranges of plan's options
 complete_stages_early   the order of last W's that ends reductions early
 memory_budget    the bytes that each rank holds over a step, from those of its stages
 stage_bytes      the bytes of a stage, and how memory switches change them

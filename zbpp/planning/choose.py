@@ -12,8 +12,14 @@ from itertools import pairwise
 from zbpp.planning.bounds import Bound, bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
-from zbpp.planning.objective import EQUAL, MAKESPAN, objective_value
-from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_range, check_size
+from zbpp.planning.options import (
+    BYTES_PER_SEARCHED_ACTION,
+    EQUAL,
+    MAKESPAN,
+    check_range,
+    check_size,
+    objective_value,
+)
 from zbpp.planning.placement import place_stages
 from zbpp.planning.plan import placement_of, plan, takes_costs
 from zbpp.planning.problem import Problem

@@ -22,7 +22,7 @@ from collections import Counter
 
 import numpy as np
 
-from zbpp.planning.objective import ROUNDING
+from zbpp.planning.options import ROUNDING
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Op, Row, Timetable

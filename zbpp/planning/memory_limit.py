@@ -9,7 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from zbpp.planning.objective import ROUNDING
+from zbpp.planning.options import ROUNDING
 from zbpp.planning.rank_costs import RankCosts
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, Costs
 from zbpp.schedule.timetable import PlanError, shown

@@ -16,8 +16,13 @@ from typing import Any
 
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
-from zbpp.planning.objective import MAKESPAN
-from zbpp.planning.option_ranges import BYTES_PER_ACTION, BYTES_PER_SEARCHED_ACTION, check_range, check_size
+from zbpp.planning.options import (
+    BYTES_PER_ACTION,
+    BYTES_PER_SEARCHED_ACTION,
+    MAKESPAN,
+    check_range,
+    check_size,
+)
 from zbpp.planning.placement import has_placement, place_stages, placement_name
 from zbpp.planning.rank_costs import RankCosts, check_rank_costs
 from zbpp.planning.search import zb_1p, zb_2p, zb_auto

@@ -24,8 +24,16 @@ from zbpp.planning.memory_limit import (
     fits,
     limits_per_rank,
 )
-from zbpp.planning.objective import MAKESPAN, ROUNDING, SPAN, check_objective, objective_value
-from zbpp.planning.option_ranges import BYTES_PER_SEARCHED_ACTION, check_count, check_size
+from zbpp.planning.options import (
+    BYTES_PER_SEARCHED_ACTION,
+    MAKESPAN,
+    ROUNDING,
+    SPAN,
+    check_count,
+    check_range,
+    check_size,
+    objective_value,
+)
 from zbpp.planning.placement import place_stages, placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
@@ -55,7 +63,7 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_count("num_microbatches", self.num_microbatches)
-        check_objective(self.objective)
+        check_range("objective", self.objective)
         ranks = set(self.rank_of)
         if not ranks or ranks != set(range(len(ranks))):
             raise PlanError(f"rank_of={self.rank_of}: write a rank per stage, 0..p-1 without a gap")

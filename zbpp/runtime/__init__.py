@@ -31,7 +31,7 @@ Extras, and what they use:
 How a process joins the job, and what all ranks agree on: zbpp/job.
 
 WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/schedule/families) or the search
-(zbpp/planning/search/insert_weight_grads.py, then its moves) puts it there, and the executor runs it there.
+(zbpp/planning/search/initial_orders.py, then its moves) puts it there, and the executor runs it there.
 """
 
 from zbpp.job.agreement import AgreementError

@@ -22,7 +22,7 @@ from typing import Any
 
 from ortools.sat.python import cp_model
 
-from zbpp.planning.objective import EQUAL, MAKESPAN, SPAN
+from zbpp.planning.options import EQUAL, MAKESPAN, SPAN
 from zbpp.planning.problem import Problem
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 from zbpp.schedule.timeline import Timeline

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from helpers.exact.model import Model
 from zbpp.planning.memory_limit import MemoryLimit
-from zbpp.planning.objective import EQUAL, MAKESPAN
+from zbpp.planning.options import EQUAL, MAKESPAN
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate

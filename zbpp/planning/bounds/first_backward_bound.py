@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation
-from zbpp.planning.objective import MAKESPAN, ROUNDING
+from zbpp.planning.options import MAKESPAN, ROUNDING
 
 _BISECTIONS = 60
 

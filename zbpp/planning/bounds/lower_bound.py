@@ -11,7 +11,7 @@ from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation
 from zbpp.planning.bounds.round_trip_bound import round_trips
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
-from zbpp.planning.objective import EQUAL, MAKESPAN, ROUNDING, objective_value
+from zbpp.planning.options import EQUAL, MAKESPAN, ROUNDING, objective_value
 from zbpp.planning.problem import Problem
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate

@@ -9,15 +9,14 @@ from collections.abc import Callable, Iterator
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit
+from zbpp.planning.options import check_range
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.evolve import Population
-from zbpp.planning.search.fuse_backward import fuse_all
+from zbpp.planning.search.improve import fuse_all, justify, move_at_random
 from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
-from zbpp.planning.search.justify import justify
+from zbpp.planning.search.list_scheduling import Population
 from zbpp.planning.search.paper_planner import paper_plan
-from zbpp.planning.search.random_moves import move_at_random
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
@@ -205,8 +204,7 @@ def zb_auto(
         stages_per_rank=stages_per_rank,
         objective=objective,
     )
-    if not time_limit >= 0:  # NaN too
-        raise PlanError(f"time_limit={time_limit!r}: write seconds, 0 or more")
+    check_range("time_limit", time_limit)
     if search:
         return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":

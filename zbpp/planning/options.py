@@ -1,4 +1,11 @@
-"""Refuses options of `plan` out of range, and plans that are too large, before anything is allocated."""
+"""The objectives, the tolerances, and the ranges of the options of `plan`.
+
+ROUNDING: what a sum of floats may be off by. A memory level that passes its limit by no more is within the
+    limit, and two times that differ by no more are equal.
+EQUAL: how close a plan's time must be to a lower bound to count as optimal. It is ten times ROUNDING, since a
+    bound is lowered by ROUNDING in several places, so that rounding never puts it above a plan.
+Both are relative. No other file of planning defines a tolerance.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +14,16 @@ from collections.abc import Callable, Sequence
 from numbers import Real
 from typing import Any
 
-from zbpp.planning.objective import OBJECTIVES
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.schedule.costs import Costs
+from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError
+
+ROUNDING = 1e-9
+EQUAL = 1e-8
+
+MAKESPAN, SPAN = "makespan", "span"
+OBJECTIVES = (MAKESPAN, SPAN)
 
 # Measured: a family takes 110 to 230 bytes per action to plan and simulate, a search 500 to 650. So the check
 # is an estimate: a plan that passes may take up to three times 8 GiB, if its backwards are split.
@@ -20,14 +33,14 @@ _MOST_BYTES = 8 * 2**30
 _LEAST_PER_STAGE = 2  # the fewest actions per microbatch and stage: F and BW (F, B and W are three)
 
 
-def is_count(value: object) -> bool:
-    """Whether it is a whole number, 1 or more."""
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def objective_value(timeline: Timeline, objective: str) -> float:
+    """The makespan of a timeline or, for "span", the longest of the ranks' spans; ms."""
+    return timeline.makespan if objective == MAKESPAN else timeline.max_span
 
 
 def check_count(name: str, count: object) -> None:
     """Raises PlanError unless `count` is a whole number, 1 or more."""
-    if not is_count(count):
+    if not _is_count(count):
         raise PlanError(f"{name}={count!r}: write a whole number, 1 or more")
 
 
@@ -35,30 +48,22 @@ def check_size(
     num_ranks: int, num_microbatches: int, stages_per_rank: int = 1, bytes_per_action: int = BYTES_PER_ACTION
 ) -> None:
     """Raises PlanError for counts below 1, and for a plan whose estimate is above 8 GiB."""
-    counts = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    for name, count in counts.items():
-        check_count(name, count)
+    check_count("num_ranks", num_ranks)
+    check_count("num_microbatches", num_microbatches)
     actions = num_ranks * num_microbatches * stages_per_rank * _LEAST_PER_STAGE
     if actions > _MOST_BYTES // bytes_per_action:
-        given = ", ".join(f"{name}={_large(count)}" for name, count in counts.items())
         raise PlanError(
-            f"{given}: {_large(actions)} actions take {_large(actions * bytes_per_action >> 30)} GiB "
-            f"to plan, {_MOST_BYTES >> 30} GiB is the most: write smaller numbers"
+            f"num_ranks={num_ranks:,}, num_microbatches={num_microbatches:,}: so many actions take more than "
+            f"{_MOST_BYTES >> 30} GiB to plan: write smaller numbers"
         )
 
 
-def _large(number: int) -> str:
-    """The number as text: with commas, or as a power of ten where Python refuses to print all digits."""
-    return f"{number:,}" if number < 10**15 else f"1e{int(number.bit_length() * 0.30103)}"
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def _is_real(value: object) -> bool:
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return 0 <= float(value) < math.inf  # NaN is not
-    except OverflowError:  # an int too large for a float
-        return False
+    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf  # NaN is not
 
 
 def _is_limit(value: object) -> bool:
@@ -75,7 +80,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "placement": (lambda value: value in (None, *PLACEMENTS), f"write {' or '.join(PLACEMENTS)}"),
     "stages_per_rank": (
-        lambda value: value is None or is_count(value),
+        lambda value: value is None or _is_count(value),
         "write a whole number, 1 or more",
     ),
     "objective": (lambda value: value in OBJECTIVES, f"write {' or '.join(OBJECTIVES)}"),
