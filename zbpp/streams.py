@@ -7,7 +7,6 @@ A call of a Pipeline runs on the caller's current stream. Beside it run
     reductions   gradients over replicas, shards and ties    NCCL, FSDP2  normal
     offload      activations to host memory and back         `side`       normal
     weights      offloaded weights to the device             `side`       normal
-    batches      the next batches to the device              `side`       normal
     graphs       captures of CUDA graphs (replays run on the `side`       normal
                  caller's stream)
 
@@ -15,8 +14,7 @@ Messages are urgent: another rank waits for them. A stream waits for another one
 for none of them within a step. docs/pipeline.md ("Streams") says who waits for whom.
 
 The caching allocator gives freed memory out again to the stream that it was allocated on. So memory that
-another stream reads or writes may be freed once its own stream has waited for that stream's event. Or the
-other stream is named by `keep` (Tensor.record_stream).
+another stream reads or writes may be freed once its own stream has waited for that stream's event.
 
 `streams_of` is the only way to a device's streams. A test puts recorded ones in their place, by MAKERS.
 NOT RUN ON A GPU YET.
@@ -63,9 +61,6 @@ class Streams(Protocol):
     def mark(self) -> Event:
         """An event in the current stream whose time can be read."""
 
-    def keep(self, tensor: Tensor, stream: Stream) -> None:
-        """Let the tensor's memory, once freed, be reused only after the work that `stream` has by then."""
-
     def host_memory(self, nbytes: int) -> Tensor:
         """Bytes of host memory that the device copies from and to while the host goes on."""
 
@@ -99,10 +94,6 @@ class CudaStreams:
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
-
-    def keep(self, tensor: Tensor, stream: Any) -> None:
-        """See Streams."""
-        tensor.record_stream(stream)
 
     def host_memory(self, nbytes: int) -> Tensor:
         """See Streams. Pinned; when freed, its allocator waits for the copies that use it."""

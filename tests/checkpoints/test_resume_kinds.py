@@ -77,7 +77,6 @@ VARIANTS = {
         "left": AFTER, "replanned": True, "clip_norm": 0.3, "post_validation": Validation(after=0)
     },
     "replanned, released": {"left": AFTER, "replanned": True, "gradient_release": "step"},
-    "replanned, read ahead": {"left": AFTER, "replanned": True, "read_ahead": 2},
 }  # fmt: skip
 
 

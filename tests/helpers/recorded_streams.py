@@ -138,9 +138,6 @@ class RecordedStreams(TorchDispatchMode):
     def mark(self) -> FakeEvent:
         return self._stack[-1].record_event()
 
-    def keep(self, tensor: Tensor, stream: FakeStream) -> None:
-        self._memory_of(tensor).kept_for.add(stream.name)
-
     def host_memory(self, nbytes: int) -> Tensor:
         return self.on_host(torch.empty(nbytes, dtype=torch.uint8))
 

@@ -16,8 +16,6 @@ from helpers.recorded_streams import FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
 from zbpp.autograd.offload.host_copier import Copier, Copy
 from zbpp.autograd.offload.saved_activations import SavedActivations
-from zbpp.data import read_ahead
-from zbpp.data.read_ahead import ReadAhead
 from zbpp.job.world import fake_world
 from zbpp.runtime.links import BufferPool, Inbox, Outbox
 from zbpp.runtime.measure import Recorder, StepRecord
@@ -261,32 +259,6 @@ def test_the_host_waits_for_no_flags_of_a_reduction():
     assert device.faults == []
     assert device.num_waits == 0
     assert device.num_moved == 1  # the second step has the same flags
-
-
-# ---- Batches
-
-
-def read(num_batches=3):
-    with recorded() as device:
-        batches = ReadAhead(lambda number: {"x": torch.full((SIZE,), float(number))}, 2, CPU)
-        for number in range(num_batches):
-            x = batches.batch(number)["x"]
-            assert (x * 2).tolist() == [2.0 * number] * SIZE
-            del x
-        batches.close()
-        device.look()
-    return device
-
-
-def test_batches_are_used_when_they_have_arrived_and_freed_when_they_are_used(monkeypatch):
-    device = read()
-    assert device.faults == []
-    assert not any("event" in wait for wait in device.waits)
-    monkeypatch.setattr(type(device), "keep", lambda *_: None)
-    assert set(read().faults) == {"memory of batches 1 is freed, and mul on compute may still use it"}
-    monkeypatch.setattr(read_ahead, "_hand_over", lambda *_: None)
-    faults = set(read().faults)
-    assert "mul on compute reads memory that copy_ on batches 1 writes: no event orders them" in faults
 
 
 # ---- Timelines

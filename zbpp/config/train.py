@@ -242,7 +242,6 @@ class TrainConfig(RunConfig):
     non_finite: str = one_of(
         "skip", "stop", "continue", help="what happens to a step whose loss or gradients are NaN or infinite"
     )
-    read_ahead: int = ranged(0, help="batches that a thread reads and moves to the device early")
     save_weights: bool = described(True, "at the end, a file per stage")
     resume: str = filled(
         "auto",

@@ -13,7 +13,6 @@ tokenizer    a tokenizer.json and its special tokens
 chat         conversations with a loss mask
 loader       a user's own Dataset, or anything that yields batches; `loaded_data`
 regression   random regression
-read_ahead   reads the next batches in a thread
 """
 
 from zbpp.data.loader import loaded_data

@@ -60,8 +60,6 @@ class DatasetBatches:
     all epochs. name: what error messages call the data. Raises ValueError for fewer rows than a batch.
     """
 
-    draws_global_random = True
-
     def __init__(self, rows: Rows, *, batch_size: int, seed: int, shuffle: bool, name: str) -> None:
         if len(rows) < batch_size:
             raise ValueError(
@@ -116,8 +114,6 @@ class IteratedBatches:
     name: which batches these are, for error messages. Raises ValueError for a batch without `batch_size`
     rows.
     """
-
-    draws_global_random = True
 
     def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name

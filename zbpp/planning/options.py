@@ -63,7 +63,9 @@ def _is_count(value: object) -> bool:
 
 
 def _is_real(value: object) -> bool:
-    return isinstance(value, Real) and not isinstance(value, bool) and 0 <= value < math.inf  # NaN is not
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return False
+    return 0 <= float(value) < math.inf  # NaN is not
 
 
 def _is_limit(value: object) -> bool:

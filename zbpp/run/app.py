@@ -180,9 +180,7 @@ def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
     is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
-    return Parts(
-        model, stages, build_data(config.data, batch_size, config.seed, config.read_ahead, is_read=is_read)
-    )
+    return Parts(model, stages, build_data(config.data, batch_size, config.seed, is_read=is_read))
 
 
 # ---------------------------------------------------------------- together
@@ -259,7 +257,6 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             scheduler=build_scheduler(made, optimizer),
             clip_norm=optimizer.clip_norm,
             evaluate_every=config.evaluate_every,
-            read_ahead=config.read_ahead,
             record_every=config.measure_every,
             callbacks=build_own_callbacks(config),
             metrics=metrics_of(parts.model, precision),

@@ -7,17 +7,13 @@ from typing import Any
 from zbpp.config import ConfigError, instantiate_node, naming
 from zbpp.data import Data
 from zbpp.data.loader import loaded_data
-from zbpp.data.read_ahead import check_thread_may_read
 
 
-def build_data(
-    node: dict[str, Any], batch_size: int, seed: int, read_ahead: int = 0, *, is_read: bool = True
-) -> Data:
+def build_data(node: dict[str, Any], batch_size: int, seed: int, *, is_read: bool = True) -> Data:
     """The data that the node's `_target_` makes, see `loaded_data`.
 
-    The target gets `seed` if it takes a seed and the node gives none. read_ahead: batches that a thread will
-    read; if above 0, data that a thread can't read are refused. is_read: whether this rank has the first or
-    the last stage. Raises ConfigError.
+    The target gets `seed` if it takes a seed and the node gives none. is_read: whether this rank has the
+    first or the last stage. Raises ConfigError.
     """
     extra: dict[str, Any] = {"batch_size": batch_size}
     if "seed" not in node:
@@ -28,8 +24,6 @@ def build_data(
     with naming(f"data ({node['_target_']})"):
         if not isinstance(data, Data):
             data = loaded_data(data, batch_size=batch_size, seed=seed, is_read=is_read)
-        if read_ahead:
-            check_thread_may_read(data.train)
     return data
 
 

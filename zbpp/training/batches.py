@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zbpp.data import Data
-from zbpp.data.read_ahead import ReadAhead, check_thread_may_read
 from zbpp.data.source import Source, parts_of
 from zbpp.runtime import Pipeline
 
@@ -24,61 +23,31 @@ Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last sta
 
 
 class Batches:
-    """Reads for the stages of one pipeline. ahead: how many batches a thread reads before their steps.
+    """Reads for the stages of one pipeline, which may be replaced by another pipeline.
 
     target_dtype: of floating-point targets; None: that of the parameters.
     """
 
-    def __init__(
-        self, pipeline: Pipeline, data: Data, ahead: int = 0, target_dtype: torch.dtype | None = None
-    ) -> None:
-        """Raises ValueError for data that a thread can't read."""
-        self._pipeline, self._data, self._target_dtype = pipeline, data, target_dtype
-        self._num_ahead = ahead
-        self._ahead = self._read_ahead()
+    def __init__(self, pipeline: Pipeline, data: Data, target_dtype: torch.dtype | None = None) -> None:
+        self.pipeline, self._data, self._target_dtype = pipeline, data, target_dtype
 
     def of_step(self, step: int) -> Batch:
         """This process's part of the data of a training step."""
-        if self._ahead is not None:
-            found: Batch = self._ahead.batch(step)
-            return found
-        return self._read(self._data.train, step, self._pipeline.device)
+        return self._read(self._data.train, step)
 
     def of_evaluation(self, number: int) -> Batch:
         """This process's part of a held-out batch."""
-        return self._read(self._data.evaluation, number, self._pipeline.device)
+        return self._read(self._data.evaluation, number)
 
-    def replace_pipeline(self, pipeline: Pipeline) -> None:
-        """Read for another pipeline, which may have other stages. Batches read ahead are read again."""
-        self.close()
-        self._pipeline = pipeline
-        self._ahead = self._read_ahead()
-
-    def close(self) -> None:
-        """End the thread that reads ahead; the next `of_step` starts it again."""
-        if self._ahead is not None:
-            self._ahead.close()
-
-    def _read_ahead(self) -> ReadAhead | None:
-        """None where nothing is to be read ahead."""
-        ends = {0, self._pipeline.timetable.num_stages - 1}
-        if not self._num_ahead or not ends & self._pipeline.stages.keys():
-            return None
-        check_thread_may_read(self._data.train)
-        host = torch.device("cpu")  # the thread itself moves batches from there to the device
-        return ReadAhead(
-            lambda step: self._read(self._data.train, step, host), self._num_ahead, self._pipeline.device
-        )
-
-    def _read(self, source: Source, number: int, device: torch.device) -> Batch:
-        pipeline, place = self._pipeline, self._pipeline.place
+    def _read(self, source: Source, number: int) -> Batch:
+        pipeline, place = self.pipeline, self.pipeline.place
         own_number = number * place.num_data_parts + place.data_part
         return batch_for(
             pipeline.stages,
             pipeline.timetable.num_stages,
             source,
             own_number,
-            device,
+            pipeline.device,
             target_dtype=self._target_dtype,
         )
 

@@ -57,8 +57,7 @@ class Trainer:
     waits for the norm.
 
     non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
-    callbacks: what else happens around the steps, see callbacks.py. read_ahead: how many batches a thread
-    reads while others are trained on, see zbpp/data/read_ahead.py; 0: none.
+    callbacks: what else happens around the steps, see callbacks.py.
     Raises ValueError for options that exclude each other.
     """
 
@@ -80,7 +79,6 @@ class Trainer:
     post_validation: Validation | None = None
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
-    read_ahead: int = 0
     non_finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
 
     def __post_init__(self) -> None:
@@ -112,7 +110,7 @@ class Trainer:
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
         target_dtype = None if self.masters is None else torch.float32
-        self._batches = Batches(self.pipeline, self.data, self.read_ahead, target_dtype)
+        self._batches = Batches(self.pipeline, self.data, target_dtype)
         self._begun = BegunSteps(self.values)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
@@ -123,12 +121,9 @@ class Trainer:
         """
         self.leaving = self._update.wish = self._agreed = None
         self.first_step = self.next_step
-        try:
-            while self.next_step < num_steps and self.leaving is None:
-                yield from self._run_step(self.next_step, num_steps=num_steps)
-                self._check_values()
-        finally:
-            self._batches.close()
+        while self.next_step < num_steps and self.leaving is None:
+            yield from self._run_step(self.next_step, num_steps=num_steps)
+            self._check_values()
         yield from self._settled()
         self._check_values()
         call_each(self, "finish")
@@ -167,7 +162,7 @@ class Trainer:
         if replanned.num_microbatches == old.num_microbatches:
             self.replan.skip()
             self.pipeline = self.pipeline.with_timetable(replanned)
-            self._batches.replace_pipeline(self.pipeline)
+            self._batches.pipeline = self.pipeline
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
@@ -295,6 +290,6 @@ class Trainer:
         following, metrics = self._replanner.after(step, self.pipeline, timelines, target)
         if following is not self.pipeline:
             self.pipeline = following
-            self._batches.replace_pipeline(following)
+            self._batches.pipeline = following
             self.timelines.clear()
         known[-1].update(metrics)
