@@ -90,7 +90,6 @@ class _Memory:
     is_host: bool
     reads: dict[str, tuple[int, str]] = field(default_factory=dict)
     writes: dict[str, tuple[int, str]] = field(default_factory=dict)
-    kept_for: set[str] = field(default_factory=set)
 
 
 class RecordedStreams(TorchDispatchMode):
@@ -270,7 +269,7 @@ class RecordedStreams(TorchDispatchMode):
         _join(clock, self._host)
         for accesses in (memory.reads, memory.writes):
             for who, (number, name) in accesses.items():
-                if who not in memory.kept_for and clock.get(who, 0) < number:
+                if clock.get(who, 0) < number:
                     self.faults.append(
                         f"memory of {memory.owner.name} is freed, and {name} on {who} may still use it"
                     )
