@@ -252,7 +252,7 @@ def test_the_host_waits_for_no_flags_of_a_reduction():
     for parameter in module.parameters():
         parameter.grad = torch.ones_like(parameter)
     with fake_world(2), recorded() as device:
-        reducer = AllReduce(module.parameters(), dist.group.WORLD, average=True, what="test")
+        reducer = AllReduce(module.parameters(), dist.group.WORLD, divisor=2, what="test")
         for _ in range(2):
             reducer.start()
             reducer.finish()

@@ -23,7 +23,7 @@ from zbpp.seeding import seed_of
 _IGNORED = -100  # the target that a cross-entropy leaves out
 
 # The last matrix of each residual branch. It is initialised smaller, so that the sum doesn't grow with depth.
-RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight")
+RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down")
 
 StdRule = Callable[[str, torch.Size], float]
 """The standard deviation of a weight matrix, from its name and shape."""

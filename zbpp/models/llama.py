@@ -1,4 +1,4 @@
-"""A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases."""
+"""A Llama: RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases; with experts a Mixtral."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _LIBRARY_NAMES = {
     "mlp.gate": "mlp.gate_proj",
     "mlp.up": "mlp.up_proj",
     "mlp.down": "mlp.down_proj",
+    "mlp.router": "mlp.gate",
+    "mlp.experts": "mlp.experts",
 }
+_EXPERTS = {"gate_up": "gate_up_proj", "down": "down_proj"}  # parameters of mlp.experts
 
 
 class Llama:
@@ -39,6 +42,8 @@ class Llama:
     num_heads. `intermediate_size`: by default 8/3 hidden_size, rounded up to a multiple of 64.
     `sequence_parallel`: see `parallelize`.
     `tie_embeddings`: the head has the embedding's weight.
+    `experts`: SwiGLUs of each layer (None: one, without a router), of which each token takes the
+    `experts_per_token` that its router prefers; `balance_loss`: the weight of the loss that balances them.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -58,6 +63,9 @@ class Llama:
         norm_eps: float = 1e-5,
         sequence_parallel: bool = False,
         tie_embeddings: bool = False,
+        experts: int | None = None,
+        experts_per_token: int = 2,
+        balance_loss: float = 0.01,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -74,6 +82,9 @@ class Llama:
             rope_theta=rope_theta,
             norm_eps=norm_eps,
             tie_embeddings=tie_embeddings,
+            experts=experts,
+            experts_per_token=experts_per_token,
+            balance_loss=balance_loss,
         )
         self._sizes = sizes
         self._plan = BlockPlan(
@@ -106,8 +117,14 @@ class Llama:
     def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
 
-        Raises ValueError if the mesh's size does not divide num_heads, num_kv_heads and intermediate_size.
+        Raises ValueError if the mesh's size does not divide num_heads, num_kv_heads and intermediate_size,
+        and for a model with experts.
         """
+        if self._sizes.experts is not None:
+            raise ValueError(
+                f"experts={self._sizes.experts} doesn't go with tensor-parallel stages: spread the experts "
+                "over replicas (parallel.expert), and write parallel.tensor=1"
+            )
         parallelize(stage, mesh, self._plan, self._sizes.divided())
 
     def tied(self) -> Mapping[str, str]:
@@ -119,15 +136,16 @@ class Llama:
         return self._blueprint.layer_counts(num_stages)
 
     def library_config(self) -> Any:
-        """The config of transformers' LlamaForCausalLM that computes the same, for export."""
+        """The config of transformers' Llama or Mixtral that computes the same, for export."""
         return self._sizes.library_config()
 
     def library_name(self, name: str) -> str:
-        """What LlamaForCausalLM calls the parameter of this name."""
+        """What transformers' model calls the parameter of this name."""
         part, _, rest = name.partition(".")
         if not part.startswith("layer_"):
             return f"{_LIBRARY_NAMES[part]}.{rest}"
         module, _, leaf = rest.rpartition(".")
+        leaf = _EXPERTS.get(leaf, leaf)
         return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
 
     @widens_itself

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.models.experts import MixtureOfExperts
 from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
@@ -35,6 +36,9 @@ class LlamaSizes:
     rope_theta: float
     norm_eps: float
     tie_embeddings: bool
+    experts: int | None
+    experts_per_token: int
+    balance_loss: float
 
     def __post_init__(self) -> None:
         check_positive(
@@ -44,6 +48,8 @@ class LlamaSizes:
         if not 0 < self.rope_theta < math.inf:
             raise ValueError(f"rope_theta={self.rope_theta}: write a number above 0, such as 10000")
         check_heads(self.hidden_size, self.num_heads, self.num_kv_heads)
+        if self.experts is not None:
+            check_experts(self.experts, self.experts_per_token, self.balance_loss)
 
     @property
     def head_size(self) -> int:
@@ -57,14 +63,21 @@ class LlamaSizes:
             attention_norm=nn.RMSNorm(self.hidden_size, eps=self.norm_eps),
             attention=Attention(self.hidden_size, self.num_heads, self.num_kv_heads, rotary),
             mlp_norm=nn.RMSNorm(self.hidden_size, eps=self.norm_eps),
-            mlp=SwiGlu(self.hidden_size, self.intermediate_size),
+            mlp=self._mlp(),
         )
+
+    def _mlp(self) -> nn.Module:
+        if self.experts is None:
+            return SwiGlu(self.hidden_size, self.intermediate_size)
+        sizes = self.hidden_size, self.intermediate_size, self.experts, self.experts_per_token
+        return MixtureOfExperts(*sizes, self.balance_loss)
 
     def head_in_layers(self) -> float:
         """The cost of the head, as a multiple of a layer's."""
         hidden, kv_size = self.hidden_size, self.head_size * self.num_kv_heads
+        num_mlps = 1 if self.experts is None else self.experts_per_token
         return head_in_layers(
-            layer_parameters=hidden * (2 * hidden + 2 * kv_size + 3 * self.intermediate_size),
+            layer_parameters=hidden * (2 * hidden + 2 * kv_size + 3 * num_mlps * self.intermediate_size),
             hidden_size=hidden,
             vocab_size=self.vocab_size,
             sequence_length=self.sequence_length,
@@ -76,20 +89,28 @@ class LlamaSizes:
         return {name: getattr(self, name) for name in names}
 
     def library_config(self) -> Any:
-        """The sizes as transformers' LlamaConfig."""
-        from transformers import LlamaConfig
+        """The sizes as transformers' LlamaConfig; with experts as its MixtralConfig."""
+        from transformers import LlamaConfig, MixtralConfig
 
-        return LlamaConfig(
-            vocab_size=self.vocab_size,
-            num_hidden_layers=self.num_layers,
-            hidden_size=self.hidden_size,
-            num_attention_heads=self.num_heads,
-            num_key_value_heads=self.num_kv_heads,
-            intermediate_size=self.intermediate_size,
-            max_position_embeddings=self.sequence_length,
-            rope_parameters={"rope_type": "default", "rope_theta": self.rope_theta},
-            rms_norm_eps=self.norm_eps,
-            tie_word_embeddings=self.tie_embeddings,
+        sizes: dict[str, Any] = {
+            "vocab_size": self.vocab_size,
+            "num_hidden_layers": self.num_layers,
+            "hidden_size": self.hidden_size,
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "intermediate_size": self.intermediate_size,
+            "max_position_embeddings": self.sequence_length,
+            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
+            "rms_norm_eps": self.norm_eps,
+            "tie_word_embeddings": self.tie_embeddings,
+        }
+        if self.experts is None:
+            return LlamaConfig(**sizes)
+        return MixtralConfig(
+            **sizes,
+            num_local_experts=self.experts,
+            num_experts_per_tok=self.experts_per_token,
+            router_aux_loss_coef=self.balance_loss,
         )
 
 
@@ -172,6 +193,17 @@ class SwiGlu(nn.Module):
 def default_intermediate(hidden_size: int) -> int:
     """8/3 hidden_size, rounded up to a multiple of 64: its three matrices are as large as a GPT's two."""
     return -(-8 * hidden_size // (3 * 64)) * 64
+
+
+def check_experts(experts: int, experts_per_token: int, balance_loss: float) -> None:
+    """Raises ValueError unless each token can go to `experts_per_token` different experts."""
+    check_positive(experts=experts, experts_per_token=experts_per_token)
+    if experts_per_token > experts:
+        raise ValueError(
+            f"experts_per_token={experts_per_token} is more than experts={experts}: write 1 to {experts}"
+        )
+    if not 0 <= balance_loss < math.inf:
+        raise ValueError(f"balance_loss={balance_loss}: write 0 or more, such as 0.01")
 
 
 def check_heads(hidden_size: int, num_heads: int, num_kv_heads: int) -> None:

@@ -13,6 +13,7 @@ from zbpp.config import ConfigError, TrainConfig
 from zbpp.job.agreement import check_agreement, gather
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.update.validation import Validation
 
 # Ranks with different source files train wrongly, and nothing shows it.
@@ -71,6 +72,7 @@ def check_together(config: TrainConfig) -> None:
     switches = (
         (ActivationOffload, "memory.offload", offload, offload != "none"),
         (CudaGraphs, "cuda_graphs", "true", config.cuda_graphs),
+        (ExpertParallel, "parallel.expert", str(config.parallel.expert), config.parallel.expert > 1),
         (GradientRelease, "memory.gradient_release", release, release != "off"),
         (OffloadedWeights, "memory.offload_weights", "true", memory.offload_weights),
         (Validation, "optimizer.validation", validation, validation == "after"),

@@ -16,7 +16,8 @@ from zbpp.data import Data
 from zbpp.run.model import check_data_fit
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.parallel.mesh import Place, make_mesh, num_pipeline_ranks
+from zbpp.runtime.parallel.experts import spread_experts
+from zbpp.runtime.parallel.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.runtime.parallel.ties import agree_on_ties
 from zbpp.schedule import Timetable
@@ -46,6 +47,8 @@ def prepare_stages(
     recomputed: with memory.recompute=auto, the stages that recompute.
     """
     model, stages, data = parts
+    with naming("parallel"):
+        spread_experts(stages.values(), Place(mesh))  # before they are moved: the device need not hold all
     move_stages(stages, device, PRECISIONS[config.precision], stay_on_host=config.memory.offload_weights)
     with naming("model"):
         parallelize(model, stages, mesh)
@@ -129,8 +132,10 @@ def compile_stages(stages: Mapping[int, nn.Module], what: str, budget: float) ->
 
 def pipeline_ranks(parallel: ParallelConfig, num_processes: int) -> int:
     """How many ranks each pipeline has. Raises ConfigError if the degrees don't divide `num_processes`."""
+    degrees = _degrees(parallel)
     with naming("parallel"):
-        return num_pipeline_ranks(num_processes, **_degrees(parallel))
+        check_expert_degree(**degrees, expert=parallel.expert)
+        return num_pipeline_ranks(num_processes, **degrees)
 
 
 def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
@@ -138,7 +143,7 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
     degrees = _degrees(parallel)
     if set(degrees.values()) == {1}:
         return None
-    return make_mesh(**degrees, device_type=device_type)
+    return make_mesh(**degrees, expert=parallel.expert, device_type=device_type)
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:

@@ -26,9 +26,10 @@ from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
+from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.parallel.mesh import TENSOR, Place
+from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Place
 from zbpp.runtime.parallel.reductions import Reductions
 from zbpp.runtime.parallel.tensor_parallel import LossesAlike
 from zbpp.runtime.parameters import StageParameters
@@ -58,8 +59,9 @@ class Pipeline:
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
     mesh: a DeviceMesh with a dimension "pipeline", and "replicate", "shard", "tensor" as wanted, instead of
     group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone. Replicas and
-    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients. With
-    shards, plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
+    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients. If
+    the mesh was made with expert=, experts are spread here (zbpp/runtime/parallel/experts.py). With shards,
+    plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch.
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
@@ -153,6 +155,8 @@ class Pipeline:
         reductions = Reductions(self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss)
         self._take(SameCalls())
         self._take(*brought_by(self.stages.values()))
+        if EXPERT in self.place.expert_groups:
+            self._take(ExpertParallel())
         self._take(reductions)
         if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
             raise ValueError(

@@ -103,15 +103,25 @@ def through_experts(
     chosen: the experts of each token, int64 [tokens, k], below num_experts, the number in the group.
     compute: what the experts of this process do. Sums are in one order: results are equal in every run.
     """
+    if torch.compiler.is_compiling():
+        from zbpp.autograd.compiled.dynamo import break_graph
+
+        break_graph()
     num_tokens, k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
-    counts = torch.bincount(chosen.flatten(), minlength=num_experts)
+    counts = counts_of(chosen, num_experts)
     rows = _apply(_Taken, x, order, k)
-    if exchange.num_processes == 1:
+    if exchange.transfer is None:
         y = compute(rows, counts)
     else:
         y = _exchanged(rows, counts.view(exchange.num_processes, -1), exchange, compute)
     return _apply(_PutBack, y, order).view(num_tokens, k, *y.shape[1:])
+
+
+def counts_of(chosen: Tensor, num_experts: int) -> Tensor:
+    """How often each expert is chosen, int64 [num_experts]. Its shape is known without the values."""
+    chosen = chosen.flatten()
+    return chosen.new_zeros(num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
 
 
 def _exchanged(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:

@@ -11,6 +11,9 @@ of x and dy. A line of this table holds for one dimension of the mesh:
 A rule states its own table as `Rule.shards`. If the weight or x is placed otherwise, B computes the gradient.
 If dy is placed otherwise, dy is redistributed at the end of B, and W computes with shards as usual.
 
+A model that computes with its own shard alone takes `local_part(weight)`, as experts do that are spread over
+processes. The node of that Function is a view (../views.py): W adds to the local part of the gradient.
+
 A DTensor has two counts of in-place changes (`_version`): its own, and that of the tensor that holds its
 shard. An operation on the DTensor raises the first count only, an operation on the shard the second only. W
 checks both. A change through another view of the shard, made by DTensor itself, raises neither count.
@@ -29,7 +32,7 @@ from torch import Tensor
 
 from zbpp.autograd.capture import Add, AddOfParts, Capture, HeldTensors, is_kept
 from zbpp.autograd.rules import DirectCapture, Rule
-from zbpp.autograd.views import MATRIX_TRANSPOSE, View
+from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Placements = tuple[Any, ...]
 Dims = tuple[int | None, ...]
@@ -92,12 +95,68 @@ def is_on_mesh(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def local_part(weight: Tensor) -> Tensor:
+    """This process's part of a DTensor, to compute with alone; any other tensor as it is.
+
+    The part's gradient is this process's part of the DTensor's.
+    """
+    if not is_on_mesh(weight):
+        return weight
+    part: Tensor = _LocalPart.apply(weight)  # type: ignore[no-untyped-call]  # torch's
+    return part
+
+
+class _LocalPart(torch.autograd.Function):
+    changes_no_gradient = True  # see node_roles.py
+
+    @staticmethod
+    def forward(ctx: Any, weight: Any) -> Tensor:
+        ctx.like = weight.device_mesh, weight.placements, weight.shape, weight.stride()
+        return _local(weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        mesh, placements, shape, stride = ctx.like
+        dtensor: Any = sys.modules["torch.distributed.tensor"].DTensor
+        whole: Tensor = dtensor.from_local(
+            dy.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride
+        )
+        return whole
+
+
+def _local(tensor: Any) -> Tensor:
+    part: Tensor = tensor._local_tensor
+    return part.view_as(part)
+
+
+_LOCAL_PART = View(_local)
+VIEWS["_LocalPartBackward"] = _LOCAL_PART
+
+
+class AddToView:
+    """An Add to a view of a target, made by several views one after the other."""
+
+    def __init__(self, add: Add, views: tuple[View, ...]) -> None:
+        self.add, self.views = add, views
+
+    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
+        if fresh and not all(view.whole for view in self.views):
+            _local(target).zero_()
+            fresh = False
+        for view in self.views:
+            target = view.apply(target)
+        self.add(target, held, dy, fresh)
+
+
 def capture_shards(
     site: Any, rule: Rule, operand: int, leaf: Any, views: tuple[View, ...] | None
 ) -> Capture | None:
     """What W needs for this rank's shard of the gradient; None if B has to compute the gradient."""
     if not is_on_mesh(leaf):
         return None
+    if views and views[0] is _LOCAL_PART:
+        of_part = rule.capture(site, operand)
+        return of_part and Capture(of_part.held, AddToView(of_part.add, views))
     direct, dims = rule.direct.get(operand), _dims(leaf.placements)
     is_transposed = direct is not None and views == (MATRIX_TRANSPOSE,)
     if dims is None or leaf.dim() > 2 or not (is_transposed or views == ()):

@@ -8,6 +8,13 @@
 
 A process belongs to one process group per dimension, together with the processes that differ from it in this
 dimension alone.
+
+The experts of a layer may be spread over some of the replicas. `replicate` is then seen as two dimensions,
+in a mesh of its own (EXPERT below):
+
+    expert         different experts, copies of all other weights     different data
+    expert_copies  copies of the same experts, too                    different data
+
 The last part of this file holds what the runtime asks of DTensors, the tensors that lie on such a mesh.
 """
 
@@ -26,16 +33,20 @@ from zbpp.job.agreement import broadcast, gather
 from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
+EXPERT, EXPERT_COPIES = "expert", "expert_copies"
+_EXPERTS = "_zbpp_experts"  # an attribute of a DeviceMesh: the mesh that sees `replicate` as two dimensions
 
 
 def make_mesh(
-    *, replicate: int = 1, shard: int = 1, tensor: int = 1, device_type: str | None = None
+    *, replicate: int = 1, shard: int = 1, tensor: int = 1, expert: int = 1, device_type: str | None = None
 ) -> DeviceMesh:
     """A mesh over all processes of the job. Collective.
 
     Each pipeline has (number of processes) / (replicate x shard x tensor) ranks; ValueError is raised if that
-    is no whole number. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
+    is no whole number. expert: over how many of the replicas the experts of a layer are spread; it divides
+    `replicate`. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
     """
+    check_expert_degree(replicate=replicate, shard=shard, tensor=tensor, expert=expert)
     if not dist.is_initialized():
         raise ValueError(
             "a mesh needs a process group: start the job with torchrun and call "
@@ -44,7 +55,32 @@ def make_mesh(
     num_ranks = num_pipeline_ranks(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor)
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    return init_device_mesh(device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS)
+    if expert > 1:
+        shape, names = (num_ranks, replicate // expert, expert), (PIPELINE, EXPERT_COPIES, EXPERT)
+        setattr(mesh, _EXPERTS, init_device_mesh(device_type, shape, mesh_dim_names=names))
+    return mesh
+
+
+def check_expert_degree(*, replicate: int, shard: int, tensor: int, expert: int) -> None:
+    """Raises ValueError unless experts can be spread over `expert` of the replicas."""
+    if type(expert) is not int or expert < 1:
+        raise ValueError(f"expert={expert!r}: write a number of processes, 1 or more")
+    for name, degree in {"shard": shard, "tensor": tensor}.items():
+        if expert > 1 and degree > 1:
+            raise ValueError(
+                f"expert={expert} doesn't go with {name}={degree}: write {name}=1, and replicate= instead"
+            )
+    if replicate % expert:
+        raise ValueError(
+            f"expert={expert} does not divide replicate={replicate}, whose processes share the experts: "
+            f"write replicate={-(-replicate // expert) * expert}, or another expert="
+        )
+
+
+def experts_mesh(mesh: DeviceMesh | None) -> DeviceMesh | None:
+    """The mesh that has the dimensions expert_copies and expert; None without spread experts."""
+    return getattr(mesh, _EXPERTS, None)
 
 
 def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
@@ -67,7 +103,8 @@ class Place:
     """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
 
     group: the pipeline's group, if there is no mesh. Raises ValueError for a mesh that zbpp can't use.
-    groups: of each dimension but the pipeline, if it has more than one process.
+    groups: of each dimension but the pipeline, if it has more than one process. expert_groups: the same for
+    expert and expert_copies.
     """
 
     def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
@@ -81,6 +118,12 @@ class Place:
             if name != PIPELINE and mesh.size(names.index(name)) > 1  # type: ignore[union-attr]
         }
         self.pipeline = group if mesh is None else mesh.get_group(PIPELINE)
+        experts = experts_mesh(mesh)
+        self.expert_groups: dict[str, dist.ProcessGroup] = {
+            name: experts.get_group(name)  # type: ignore[union-attr]  # no names without it
+            for name in (() if experts is None else (EXPERT, EXPERT_COPIES))
+            if experts[name].size() > 1  # type: ignore[index]
+        }
 
     def has(self, name: str) -> bool:
         """Whether the mesh has this dimension, be it of one process."""
@@ -88,15 +131,21 @@ class Place:
 
     def size(self, name: str) -> int:
         """How many processes the group of a dimension has; `name` is any dimension but "pipeline"."""
-        return dist.get_world_size(self.groups[name]) if name in self.groups else 1
+        group = self._group(name)
+        return 1 if group is None else dist.get_world_size(group)
 
     def coordinate(self, name: str) -> int:
         """This process's number in the group of a dimension; `name` is any dimension but "pipeline"."""
-        return dist.get_rank(self.groups[name]) if name in self.groups else 0
+        group = self._group(name)
+        return 0 if group is None else dist.get_rank(group)
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        return self.groups.get(name) or self.expert_groups.get(name)
 
     def mesh_groups(self) -> list[dist.ProcessGroup]:
         """The groups of all dimensions of the mesh; none without a mesh."""
-        return [] if self.mesh is None else self.mesh.get_all_groups()
+        meshes = [each for each in (self.mesh, experts_mesh(self.mesh)) if each is not None]
+        return [group for each in meshes for group in each.get_all_groups()]
 
     @property
     def rank(self) -> int:
@@ -125,9 +174,9 @@ class Place:
 
     def sum_over_parts(self, values: torch.Tensor) -> None:
         """Sum the values, in place, over the processes that hold parts of the same parameters. Collective."""
-        for name in (TENSOR, SHARD):
-            if name in self.groups:
-                dist.all_reduce(values, group=self.groups[name])
+        for name in (TENSOR, EXPERT, SHARD):
+            if (group := self._group(name)) is not None:
+                dist.all_reduce(values, group=group)
 
     def sum_over_data(self, values: torch.Tensor) -> None:
         """Sum the values, in place, over the processes that see different data. Collective."""
@@ -142,7 +191,7 @@ class Place:
         first process alone counts them.
         """
         placements = dimensions_of(tensor)
-        not_split = [name for name in (TENSOR, SHARD) if not is_split(placements.get(name))]
+        not_split = [name for name in (TENSOR, EXPERT, SHARD) if not is_split(placements.get(name))]
         return all(self.coordinate(name) == 0 for name in not_split)
 
     def gather(self, value: Any) -> list[Any]:
@@ -213,6 +262,11 @@ def is_split(placement: Any) -> bool:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether the tensor is split over the mesh's dimension "shard", by FSDP2."""
     return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(SHARD))
+
+
+def is_spread(tensor: torch.Tensor) -> bool:
+    """Whether the tensor holds the experts of this process, which has others in the dimension "expert"."""
+    return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(EXPERT))
 
 
 def is_fully_sharded(module: object) -> bool:

@@ -56,20 +56,30 @@ class Reducer(Protocol):
 
 
 class AllReduce:
-    """Sums or averages the gradients of some parameters over a group, in buckets.
+    """Sums the gradients of some parameters over a group, in buckets, and divides the sums by a number.
 
     A parameter's gradient is its `main_grad` or else its `.grad`; of a DTensor, this process's part. If a
     parameter has a gradient on some processes of the group only, the others add zeros and get the result,
-    too. parameters: in the same order on all processes. what: for error messages.
+    too. parameters: in the same order on all processes. group: None: no other process has copies, and
+    gradients are divided only. what: for error messages.
+
+    The gradient of earlier steps is in each copy. Where there are fewer copies than the divisor, it is
+    multiplied at the begin of a step, so that it counts once.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], group: dist.ProcessGroup, *, average: bool, what: str
+        self,
+        parameters: Iterable[nn.Parameter],
+        group: dist.ProcessGroup | None,
+        *,
+        divisor: int,
+        what: str,
     ) -> None:
         self._all = list(parameters)
         self._parameters: list[nn.Parameter] = []  # those that are trained in this step
         self._group, self._what = group, what
-        self._divisor = dist.get_world_size(group) if average else 1
+        self._divisor = divisor
+        self._fewer = divisor // (1 if group is None else dist.get_world_size(group))
         self._gradients: list[Tensor] = []  # one per parameter; zeros where it has no gradient here
         self._has_gradient: list[bool] = []
         self._flags = Flags()
@@ -77,8 +87,17 @@ class AllReduce:
         self._buckets: list[_Bucket] = []
         self._works: list[dist.Work] = []
 
+    @property
+    def has_trained(self) -> bool:
+        """Whether a parameter is trained."""
+        return any(each.requires_grad for each in self._all)
+
     def begin(self) -> None:
-        """A reduction needs no preparation."""
+        """See Reducer."""
+        for parameter in self._all if self._fewer > 1 else ():
+            if (total := total_of(parameter)) is not None and parameter.requires_grad:
+                with torch.no_grad():
+                    local_of(total).mul_(self._fewer)
 
     def start(self, ended: Ended | None = None) -> None:
         """Start all all-reduces; see Reducer.start."""
@@ -93,6 +112,8 @@ class AllReduce:
         ]
         self._counts = self._flags.on(self._gradients[0].device, self._has_gradient)
         self._buckets = [_Bucket(together) for together in _in_buckets(self._gradients)]
+        if self._group is None:
+            return None if ended is None else ended()
         with communicating(self._what):
             for tensor in (self._counts, *(bucket.tensor for bucket in self._buckets)):
                 work = dist.all_reduce(tensor, group=self._group, async_op=True)
@@ -123,6 +144,40 @@ class AllReduce:
         for parameter, gradient, is_own, count in rows:
             if count and not is_own:
                 parameter.grad = like(parameter, gradient)
+
+
+class Together:
+    """Several Reducers as one, for groups of different processes."""
+
+    def __init__(self, reducers: Sequence[AllReduce]) -> None:
+        self._reducers = reducers
+
+    def begin(self) -> None:
+        """See Reducer."""
+        for each in self._reducers:
+            each.begin()
+
+    def start(self, ended: Ended | None = None) -> None:
+        """See Reducer. `ended` is called once the last of them has ended."""
+        trained = [each for each in self._reducers if each.has_trained]
+        others = iter(trained[1:])  # next() of an iterator is one step for all threads
+
+        def one_ended() -> None:
+            if ended is not None and next(others, None) is None:
+                ended()
+
+        for each in trained:
+            each.start(one_ended)
+
+    def finish(self) -> None:
+        """See Reducer."""
+        for each in self._reducers:
+            each.finish()
+
+    def abandon(self) -> None:
+        """See Reducer."""
+        for each in self._reducers:
+            each.abandon()
 
 
 class Flags:

@@ -2,6 +2,7 @@
 
 when                          what                                                     by
 after a stage's last W        the stage's gradients, over replicas or shards           AllReduce, FSDP2
+                              those of spread experts, over the copies of each
 when all of these have ended  tied parameters, over the pipeline's ranks               TiedGradients
 then                          parameters of several stages, and of the loss, over      AllReduce
                               replicas and shards
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from itertools import filterfalse
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,8 +25,16 @@ from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.parallel.fully_shard import Reshard, shard_stages
 from zbpp.runtime.parallel.groups import close_groups, group_like
-from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, copy_to_replicas, is_sharded, local_of
-from zbpp.runtime.parallel.reduce import AllReduce, Reducer
+from zbpp.runtime.parallel.mesh import (
+    EXPERT_COPIES,
+    REPLICATE,
+    SHARD,
+    copy_to_replicas,
+    is_sharded,
+    is_spread,
+    local_of,
+)
+from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.schedule import Action, Op, Program, Reduce
@@ -69,12 +79,17 @@ class Reductions(Extra):
         )
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
-        self._last: list[AllReduce] = []  # they start when all stages and all ties are reduced
+        self._copies: dist.ProcessGroup | None = None  # of this process's experts
+        if EXPERT_COPIES in place.expert_groups:
+            self._copies = group_like(place.expert_groups[EXPERT_COPIES], rank.timeout)
+            self._groups.append(self._copies)
+        self._last: list[Reducer] = []  # they start when all stages and all ties are reduced
         self._ids = list(map(id, _parameters(stages)))  # of the parameters that are reduced
         for name in (SHARD, REPLICATE):
             if name in place.groups:
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 group = group_like(place.groups[name], rank.timeout)
+                self._groups.append(group)
                 self._replicate(stages, copied, self._loss, group, rank.rank)
         for index, sharded in self._sharded.items():
             if sharded.frees_before_w:
@@ -148,9 +163,9 @@ class Reductions(Extra):
         """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
         self._tied.finish()
         for each in self._last:
-            each.start()
+            each.start(None)
             each.finish()
-        for group in self._groups:
+        for group in (each for each in self._groups if each is not self._copies):
             with communicating(f"rank {self._rank}, copying buffers of the first replica"):
                 copy_buffers(self._stages.values(), group)
 
@@ -166,7 +181,6 @@ class Reductions(Extra):
 
         FSDP2 averages the gradients of sharded stages itself: for these no reducer is made here.
         """
-        self._groups.append(group)
         # The gradient of a parameter that several stages have is complete after the last W of all of them.
         late = [] if self._sharded else [*dict.fromkeys([*self._tied.parameters, *_shared_by(stages)])]
         late_ids = set(map(id, late))
@@ -174,11 +188,24 @@ class Reductions(Extra):
             if index not in self._sharded:
                 own = [each for each in stage.parameters() if id(each) not in late_ids]
                 what = f"rank {rank}, averaging the gradients of stage {index} over its replicas"
-                self._reducers[index] = AllReduce(own, group, average=True, what=what)
+                self._reducers[index] = self._mean(own, group, what)
         buffers = [buffer for stage in stages.values() for buffer in stage.buffers()]
-        copy_to_replicas((*copied, *loss, *buffers), group)
+        copy_to_replicas((*filterfalse(is_spread, copied), *loss, *buffers), group)
+        if self._copies is not None:
+            copy_to_replicas(filter(is_spread, copied), self._copies)
         what = f"rank {rank}, averaging the gradients of tied parameters and of the loss over replicas"
-        self._last.append(AllReduce([*late, *loss], group, average=True, what=what))
+        self._last.append(self._mean([*late, *loss], group, what))
+
+    def _mean(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, what: str) -> Reducer:
+        """Averages gradients over a group.
+
+        A spread expert has copies on some processes of the group only; their sum is already that over the
+        rows of all processes, since each process sends its rows to one copy.
+        """
+        num = dist.get_world_size(group)
+        spread = [each for each in parameters if is_spread(each)]
+        whole = AllReduce(filterfalse(is_spread, parameters), group, divisor=num, what=what)
+        return Together([AllReduce(spread, self._copies, divisor=num, what=what), whole]) if spread else whole
 
     @property
     def copies(self) -> list[nn.Parameter]:

@@ -55,7 +55,7 @@ class TiedGradients:
                 for tie, parameter in own.items():
                     copy_from(ranks.index(_owner(tie, rank_of)), parameter, together)
                 what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
-                sums = AllReduce(own.values(), together, average=False, what=what)
+                sums = AllReduce(own.values(), together, divisor=1, what=what)
                 self._shared.append(_Shared(ranks, together, own, sums))
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]

@@ -1,0 +1,216 @@
+"""Experts that are spread over processes: losses and gradients are those of one process over all rows."""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.processes import run_ranks
+from helpers.tensors import drawn
+from helpers.toy_lm import VOCAB, batch, rows_of
+from zbpp import Pipeline, auxiliary_losses, backward_input, check_replicas, clip_grad_norm_, make_mesh
+from zbpp.autograd.models.exchange import Exchange, through_experts
+from zbpp.autograd.models.grouped_linear import grouped_linear
+from zbpp.autograd.models.sharded import local_part
+from zbpp.models.llama import Llama
+from zbpp.runtime.parallel.experts import spread_experts
+from zbpp.runtime.parallel.mesh import Place, is_spread
+
+M, EXPERTS, ROWS = 4, 8, 16
+SCHEDULES = ("1f1b", "zb_h1", "zb_v", "zb_h2")
+SIZES = {"vocab_size": VOCAB, "num_layers": 4, "hidden_size": 12, "num_heads": 2, "intermediate_size": 10}
+
+
+class Mixture(Llama):
+    """A small Llama with experts, in float64."""
+
+    def __init__(self, **options):
+        super().__init__(**SIZES, sequence_length=8, experts=EXPERTS, **options)
+
+    def build_stage(self, index, num_stages):
+        return super().build_stage(index, num_stages).double()
+
+
+def alone(num_microbatches, steps=2):
+    """Losses and gradients of plain autograd in one process, microbatch by microbatch, and their norm."""
+    model = Mixture()
+    whole = model.build_stage(0, 1)
+    losses = []
+    for step in range(steps):
+        for inputs, target in zip(*(each.chunk(num_microbatches) for each in batch(step, ROWS)), strict=True):
+            with auxiliary_losses() as found:
+                loss = model.loss(whole(inputs), target)
+            (loss + sum(found.values())).div(num_microbatches).backward()
+            losses.append(loss.item())
+    grads = {name: each.grad for name, each in whole.named_parameters()}
+    return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
+
+
+def whole_of(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def in_mesh(rank, degrees, schedules):
+    """Per schedule what `alone` returns, as this process has it; and facts."""
+    found = {}
+    for schedule in schedules:
+        with Pipeline(Mixture(), schedule, num_microbatches=M, mesh=make_mesh(**degrees)) as pipeline:
+            losses = []
+            for step in range(2):
+                inputs, target = rows_of(pipeline.place, *batch(step, ROWS))
+                losses += [each.item() for each in pipeline.step(inputs, target=target)]
+            norm = clip_grad_norm_(pipeline, 1e9).item()
+            num_copies = check_replicas(pipeline)
+            grads = {name: whole_of(each.grad) for name, each in pipeline.named_parameters()}
+            bytes_here = {
+                name: each.to_local().nbytes for name, each in pipeline.named_parameters() if is_spread(each)
+            }
+        found[schedule] = losses, grads, norm, pipeline.place.data_part, bytes_here, num_copies
+    return found
+
+
+def check_against_one_process(everyone, num_parts):
+    """Losses in the order of the rows: parts stand side by side in the batch of each step."""
+    expected, expected_grads, expected_norm = alone(M * num_parts)
+    sizes = {name: each.nbytes for name, each in expected_grads.items()}
+    for schedule in everyone[0]:
+        losses, seen = {}, set()
+        for found in everyone:
+            some, grads, norm, part, bytes_here, num_copies = found[schedule]
+            assert norm == pytest.approx(expected_norm, rel=1e-12)
+            assert num_copies > 0
+            losses.setdefault(part, []).extend(some)
+            for name, grad in grads.items():
+                seen.add(name)
+                scale = expected_grads[name].abs().max().item()
+                torch.testing.assert_close(grad, expected_grads[name], rtol=0, atol=1e-12 * scale)
+            assert bytes_here
+            for name, count in bytes_here.items():
+                assert "experts" in name
+                assert count * 2 == sizes[name]
+        assert seen == expected_grads.keys()
+        in_order = [x for step in (0, 1) for part in range(num_parts) for x in losses[part][step * M :][:M]]
+        assert in_order == pytest.approx(expected, rel=1e-12)
+
+
+def check_equal_bits(everyone):
+    for found in everyone:
+        for one, other in pairwise(found):
+            if len(found[one][1]) == len(found[other][1]):  # not zb_v, whose ranks have other stages
+                assert found[one][0] == found[other][0]
+                for name, grad in found[one][1].items():
+                    assert torch.equal(grad, found[other][1][name]), name
+
+
+def test_two_processes_share_the_experts():
+    everyone = run_ranks(in_mesh, 4, {"replicate": 2, "expert": 2}, SCHEDULES)
+    check_against_one_process(everyone, 2)
+    check_equal_bits(everyone)
+
+
+@pytest.mark.slow  # 8 processes
+def test_two_processes_share_the_experts_and_there_are_two_copies():
+    everyone = run_ranks(in_mesh, 8, {"replicate": 4, "expert": 2}, ("zb_h1",))
+    check_against_one_process(everyone, 4)
+
+
+def test_through_experts_is_each_token_through_each_of_its_experts():
+    """An expert gets no tokens."""
+    weight = nn.Parameter(drawn(4, 5, 6, seed=1))
+    x = drawn(7, 6, seed=2).requires_grad_()
+    chosen = torch.stack(
+        [torch.randperm(3, generator=torch.Generator().manual_seed(n))[:2] for n in range(7)]
+    )
+
+    def compute(rows, counts):
+        return grouped_linear(rows, weight.mT, counts)
+
+    y = through_experts(x, chosen, 4, Exchange(), compute)
+    naive = torch.stack([torch.stack([weight[e] @ x[t] for e in chosen[t]]) for t in range(7)])
+    torch.testing.assert_close(y, naive, rtol=1e-12, atol=0)
+    dy = drawn(7, 2, 5, seed=3)
+    expected = torch.autograd.grad(naive, [x, weight], dy)
+    torch.testing.assert_close(torch.autograd.grad(y, [x, weight], dy, retain_graph=True), expected)
+    (dx,), weight_grads = backward_input([y], [dy], [x])
+    assert weight.grad is None  # it waits
+    weight_grads.accumulate()
+    torch.testing.assert_close((dx, weight.grad), expected)
+
+
+class Stack(nn.Module):
+    """One matrix per expert; all tokens of a process go to the experts it is told."""
+
+    def __init__(self, num_experts=4):
+        super().__init__()
+        self.weight = nn.Parameter(drawn(num_experts, 3, 3))
+        self.exchange = Exchange()
+
+    def forward(self, x, chosen):
+        def compute(rows, counts):
+            return grouped_linear(rows, local_part(self.weight).mT, counts)
+
+        return through_experts(x, chosen, 4, self.exchange, compute)
+
+
+CHOICES = ([[0], [1], [0]], [[1]])  # of two processes: nothing reaches the experts 2 and 3
+
+
+def one_sided(rank):
+    stage = Stack()
+    spread_experts([stage], Place(make_mesh(replicate=2, expert=2)))
+    chosen = torch.tensor(CHOICES[rank])
+    x = drawn(len(chosen), 3, seed=rank).requires_grad_()
+    y = stage(x, chosen)
+    (dx,), weight_grads = backward_input([y], [torch.ones_like(y)], [x])
+    weight_grads.accumulate()
+    return y.detach(), dx, stage.weight.grad.full_tensor()
+
+
+def test_a_process_whose_experts_get_no_tokens():
+    """The processes send different numbers of rows, too."""
+    whole, gradients = Stack(), []
+    everyone = run_ranks(one_sided, 2)
+    for rank, (y, dx, gradient) in enumerate(everyone):
+        chosen = torch.tensor(CHOICES[rank])
+        x = drawn(len(chosen), 3, seed=rank).requires_grad_()
+        expected = whole(x, chosen)
+        torch.testing.assert_close(y, expected)
+        expected.sum().backward()
+        torch.testing.assert_close(dx, x.grad)
+        gradients.append(gradient)
+    for gradient in gradients:
+        torch.testing.assert_close(gradient, whole.weight.grad)
+
+
+def refused(rank):
+    found = []
+    for degrees, stage in (
+        ({"replicate": 2, "expert": 4}, Stack()),
+        ({"replicate": 2, "expert": 0}, Stack()),
+        ({"shard": 2, "replicate": 2, "expert": 2}, Stack()),
+        ({"tensor": 2, "replicate": 2, "expert": 2}, Stack()),
+        ({"replicate": 4, "expert": 4}, nn.Linear(3, 3)),
+        ({"replicate": 4, "expert": 4}, Stack(6)),
+    ):
+        try:
+            spread_experts([stage], Place(make_mesh(**degrees)))
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+def test_what_can_not_be_spread_is_refused():
+    expected = (
+        "replicate=4",
+        "expert=0",
+        "write shard=1",
+        "write tensor=1",
+        "no stage has experts",
+        "divides 6",
+    )
+    for found in run_ranks(refused, 4):
+        assert len(found) == len(expected)
+        for message, text in zip(found, expected, strict=True):
+            assert text in message
+            assert "\n" not in message

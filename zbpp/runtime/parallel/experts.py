@@ -1,0 +1,153 @@
+"""Experts of one layer that are spread over processes, which exchange their tokens' rows.
+
+A module with an `Exchange` (zbpp/autograd/models/exchange.py) holds stacked experts: the first dimension of
+each of its own parameters is the expert. Of n processes each gets the n-th part of them, in order, as a
+DTensor with Shard(0) on the mesh's dimension "expert". So a norm, a checkpoint and an optimizer see the
+parameter whole, as they do under tensor parallelism. All other parameters are copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbpp.autograd.models.exchange import Exchange
+from zbpp.job.errors import communicating
+from zbpp.runtime.extra import Extra
+from zbpp.runtime.parallel.groups import close_groups, group_like
+from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
+
+
+def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
+    """Spread the experts of these stages over the mesh's dimension "expert", if it has one. Collective.
+
+    Stages that are spread already stay as they are. Raises ValueError on every process, before anything is
+    changed, for stages without experts, and for a number of experts that can't be divided.
+    """
+    mesh = experts_mesh(place.mesh)
+    if mesh is None:
+        return
+    holders = [holder for stage in stages for holder in _holders(stage)]
+    num = place.size(EXPERT)
+    told = place.gather((_refusal(holders, num), bool(holders)))
+    for refusal, _ in told:
+        if refusal:
+            raise ValueError(refusal)
+    if not any(has_experts for _, has_experts in told):
+        raise ValueError(
+            f"expert={num}, but no stage has experts that can be spread: write expert=1, or for llama "
+            "model.experts=8"
+        )
+    for holder in holders:
+        for name, parameter in holder.named_parameters(recurse=False):
+            if not is_spread(parameter):
+                setattr(holder, name, _part(parameter, mesh[EXPERT]))
+        _connect(holder, place.expert_groups[EXPERT])
+
+
+def _holders(stage: nn.Module) -> Iterator[nn.Module]:
+    """The modules that hold an Exchange, each once."""
+    for module in stage.modules():
+        if any(isinstance(child, Exchange) for child in module.children()):
+            yield module
+
+
+def _exchanges(holder: nn.Module) -> Iterator[Exchange]:
+    return (child for child in holder.children() if isinstance(child, Exchange))
+
+
+def _refusal(holders: Iterable[nn.Module], num: int) -> str:
+    for holder in holders:
+        for name, parameter in holder.named_parameters(recurse=False):
+            if len(parameter) % num:
+                return (
+                    f"expert={num} does not divide the {len(parameter)} experts of {type(holder).__name__}: "
+                    f"write an expert= that divides {len(parameter)}"
+                )
+            if hasattr(parameter, "device_mesh") and not is_spread(parameter):
+                return f"{type(holder).__name__}.{name} is split over another dimension: write expert=1"
+    return ""
+
+
+def _part(parameter: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
+    from torch.distributed.tensor import DTensor, Shard  # lazily: it imports sympy
+
+    part = parameter.detach().chunk(mesh.size())[mesh.get_local_rank()].clone()
+    whole = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+    return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _connect(holder: nn.Module, group: dist.ProcessGroup) -> None:
+    for exchange in _exchanges(holder):
+        exchange.transfer = AllToAll(group, type(holder).__name__)
+        exchange.num_processes = dist.get_world_size(group)
+
+
+class AllToAll:
+    """A Transfer (see exchange.py) over a process group. what: whose rows, for error messages."""
+
+    def __init__(self, group: dist.ProcessGroup, what: str) -> None:
+        self._group, self._what = group, f"exchanging rows of {what}"
+
+    def __call__(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Received:
+        received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+        with communicating(self._what):
+            work = dist.all_to_all_single(
+                received, rows, receive_counts, send_counts, group=self._group, async_op=True
+            )
+        return Received(received, rows, work, self._what)
+
+
+class Received:
+    """A Pending: rows that are being received; keeps those that are sent."""
+
+    def __init__(self, received: Tensor, sent: Tensor, work: dist.Work, what: str) -> None:
+        self._received, self._sent, self._work, self._what = received, sent, work, what
+
+    def is_done(self) -> bool:
+        """See Pending."""
+        return self._work.is_completed()
+
+    def wait(self) -> Tensor:
+        """See Pending."""
+        with communicating(self._what):
+            self._work.wait()
+        return self._received
+
+
+class ExpertParallel(Extra):
+    """Spreads the experts of a pipeline's stages, and lets them exchange rows over a group of its own."""
+
+    name = "expert_parallel"
+    excludes = MappingProxyType(
+        {
+            "post_validation": "a step may begin again on some processes only; leave one of them out",
+            "cuda_graphs": "the sizes of exchanges differ from call to call; leave one of them out",
+        }
+    )
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra. Raises ValueError on every process for stages whose experts can't be spread."""
+        stages = [worker.module for worker in rank.workers.values()]
+        spread_experts(stages, rank.place)
+        # If this process fails, those that wait for its rows stop waiting when the group closes.
+        self._group = group_like(rank.place.expert_groups[EXPERT], rank.timeout)
+        self._holders = [holder for stage in stages for holder in _holders(stage)]
+        self._between = rank.place.expert_groups[EXPERT]
+        for holder in self._holders:
+            _connect(holder, self._group)
+
+    def close(self) -> None:
+        """See Extra. Stages that are used without the pipeline exchange over the mesh's group."""
+        for holder in self._holders:
+            _connect(holder, self._between)
+        close_groups([self._group])
+        del self._group
