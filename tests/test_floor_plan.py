@@ -215,62 +215,22 @@ def test_every_room_keeps_to_the_floor_plan():
 @pytest.mark.parametrize(
     "name, line, complaint",
     [
-        ("zbpp/schedule/costs.py", "import torch", "plans are pure Python"),
-        ("zbpp/render/html.py", "from torch import nn", "plans are pure Python"),
-        ("zbpp/planning/search/improve.py", "def f():\n    import hydra.utils", "plans are pure Python"),
-        ("zbpp/schedule/lower.py", "from zbpp.planning import plan", "may import schedule"),
-        ("zbpp/schedule/simulate.py", "from zbpp.render import render_text", "may import schedule"),
-        ("zbpp/schedule/interchange.py", "from zbpp.partition import partition", "may import schedule"),
-        ("zbpp/schedule/families/a.py", "from zbpp.planning import plan", "may import schedule"),
-        (
-            "zbpp/schedule/families/a.py",
-            "from zbpp.partition import partition",
-            "may import schedule",
-        ),
-        ("zbpp/planning/plan.py", "from zbpp.render import render_text", "may import partition, planning"),
-        ("zbpp/planning/search/improve.py", "from zbpp.runtime import Pipeline", "may import partition"),
-        ("zbpp/render/text.py", "from zbpp.runtime import Pipeline", "may import partition, planning"),
+        ("zbpp/planning/search/improve.py", "def f():\n    import torch", "plans are pure Python"),
         ("zbpp/planning/plan.py", "def f():\n    print(1)", "prints"),
+        ("zbpp/schedule/lower.py", "from zbpp.planning import plan", "may import schedule"),
         ("zbpp/schedule/families/a.py", "from .b import c", "families don't know each other"),
-        ("zbpp/schedule/families/a.py", "from zbpp.schedule.lower import lower", "families know no messages"),
         ("zbpp/schedule/families/a.py", "from ..lower import Send", "families know no messages"),
         ("zbpp/schedule/dataflow.py", "from zbpp.schedule.costs import Costs", "dataflow knows no placement"),
-        ("zbpp/runtime/stage.py", "from zbpp.planning import plan", "may import autograd,"),
         ("zbpp/runtime/pipeline.py", "from zbpp.schedule.families import zb_v", "knows no schedule by name"),
-        ("zbpp/cutting/traced.py", "from zbpp.runtime import Pipeline", "may import autograd, cutting,"),
-        ("zbpp/autograd/split.py", "import torch.distributed as dist", "the split is usable on its own"),
         ("zbpp/autograd/split.py", "from torch import distributed", "the split is usable on its own"),
-        ("zbpp/autograd/split.py", "from zbpp.schedule import Op", "may import autograd"),
-        ("zbpp/autograd/split.py", "from zbpp import schedule", "may import autograd"),
         ("zbpp/autograd/split.py", "from zbpp import Timetable", "may import autograd"),
         ("zbpp/autograd/graph.py", "from .models.sharded import is_on_mesh", "the split knows no extra"),
-        ("zbpp/autograd/capture.py", "from zbpp.autograd import offload", "the split knows no extra"),
         ("zbpp/models/gpt.py", "import torch.distributed as dist", "a model sees no rank"),
-        (
-            "zbpp/models/gpt.py",
-            "from zbpp.runtime.stage import StageWorker",
-            "may import autograd, error_text",
-        ),
-        ("zbpp/runtime/pipeline.py", "from zbpp.training import Trainer", "may import autograd,"),
-        ("zbpp/runtime/pipeline.py", "from zbpp.config import TrainConfig", "may import autograd,"),
         ("zbpp/runtime/rank.py", "from zbpp.runtime.graphs import CudaGraphs", "the core knows no extra"),
         ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
         ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
-        ("zbpp/training/trainer.py", "from zbpp.run import app", "may import autograd,"),
-        ("zbpp/data/text.py", "from zbpp.training import batch", "may import data, seeding"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
-        (
-            "zbpp/benchmark/interleaved_timing.py",
-            "from zbpp.config import BenchConfig",
-            "may import autograd,",
-        ),
-        ("zbpp/run/app.py", "import hydra", "belong to zbpp/config/"),
-        ("zbpp/stage_api.py", "import zbpp.models", "may import nothing of zbpp"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
-        ("zbpp/commands/train.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
-        ("scripts/train.py", "import hydra", "belong to zbpp/config/"),
-        ("zbpp/commands/plan/arguments.py", "def f():\n    import torch", "it runs without torch"),
-        ("zbpp/commands/plan/arguments.py", "from zbpp.training import Trainer", "may import commands"),
     ],
 )
 def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
@@ -278,23 +238,9 @@ def test_a_planted_violation_is_found(tmp_path, name, line, complaint):
     path.parent.mkdir(parents=True)
     path.write_text(f'"""A file."""\n\n{line}\n')
     found = violations(tmp_path)
-    assert len(found) == 1 or complaint == "plans are pure Python"  # Hydra breaks two rules there
+    assert len(found) == 1
     assert found[0].startswith(f"{name}:")
     assert complaint in found[0]
-
-
-def test_what_the_plan_allows_is_no_violation(tmp_path):
-    (tmp_path / "zbpp/runtime").mkdir(parents=True)
-    (tmp_path / "zbpp/runtime/pipeline.py").write_text(
-        "import torch.distributed as dist\nfrom zbpp.schedule import Op\nfrom . import stage\n"
-    )
-    (tmp_path / "zbpp/job").mkdir()
-    (tmp_path / "zbpp/job/world.py").write_text(
-        "import torch.distributed as dist\ndist.init_process_group()\n"
-    )
-    (tmp_path / "scripts").mkdir()
-    (tmp_path / "scripts/train.py").write_text("from zbpp.commands import train\nprint(train)\n")
-    assert violations(tmp_path) == []
 
 
 @pytest.mark.parametrize(

@@ -55,11 +55,6 @@ def test_held_out_is_the_end_and_train_the_rest(folder):
     assert whole.num_evaluation_batches == 0
 
 
-def test_the_fingerprint_tells_corpora_and_splits_apart(folder):
-    options = [{}, {"max_bytes": 8}, {"held_out": 0.5}, {"pattern": "*.md"}]
-    assert len({data(folder, **each).fingerprint for each in options}) == 4
-
-
 @pytest.mark.parametrize("dtype", ["uint8", "uint16", "int32", "int64"])
 def test_tokens_in_npy_and_bin_files_are_numbers_and_not_the_bytes_of_a_text(tmp_path, dtype):
     tokens = np.arange(200, dtype=dtype)
@@ -134,14 +129,6 @@ def test_batches_do_not_touch_or_see_the_global_random_state():
     RandomRegression(in_features=3, out_features=2, batch_size=5, seed=0).batch(0)
     assert torch.equal(torch.get_rng_state(), before[0])
     assert np.array_equal(np.random.get_state()[1], before[1])
-
-
-def test_random_regression_has_the_same_rows_in_large_and_in_small_batches():
-    large, small = (
-        RandomRegression(in_features=3, out_features=2, batch_size=size, seed=0) for size in (6, 3)
-    )
-    halves = [torch.cat(pair) for pair in zip(small.batch(2), small.batch(3), strict=True)]
-    assert all(map(torch.equal, large.batch(1), halves))
 
 
 @pytest.mark.parametrize(

@@ -2,13 +2,12 @@
 
 import sys
 from copy import deepcopy
-from itertools import count
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset
 
 from zbpp import Pipeline, plan
 from zbpp.config import ConfigError
@@ -279,21 +278,6 @@ class _Rows(Dataset):
         return self._rows[row], torch.rand(1)
 
 
-def test_an_iterable_dataset_may_be_held_out():
-    class Endless(IterableDataset):
-        def __iter__(self):
-            return ((torch.tensor([float(row)]), torch.zeros(())) for row in count())
-
-    data = loaded_data((Squares(), Endless()), batch_size=BATCH, seed=7)
-    assert [int(data.evaluation.batch(step)[0][0, 0]) for step in (0, 1)] == [0, BATCH]
-
-
-def test_an_iterable_without_a_state_is_read_up_to_the_batch_with_a_warning(caplog):
-    data = loaded_data(Stream(), batch_size=BATCH, seed=0)
-    assert rows_of(data, [101])[0] == 4
-    assert "the training loader reads and drops the batches before batch 101" in caplog.text
-
-
 @pytest.mark.parametrize("number", [0, 2, 4, 5, 11])
 def test_a_loader_with_a_state_goes_on_from_it(number):
     """Replica 1 of 2 asks for a batch further on than the state of replica 0 says."""
@@ -308,10 +292,3 @@ def test_a_loader_with_a_state_goes_on_from_it(number):
     stream.read = 0
     assert rows_of(later, [number + 1, number + 2]) == expected
     assert stream.read == 2
-
-
-def test_a_state_of_batches_of_another_size_is_warned_of_and_left(caplog):
-    data = loaded_data(StatefulStream(), batch_size=BATCH, seed=0)
-    data.load_state_dict({**data.state_dict(), "batch_size": 8})
-    assert "state is of batches of 8 rows, not 4" in caplog.text
-    assert rows_of(data, [2]) == [8, 9, 10, 11]

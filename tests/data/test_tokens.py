@@ -295,17 +295,6 @@ def test_what_does_not_fit_is_refused(prepared, spoil, options, message):
         data(**{"path": prepared, **options})
 
 
-def test_sets_of_different_tokenizers_are_not_mixed(prepared, texts, tokenizer_file, tmp_path):
-    prepare(texts[1], tmp_path / "words", reading=LINES, tokenizer=tokenizer_file)
-    both = [{"path": str(prepared), "weight": 1}, {"path": str(tmp_path / "words"), "weight": 1}]
-    with pytest.raises(ValueError, match="are of different tokenizers"):
-        data(mixture=both)
-    (tmp_path / "edited.json").write_text(tokenizer_file.read_text() + "\n")
-    with pytest.raises(ValueError, match="are of different tokenizers"):
-        data(tmp_path / "words", tokenizer=str(tmp_path / "edited.json"))
-    assert data(tmp_path / "words", tokenizer=str(tokenizer_file), sequence_length=4).train.batch(0)
-
-
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [

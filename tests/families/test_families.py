@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from zbpp.planning import plan
 from zbpp.schedule import Op, PlanError, Recv, Send, lower, simulate
-from zbpp.schedule.families import FAMILIES, building_blocks
-from zbpp.schedule.timetable import numbered
+from zbpp.schedule.families import FAMILIES
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 LOOPED = ("interleaved_1f1b", "interleaved_zb", "looped_bfs")
@@ -64,14 +63,6 @@ def test_any_timetable_of_any_family_has_all_actions_and_runs(name, p, m):
     check_whole(plan(name, p, m), p, m)
 
 
-@settings(max_examples=40)
-@given(st.sampled_from(LOOPED), st.integers(1, 6), st.integers(1, 5), st.integers(1, 3))
-def test_looped_families_take_any_number_of_stages(name, p, v, rounds):
-    timetable = plan(name, p, rounds * p, stages_per_rank=v)
-    check_whole(timetable, p, rounds * p)
-    assert timetable.rank_of == tuple(range(p)) * v
-
-
 @pytest.mark.parametrize("name", sorted(REFUSES))
 def test_the_number_of_microbatches_that_a_refusal_names_works(name):
     for p, m in [(3, 4), (4, 6), (8, 12)]:
@@ -81,26 +72,6 @@ def test_the_number_of_microbatches_that_a_refusal_names_works(name):
         named = re.search(r"nearest that are: (\d+), (\d+)$", told) or re.search(r"= (\d+)(?: to|,)", told)
         for number in map(int, named.groups()):
             assert plan(name, p, number).num_microbatches == number
-
-
-@pytest.mark.parametrize(
-    "name, p, m, message",
-    [
-        (
-            "interleaved_1f1b", 4, 10,
-            "interleaved_1f1b runs rounds of num_ranks=4 microbatches, and num_microbatches=10 is no whole "
-            "number of them; nearest that are: 8, 12",
-        ),
-        (
-            "dualpipe_v", 4, 7,
-            "dualpipe_v needs num_microbatches >= 2 * num_ranks = 8, got 7; zb_v runs with any number",
-        ),
-    ],
-)  # fmt: skip
-def test_a_refusal_says_what_to_write_instead(name, p, m, message):
-    with pytest.raises(PlanError) as caught:
-        plan(name, p, m)
-    assert str(caught.value) == message
 
 
 # ---------------------------------------------------------------- memory
@@ -167,16 +138,3 @@ def test_looped_bfs_is_torchs_with_backwards_ascending(p, m, v):
 
 
 # ---------------------------------------------------------------- words
-
-
-def test_each_op_of_an_order_gets_the_next_microbatch_of_its_stage():
-    """BW is both the next B and the next W of its stage."""
-    row = numbered([(2, F), (2, F), (5, F), (2, B), (2, W), (5, BW), (2, BW), (5, F), (5, B), (5, W)])
-    assert str(row) == "2F0 2F1 5F0 2B0 2W0 5BW0 2BW1 5F1 5B1 5W1"
-
-
-@pytest.mark.parametrize("block", [building_blocks.v_half_block, building_blocks.v_min_block])
-def test_repeated_building_blocks_never_put_two_actions_into_one_slot(block):
-    for num_ranks in range(1, 20):
-        for rank in range(num_ranks):
-            assert len({slot % 6 for slot in block(num_ranks, rank)}) == 4

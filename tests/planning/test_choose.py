@@ -7,11 +7,11 @@ from itertools import pairwise
 import pytest
 
 from helpers.exact import solve
-from zbpp.planning import SCHEDULES, PlanningRequest, RankCosts, choose, plan
+from zbpp.planning import SCHEDULES, PlanningRequest, RankCosts, choose
 from zbpp.planning.options import EQUAL
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.render import render_choice
-from zbpp.schedule import Costs, PlanError, Timetable
+from zbpp.schedule import Costs, PlanError
 from zbpp.schedule.families import FAMILIES
 
 EQUAL_TIMES = RankCosts(f=10, b=10, w=10)
@@ -76,28 +76,6 @@ def test_the_search_is_never_worse_than_a_family(answers):
             assert best[f"zb_auto --placement {candidate.placement}"] <= candidate.value * (1 + EQUAL)
 
 
-def test_a_placement_without_a_name_has_a_bound_of_its_own():
-    """Stages 0 and 1 on rank 0, 2 and 3 on rank 1: neither a loop nor a V."""
-    timetable = Timetable.parse("0F0 1F0 1B0 0B0 1W0 0W0\n2F0 3F0 3B0 2B0 3W0 2W0")
-    asked = PlanningRequest(num_ranks=2, num_microbatches=1, costs=UNEVEN)
-    assert asked.bound_for(timetable).value == 5 + 5 + 1 + 5 + 5 + 6 * 4 + 1 + 2 * 3.5
-
-
-def test_the_limit_may_differ_between_ranks_and_the_objective_be_the_span():
-    limits = [8.0] * 4 + [5.0] * 4
-    answer = choose(request(EQUAL_TIMES, memory_limit=limits, time_limit=0.2, objective="span"))
-    for candidate in (choice.candidate for choice in answer.ranked):
-        assert candidate.value == candidate.timeline.max_span
-        assert all(peak <= most for peak, most in zip(candidate.timeline.peak_memory, limits, strict=True))
-
-
-def test_stages_are_halved_or_joined_in_model_order():
-    costs = RankCosts(f=[2, 4], b=[1, 2, 3, 4], comm=[5, 6], saved=3)
-    finer, coarser = costs.per_stage(4, 2), costs.per_stage(2, 2)
-    assert (finer.f, finer.b, finer.comm, finer.saved) == ([1, 1, 2, 2], [1, 2, 3, 4], [5, 5, 6, 6], 1.5)
-    assert (coarser.f, coarser.b, coarser.comm, coarser.saved) == ([2, 4], [3, 7], [5, 6], 3)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -142,23 +120,3 @@ def test_schedules_that_cannot_be_planned_say_why():
     assert "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 15" in str(answer.refused["zb_h2"])
     assert "  zb_h2: zb_h2 needs num_microbatches" in render_choice(answer)
     assert len(answer.ranked) + len(answer.refused) == len(SCHEDULES) - 1 + len(PLACEMENTS)
-
-
-def test_a_family_that_reductions_change_depends_on_costs():
-    answers = (
-        choose(
-            PlanningRequest(
-                num_ranks=4,
-                num_microbatches=8,
-                costs=RankCosts(f=1, b=1.1, w=0.9, comm=0.1, reduce=reduce),
-                time_limit=0.0,
-            )
-        )
-        for reduce in (0, 6)
-    )
-    depends = [
-        next(each.candidate for each in answer.ranked if each.candidate.name == "zb_v").depends_on_costs
-        for answer in answers
-    ]
-    assert depends == [False, True]
-    assert plan("zb_v", 4, 8) != plan("zb_v", 4, 8, costs=Costs(f=1, b=1.1, w=0.9, comm=0.1, reduce=3))

@@ -112,28 +112,4 @@ def test_the_bound_holds_where_a_rank_owns_neighbouring_stages(rank_of, objectiv
             assert bound.value <= best.value * (1 + EQUAL)
 
 
-def test_numbers_of_16_digits_are_rounded_and_the_bound_holds(first_seed):
-    for seed in range(first_seed, first_seed + 5):
-        rng = random.Random(seed)
-        f, b, w = ([rng.uniform(1, 10) for _ in range(3)] for _ in range(3))
-        best = solve((0, 1, 2), 3, costs=Costs(f=f, b=b, w=w, comm=math.pi / 7), memory_limit=3)
-        assert best.proved
-        assert best.bound <= best.value <= best.bound * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("limit", [2, 2.5, 3, 4, [4, 2.5, 2]])
-def test_memory_stays_within_the_limit(limit):
-    best = solve((0, 1, 2, 2, 1, 0), 3, costs=Costs(f=5, b=6, w=3, comm=1), memory_limit=limit, time_limit=3)
-    peaks = simulate(best.timetable).peak_memory
-    limits = limit if isinstance(limit, list) else [limit] * 3
-    assert all(peak <= allowed for peak, allowed in zip(peaks, limits, strict=True))
-
-
-def test_a_whole_backward_is_chosen_where_it_is_cheaper():
-    """One rank has nothing to gain by a split: F and BW, 1 + 3 each."""
-    best = solve((0,), 3, costs=Costs(f=1, b=2, w=2, bw=3))
-    assert (best.value, best.proved) == (12, True)
-    assert {action.op for action in best.timetable.rows[0]} == {F, BW}
-
-
 # ---------------------------------------------------------------- errors

@@ -6,8 +6,7 @@ import re
 import pytest
 
 from zbpp.planning import plan, read_memory_limit
-from zbpp.render import render_table
-from zbpp.schedule import Costs, CostsInBytes, PlanError, simulate
+from zbpp.schedule import Costs, CostsInBytes, PlanError
 
 GIB = 2**30
 BYTES = CostsInBytes(saved=GIB, deferred=GIB / 2)
@@ -62,9 +61,3 @@ def test_the_least_that_works_can_be_typed():
     (least,) = re.findall(r"per rank: (.*)", str(caught.value))
     limits = read_memory_limit(least.replace(", ", ","), costs)
     assert plan("zb_h1", 4, 8, costs=costs, memory_limit=limits) == plan("zb_h1", 4, 8)
-
-
-def test_tables_say_which_unit_memory_has():
-    assert "peak activations\n" in render_table({"1f1b": simulate(plan("1f1b", 4, 8))})
-    in_bytes = render_table({"1f1b": simulate(plan("1f1b", 4, 8), BYTES)})
-    assert re.search(r"peak memory\n.* 4 GiB$", in_bytes)

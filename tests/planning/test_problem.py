@@ -2,16 +2,11 @@
 
 import math
 import random
-import re
-from pathlib import Path
 
 import pytest
 
-import zbpp.planning
 from helpers.timetables import random_placement, random_timetable
 from zbpp.planning import RankCosts
-from zbpp.planning.options import EQUAL, ROUNDING
-from zbpp.planning.placement import PLACEMENTS, place_stages, placement_name
 from zbpp.planning.problem import Problem, one_by_one
 from zbpp.schedule import Costs, CostsInBytes, PlanError, simulate
 
@@ -74,28 +69,8 @@ def test_a_problem_without_a_plan_is_refused_with_what_to_write(arguments, messa
     assert str(caught.value).startswith(message)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 5])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_placement_is_known_by_its_stages(num_ranks, placement):
-    rank_of = place_stages(num_ranks, placement)
-    on_one_rank = placement == "looped" and num_ranks == 1  # two stages on one rank are a V, too
-    assert placement_name(rank_of) == ("v" if on_one_rank else placement)
-    assert placement_name((*rank_of, *rank_of[:1], 0, 0)) == ("looped" if num_ranks == 1 else "other")
-
-
 def test_rank_costs_are_the_same_model_for_any_number_of_stages():
     costs = RankCosts(f=6, saved=2, comm=1, memory_unit="bytes")
     assert costs.per_stage(2, 2) == CostsInBytes(f=6, saved=2, comm=1, b=1, w=1, deferred=0.5)
     assert costs.per_stage(6, 2) == CostsInBytes(f=2, saved=2 / 3, comm=1, b=1 / 3, w=1 / 3, deferred=0.5 / 3)
     assert RankCosts(f=6).per_stage(4, 4) == Costs(f=6)
-
-
-def test_tolerances_are_stated_in_one_file():
-    assert 0 < ROUNDING < EQUAL
-    folder = Path(zbpp.planning.__file__).parent
-    stated = {
-        path.name: numbers
-        for path in folder.rglob("*.py")
-        if (numbers := re.findall(r"1e-\d+", path.read_text())) != [] and set(numbers) != {"1e-300"}
-    }
-    assert stated == {"options.py": ["1e-9", "1e-8"]}

@@ -6,13 +6,8 @@ import random
 import pytest
 
 from helpers.timetables import random_timetable
-from zbpp.planning import RankCosts, compare, plan
+from zbpp.planning import plan
 from zbpp.planning.complete_stages_early import complete_stages_early
-from zbpp.planning.options import OBJECTIVES
-from zbpp.planning.problem import Problem
-from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.initial_orders import initial_plans
-from zbpp.planning.search.local_search import LocalSearch
 from zbpp.schedule import Action, Costs, Op, Timetable, simulate
 
 TIMES = {"f": 1.0, "b": 1.1, "w": 0.9, "comm": 0.1}
@@ -88,32 +83,3 @@ def test_a_search_is_never_worse_than_a_family_with_its_stages_complete_early(pl
             if plan(name, 4, 8).rank_of == found.rank_of:
                 family = simulate(plan(name, 4, 8, costs=costs), costs)
                 assert least <= family.makespan * (1 + 1e-9)
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES)
-def test_with_one_stage_per_rank_a_search_counts_the_makespan_itself(objective):
-    rng = random.Random(0)
-    costs = Costs(**TIMES, reduce=[rng.uniform(0, 9) for _ in range(4)])
-    search = LocalSearch(Problem((0, 1, 2, 3), 8, costs, objective=objective), Deadline(0.3), 0)
-    found = simulate(search.problem.timetable_of(search.run()), costs)
-    assert search.best == pytest.approx(found.makespan if objective == "makespan" else found.max_span)
-
-
-def test_a_search_counts_no_less_than_the_bound_and_no_more_than_the_makespan():
-    costs = Costs(**TIMES, reduce=[5.0, 4.0, 3.0, 2.0, 1.0, 2.0, 3.0, 4.0])
-    problem = Problem((0, 1, 2, 3, 3, 2, 1, 0), 8, costs)
-    search = LocalSearch(problem, Deadline(0.3), 0)
-    makespan = value_when_early(problem, search.run())
-    assert search.bound <= search.best + problem.tolerance <= makespan + 2 * problem.tolerance
-    assert makespan <= min(value_when_early(problem, start) for _, start in initial_plans(problem))
-
-
-def value_when_early(problem, ids):
-    timetable = complete_stages_early(problem.timetable_of(ids), problem.costs)
-    return simulate(timetable, problem.costs).makespan
-
-
-def test_two_stages_of_a_rank_take_half_of_its_reduction_each():
-    found = compare(["1f1b", "zb_v"], 2, 4, costs=RankCosts(reduce=6))
-    assert [each.end - each.start for each in found["1f1b"].reductions] == [6, 6]
-    assert [each.end - each.start for each in found["zb_v"].reductions] == [3, 3, 3, 3]

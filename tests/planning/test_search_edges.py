@@ -12,11 +12,10 @@ from zbpp.planning.problem import Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.improve import move_at_random
 from zbpp.planning.search.incremental_timing import IncrementalTiming
-from zbpp.planning.search.initial_orders import insert_weight_grads, orders, split
+from zbpp.planning.search.initial_orders import insert_weight_grads, split
 from zbpp.planning.search.list_scheduling import first_rules, list_schedule, spare_times
 from zbpp.planning.search.paper_planner import _Run
-from zbpp.schedule import Action, Costs, Op, PlanError, dataflow, simulate
-from zbpp.schedule import families as all_families
+from zbpp.schedule import Action, Costs, Op, dataflow, simulate
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 
 COSTS = Costs(f=3, b=4, w=2, bw=5.5, comm=0.5)
@@ -79,16 +78,6 @@ def must_precede(problem, a, b):
 
 
 # ---------------------------------------------------------------- first orders
-
-
-def test_a_family_that_refuses_four_microbatches_is_left_out(monkeypatch):
-    def refusing(num_ranks, num_microbatches):
-        raise PlanError("too few microbatches")
-
-    problem = problem_of(plan("1f1b", 2, 6))
-    without = len(list(orders(problem)))
-    monkeypatch.setitem(all_families.FAMILIES, "refusing", refusing)
-    assert len(list(orders(problem))) == without > 0
 
 
 # ---------------------------------------------------------------- its own timing
@@ -154,10 +143,3 @@ def test_the_papers_planner_follows_a_changed_table(change, monkeypatch):
     problem = Problem((0, 1, 2, 3), 6, COSTS, memory_limit=6)
     run = _Run(problem, early=False, backward=False, lazy=False).run()
     assert math.isclose(max(run.clock), makespan(problem, run.plan()))
-
-
-def test_a_table_in_which_actions_wait_for_two_stages_is_refused(monkeypatch):
-    """x(s+1) from stage s and g(s-1) from stage s, both consumed by B: the search times one message."""
-    monkeypatch.setitem(dataflow._CONSUMES, Op.B, (("x", 0), ("g", 0), ("saved", 0)))
-    with pytest.raises(PlanError, match="planners time one message per action"):
-        _ = Problem((0, 1, 2), 4).messages

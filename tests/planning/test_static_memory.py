@@ -5,21 +5,13 @@ from itertools import chain, combinations
 
 import pytest
 
-from zbpp.planning import PlanningRequest, RankCosts, choose, plan, read_costs, read_memory_limit
+from zbpp.planning import PlanningRequest, choose, plan, read_costs, read_memory_limit
 from zbpp.planning.memory_limit import memory_text
-from zbpp.planning.problem import Problem
 from zbpp.planning.recompute import cheapest_recompute, with_recompute
 from zbpp.schedule import Costs, PlanError, simulate
 from zbpp.schedule.costs import BYTES
 
 GIB = 2**30
-
-
-def test_static_memory_is_part_of_each_ranks_peak():
-    timetable = plan("zb_v", 2, 4)  # a V: stages 0 and 3 on rank 0
-    without = simulate(timetable, Costs(saved=1, deferred=0.5)).peak_memory
-    found = simulate(timetable, Costs(saved=1, deferred=0.5, static=[10, 20, 30, 40])).peak_memory
-    assert [one - other for one, other in zip(found, without, strict=True)] == [50, 50]
 
 
 @pytest.mark.parametrize("placement", ["one", "v"])
@@ -53,13 +45,6 @@ def test_a_costs_file_with_static_bytes_plans_for_a_real_device(tmp_path):
         first, second = choice.candidate.timeline.peak_memory
         assert (first <= 6 * GIB, second <= 4 * GIB) == (True, True)
     assert "zb_h2" in {each.name for each in answer.too_large}  # 3 activations and 4 GiB of weights
-
-
-def test_a_v_spreads_the_static_memory_of_both_ends():
-    """The parts are halved: rank 0 of a V has the first half of part 0 and the last half of part 1."""
-    costs = RankCosts(static=[6, 2]).per_stage(4, 2)
-    assert Problem((0, 1, 1, 0), 4, costs).static == [3 + 1, 3 + 1]
-    assert Problem((0, 1, 0, 1), 4, costs).static == [3 + 1, 3 + 1]
 
 
 # ---------------------------------------------------------------- which stages recompute

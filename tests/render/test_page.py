@@ -8,7 +8,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import pytest
 
@@ -317,13 +316,3 @@ def test_the_page_has_each_reduction_with_the_action_that_completes_its_stage():
     assert re.findall(r'"reductions":(\[.*?\])}', text) == ["[[2,2,5,12],[0,3,12,17]]", "[]"]
     assert text.count("sum of gradients over replicas") == 1
     assert "of gradients" not in render_page({"a": simulate(timetable)})
-
-
-def test_a_measured_clock_may_begin_anywhere():
-    timeline = TIMELINES["zb_v"]
-    later = replace(
-        timeline,
-        starts=tuple(start + 1234.5 for start in timeline.starts),
-        ends=tuple(end + 1234.5 for end in timeline.ends),
-    )
-    assert render_page({"a": later}) == render_page({"a": timeline})

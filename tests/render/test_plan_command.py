@@ -1,7 +1,6 @@
 """`zbpp plan` as its user meets it."""
 
 import contextlib
-import html
 import json
 import os
 import pty
@@ -14,7 +13,6 @@ import pytest
 
 from helpers.pages import ROOT
 from zbpp.commands.plan import main
-from zbpp.commands.plan.arguments import READ, make_parser
 from zbpp.planning import SCHEDULES, RankCosts, canonical_name, plan
 from zbpp.render import render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
@@ -120,22 +118,6 @@ def test_every_row_of_choose_can_be_typed(output):
         said = re.search(r"^makespan (\S+) ms$", text, re.MULTILINE)[1]
         assert float(said) <= float(makespan) or not name.startswith("zb_auto")
         assert name.startswith("zb_auto") or float(said) == float(makespan)
-
-
-def test_the_page_of_choose_has_its_commands_and_its_table(output, tmp_path):
-    output(*CHOOSE, "--time-limit", 0.2, "--html", tmp_path / "a.html")
-    page = html.unescape((tmp_path / "a.html").read_text())
-    assert page.index("to train with the best plan") < page.index("least makespan at")
-    assert page.count('<th scope="row">zb_h1</th>') == 1
-
-
-def test_choose_counts_reductions_as_the_schedules_it_names_do(output):
-    """The last W's of a family are ordered for the reductions, in --choose as where it is named."""
-    costs = ["--f", "1", "--b", "1.1", "--w", "0.9", "--comm", "0.1", "--reduce", "6"]
-    row = re.search(r"^zb_v +v +([\d.]+)", output(*CHOOSE, *costs, "--time-limit", 0), re.MULTILINE)
-    text = output("zb_v", "--ranks", 4, "--microbatches", 8, *costs)
-    said = re.search(r"^makespan (\S+) ms \(\S+ ms of reductions at its end\)$", text, re.MULTILINE)
-    assert float(said[1]) == float(row[1])
 
 
 @pytest.mark.parametrize("given", ["1F1B", "ZB-H1", "ZBVZeroBubble", "Interleaved1F1B"])
@@ -275,10 +257,6 @@ def test_wrong_usage_says_how(capsys, arguments, message):
         main(arguments.split())
     assert ended.value.code == 2
     assert f"error: {message}" in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_every_option_is_read_by_some_form():
-    assert set().union(*READ.values()) == vars(make_parser().parse_args([])).keys()
 
 
 def test_help_has_examples_that_run(output, capsys, tmp_path, monkeypatch):

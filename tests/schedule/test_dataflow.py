@@ -14,18 +14,3 @@ def test_producers_are_the_actions_that_make_what_an_action_consumes(num_stages)
             {value for kind in kinds for value in produces(actions[kind], num_stages)} for kinds in waits_for
         ]
         assert all(value in some for value, some in zip(consumes(action), made, strict=True))
-
-
-def test_producers_of_two_stages_read_as_the_table_does():
-    f0, b0, _, _, f1, b1, _, bw1 = range(8)
-    assert (Op.F, Op.B, Op.W, Op.BW) == (0, 1, 2, 3)
-    assert producers(2) == [
-        [],
-        [(b1, bw1), (f0,)],
-        [(b0,)],
-        [(b1, bw1), (f0,)],
-        [(f0,)],
-        [(f1,), (f1,)],
-        [(b1,)],
-        [(f1,), (f1,)],
-    ]

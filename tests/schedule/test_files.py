@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from zbpp.planning import RankCosts, about_in_words, plan, read_costs
+from zbpp.planning import RankCosts, plan, read_costs
 from zbpp.schedule import PlanError, Timetable, read_timetable, to_csv
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
@@ -59,16 +59,6 @@ def refusal(read, path):
 )
 def test_a_hostile_costs_file_gives_one_line(tmp_path, text, complaint):
     assert refusal(read_costs, written(tmp_path, "costs.json", text)).startswith(complaint)
-
-
-def test_what_a_costs_file_says_of_itself_cannot_steer_a_terminal(tmp_path):
-    about = {"device": f"{ESCAPE} 2 CPU cores", ESCAPE: "x" * 10**6, "links": [ESCAPE], "steps": 5}
-    _, about = read_costs(written(tmp_path, "costs.json", json.dumps({"f": 1, "about": about})))
-    words = about_in_words(about)
-    assert words.isprintable()
-    assert len(words) < 300
-    assert r"device \x1b[2J\x1b]0;owned\x07 2 CPU cores" in words
-    assert words.endswith("; steps 5")
 
 
 def test_costs_come_with_the_unit_of_their_memory(tmp_path):
