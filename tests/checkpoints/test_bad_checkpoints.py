@@ -59,19 +59,12 @@ def load(folder, **options):
     return zbpp.load(folder, *pipeline_of(3, 4, 2), **options)
 
 
-def flip_bytes(path, number=64):
-    data = bytearray(path.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + number] = bytes(each ^ 255 for each in data[middle : middle + number])
-    path.write_bytes(data)
-
-
 def cut_off(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", [flip_bytes, cut_off, os.unlink])
+@pytest.mark.parametrize("damage", [cut_off, os.unlink])
 def test_a_damaged_checkpoint_is_passed_over_and_said(folder, capfd, name, damage):
     damage(folder / "step-2" / name)
     assert load(folder) == 1
@@ -85,8 +78,8 @@ def test_a_damaged_checkpoint_is_passed_over_and_said(folder, capfd, name, damag
 
 def test_without_a_whole_one_nothing_is_loaded(folder):
     for step in (1, 2):
-        flip_bytes(folder / f"step-{step}/__0_0.distcp")
-    with pytest.raises(CheckpointError, match=r"step-2 is damaged: .*checksum differs.*step-1 is damaged"):
+        cut_off(folder / f"step-{step}/__0_0.distcp")
+    with pytest.raises(CheckpointError, match=r"step-2 is damaged: .* bytes instead of .*step-1 is damaged"):
         load(folder)
     with pytest.raises(CheckpointError, match="holds no checkpoint"):
         load(folder / "elsewhere")
@@ -105,7 +98,7 @@ def test_a_newer_format_is_not_taken_for_damage(folder):
     manifest = json.loads((folder / "step-2/manifest.json").read_text())
     (folder / "step-2/manifest.json").write_text(json.dumps({**manifest, "format": folders.FORMAT + 1}))
     with pytest.raises(
-        CheckpointError, match=r"step-2 has format 2, .*a newer zbpp wrote it, so update zbpp"
+        CheckpointError, match=r"step-2 has format 3, .*a newer zbpp wrote it, so update zbpp"
     ):
         load(folder)
     run = folder / "run"
@@ -122,12 +115,9 @@ class Runs:
 
 
 def test_loading_runs_no_code(folder, monkeypatch):
-    """Not even from a checkpoint that somebody made on purpose, with the right checksums."""
+    """Not even from a checkpoint that somebody made on purpose, with the right sizes."""
     monkeypatch.chdir(folder)
-    (folder / "step-2/.metadata").write_bytes(pickle.dumps(Runs()))
-    manifest = json.loads((folder / "step-2/manifest.json").read_text())
-    manifest["files"][".metadata"] = list(folders.written_in(folder / "step-2/.metadata"))
-    (folder / "step-2/manifest.json").write_text(json.dumps(manifest))
+    forged(folder / "step-2", ".metadata", pickle.dumps(Runs()))
     with pytest.raises(CheckpointError, match=r"\.metadata holds \w+\.mkdir, .* it was not loaded"):
         load(folder)
     assert not (folder / "it_ran").exists()
@@ -172,12 +162,11 @@ def test_states_of_another_optimizer_are_refused(folder):
 
 
 def test_a_checkpoint_is_never_overwritten(folder):
-    before = folders.manifest_of(folder / "step-2")
     with pytest.raises(
         CheckpointError, match=r"step-2 exists already, and checkpoints are never overwritten"
     ):
         zbpp.save(folder, *pipeline_of(3, 4, 2), step=2)
-    assert folders.check_sizes(folder / "step-2") == before
+    folders.check_sizes(folder / "step-2")
 
 
 @contextmanager
@@ -199,7 +188,7 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder):
         ),
     ):
         zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-1", "step-2"]
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert load(folder) == 2
 
 
@@ -233,7 +222,7 @@ def test_a_run_goes_on_loudly_while_the_disk_is_full(tmp_path, capfd, background
     for step in (4, 6):
         assert f"CHECKPOINT FAILED: {tmp_path / f'step-{step}'} could not be written" in said
     assert "training goes on, earlier checkpoints stay as they are" in said
-    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-8", "latest"}
+    assert {path.name for path in tmp_path.iterdir()} == {"step-2", "step-8"}
 
 
 def test_a_folder_that_can_not_be_written_stops_nobody_but_who_leaves(tmp_path, capfd):
@@ -287,24 +276,11 @@ def test_what_was_just_written_stays_and_so_do_later_steps(tmp_path, keep):
     assert names_in(tmp_path) == ["step-10", "step-20", "step-5"]
 
 
-def test_states_of_another_class_or_with_other_options_are_refused(tmp_path):
-    pipeline, optimizer = pipeline_of(3, 4, 2)
-    train(pipeline, optimizer)
-    rates = torch.optim.lr_scheduler
-    zbpp.save(tmp_path, pipeline, optimizer, step=1, scheduler=rates.StepLR(optimizer, 3))
-    other = rates.OneCycleLR(optimizer, 0.1, total_steps=9)
-    with pytest.raises(CheckpointError, match=r"has the state of .*StepLR for scheduler, .* is .*OneCycleLR"):
-        zbpp.load(tmp_path, pipeline, optimizer, scheduler=other)
-    amsgrad = torch.optim.AdamW(pipeline.parameters(), amsgrad=True)
-    with pytest.raises(CheckpointError, match="has amsgrad=False, this one amsgrad=True"):
-        zbpp.load(tmp_path, pipeline, amsgrad)
-
-
 def forged(path, name, data):
-    """Give a file other contents, with the right checksum."""
+    """Give a file other contents, with the right size."""
     (path / name).write_bytes(data)
     manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = list(folders.written_in(path / name))
+    manifest["files"][name] = len(data)
     (path / "manifest.json").write_text(json.dumps(manifest))
 
 
@@ -357,9 +333,9 @@ def test_a_file_that_can_not_be_read_is_no_damage(folder, monkeypatch, name):
 
         return opened
 
-    for method in ("open", "read_text"):
+    for method in ("stat", "read_text"):
         monkeypatch.setattr(Path, method, refusing(getattr(Path, method)))
-    with pytest.raises(CheckpointError, match=r"step-2 can't be read \(.*Input/output error"):
+    with pytest.raises(CheckpointError, match=r"can't be read \(.*Input/output error"):
         load(folder)
     assert names_in(folder) == ["step-1", "step-2"]
 
@@ -367,7 +343,7 @@ def test_a_file_that_can_not_be_read_is_no_damage(folder, monkeypatch, name):
 def test_nothing_is_renamed_in_the_folder_of_another_run(tmp_path):
     first = Checkpoints(tmp_path / "first", every=2, keep=5, background=False, config={})
     list(small_trainer(callbacks=[first]).run(4))
-    flip_bytes(tmp_path / "first/step-4/__0_0.distcp")
+    cut_off(tmp_path / "first/step-4/__0_0.distcp")
     second = Checkpoints(tmp_path / "second", every=2, keep=5, background=False, config={})
     trainer = small_trainer()
     second.resume(trainer, tmp_path / "first", 9)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import zbpp
 from helpers.processes import run_ranks
@@ -91,10 +92,19 @@ def saved_run(folder, shape):
     """The losses of a whole run, saved after a few steps into a folder named after the shape."""
     run = Run(shape)
     begin = run.losses(0, SAVED)
+    before = groups()
     run.save(folder / shape, SAVED)
+    made = groups() - before
     found = begin + run.losses(SAVED, STEPS)
     run.pipeline.close()
+    assert made
+    assert not made & groups()
     return found
+
+
+def groups():
+    """The names of all process groups that are open."""
+    return {*dist.distributed_c10d._world.pg_names.values()}
 
 
 def resumed_runs(rank, folder, shapes):

@@ -14,7 +14,6 @@ from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.leaving import StopAfter
-from zbpp.training.optim.post_validation import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 
@@ -60,7 +59,7 @@ BEFORE, AFTER = 3, 7  # steps of a run that is replanned behind its fourth
 VARIANTS = {
     "tied": {"model": {"is_tied": True}, "clip_norm": 0.3},
     "LoRA": {"lora": LORA, "clip_norm": 0.3},
-    "LoRA, post-validation": {"lora": LORA, "clip_norm": 0.3, "post_validation": Validation(after=0)},
+    "LoRA, post-validation": {"lora": LORA, "clip_norm": 0.3, "post_validation": True},
     "gradients released": {"gradient_release": "step"},
     "activations offloaded": {"offload": ActivationOffload(Costs(host=1e-6), least_bytes=1)},
     "weights offloaded": {"offload_weights": True},
@@ -74,7 +73,7 @@ VARIANTS = {
     "left before it is replanned": {"left": BEFORE, "replanned": True},
     "left after it was replanned": {"left": AFTER, "replanned": True},
     "replanned, post-validation": {
-        "left": AFTER, "replanned": True, "clip_norm": 0.3, "post_validation": Validation(after=0)
+        "left": AFTER, "replanned": True, "clip_norm": 0.3, "post_validation": True
     },
     "replanned, released": {"left": AFTER, "replanned": True, "gradient_release": "step"},
 }  # fmt: skip

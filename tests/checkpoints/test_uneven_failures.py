@@ -50,8 +50,6 @@ def refusals(rank, folder):
         except CheckpointError as error:
             told.append(str(error))
 
-    attempt(zbpp.save, optimizer, step=1, keep=0 if rank else 2)
-    attempt(zbpp.save, optimizer, step=1 + rank)
     attempt(zbpp.save, optimizer if rank else None, step=1)
     attempt(zbpp.save, optimizer, step=1, scheduler=Failing())
     attempt(zbpp.save, 3 if rank else optimizer, step=1)
@@ -68,7 +66,7 @@ def test_all_ranks_are_told_of_one_ranks_failure(tmp_path):
     first, second = run_ranks(refusals, 2, str(tmp_path))
     assert first == second
     expected = [
-        "keep=0: write", "step=1, keep=None on one rank, step=2", "some ranks give an optimizer",
+        "some ranks give an optimizer",
         "no state today", "TypeError", "", "some ranks give an optimizer", "TypeError", "",
         "not this one); it is loaded in part",
     ]  # fmt: skip

@@ -79,7 +79,10 @@ PARSERS = {
     "memory limit": Parser("limit", (b"12GiB", b"1.5e3 MB"), _limit, (PlanError,)),
     "manifest": Parser(
         "manifest.json",
-        (b'{"format": 1, "files": {".metadata": [1, "ab"], "state.json": [2, "cd"]}}',),
+        (
+            b'{"format": 1, "files": {".metadata": [1, "ab"], "state.json": [2, "cd"]}}',
+            b'{"format": 2, "files": {".metadata": 1, "state.json": 2}}',
+        ),
         lambda path: manifest_of(path.parent), (ValueError,),
     ),
     "checkpoint metadata": Parser(

@@ -12,7 +12,6 @@ from zbpp.config import ConfigError
 from zbpp.run.callbacks import build_own_callbacks
 from zbpp.training.callbacks import Callback
 from zbpp.training.loggers import JsonLines, Loggers
-from zbpp.training.optim.post_validated_update import Validation
 
 
 class Witness(Callback):
@@ -59,9 +58,7 @@ def test_a_callback_ends_the_run_and_a_second_run_continues_it():
 @pytest.mark.parametrize("last_step", [None, 3])
 def test_with_post_validation_only_a_callback_that_needs_the_weights_is_shown_its_own_step(last_step):
     witness = Witness(needy_step=2, last_step=last_step)
-    trainer = small_trainer(
-        callbacks=[witness], post_validation=Validation(after=0), clip_norm=2.0, num_recorded=0
-    )
+    trainer = small_trainer(callbacks=[witness], post_validation=True, clip_norm=2.0, num_recorded=0)
     steps = [metrics["step"] for metrics in trainer.run(6)]
     assert witness.shown[2][-1] == 3
     assert witness.shown[1] == [1]
@@ -82,7 +79,7 @@ class Adds(Callback):
 def test_a_tensor_that_a_callback_adds_is_written_as_its_number(tmp_path):
     given = {"tensor": torch.tensor([[2.5]], requires_grad=True), "flag": torch.tensor(True), "nan": math.nan}
     (metrics,) = small_trainer(callbacks=[Adds(lambda each: each.update(given))]).run(1)
-    with Loggers([JsonLines(tmp_path / "metrics.jsonl")]) as loggers:
+    with Loggers([JsonLines(tmp_path)]) as loggers:
         loggers.log(metrics)
     written = json.loads((tmp_path / "metrics.jsonl").read_text())
     assert [written[key] for key in given] == [2.5, True, "NaN"]

@@ -5,10 +5,9 @@ import pytest
 from helpers.trainers import small_trainer
 from zbpp.training import callbacks
 from zbpp.training.callbacks import CheckReplicas
-from zbpp.training.optim.post_validated_update import Validation
 
 
-@pytest.mark.parametrize("validation", [None, Validation(after=0)])
+@pytest.mark.parametrize("validation", [False, True])
 @pytest.mark.parametrize(("num_steps", "expected"), [(9, [4, 8, 9]), (8, [4, 8])])
 def test_a_run_has_the_same_losses_and_compares_when_it_should(monkeypatch, validation, num_steps, expected):
     compared = []

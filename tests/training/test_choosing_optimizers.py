@@ -21,7 +21,6 @@ from zbpp.run.optimizer import (
 )
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.optim.parameter_groups import Named
-from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.trainer import Trainer
 
 WIDTH, VOCAB, ROWS, M, STEPS = 6, 8, 8, 4, 6
@@ -181,7 +180,7 @@ MUON = OptimizerConfig(name="muon", learning_rate=0.01, warmup_steps=0, lr_sched
     [
         {},
         {"clip_norm": 0.4},
-        {"clip_norm": 0.4, "post_validation": Validation(after=0)},
+        {"clip_norm": 0.4, "post_validation": True},
         {"gradient_release": "step"},
     ],
 )
@@ -326,7 +325,7 @@ def test_the_trainer_steps_a_scheduler_and_its_state_goes_on_where_it_was():
     )
     found = by_trainer(options, clip_norm=0.3)
     same(found, expected, rel=1e-5)  # torch adds 1e-6 to the norm
-    same(by_trainer(options, clip_norm=0.3, post_validation=Validation(after=0)), found, rel=0)
+    same(by_trainer(options, clip_norm=0.3, post_validation=True), found, rel=0)
 
 
 # ---------------------------------------------------------------- several ranks

@@ -15,11 +15,12 @@ needs_wandb = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reas
 
 def test_numbers_that_json_cannot_write_are_texts_that_float_reads(tmp_path):
     """Strict readers refuse NaN; a diverged run is still readable."""
-    path = tmp_path / "metrics.jsonl"
-    logger = JsonLines(path)
+    logger = JsonLines(tmp_path)
     logger.log({"step": 1, "loss": math.nan, "grad_norm": math.inf, "skipped": True})
     logger.close({}, failed=False)
-    assert path.read_text() == '{"step": 1, "loss": "NaN", "grad_norm": "Infinity", "skipped": true}\n'
+    assert (
+        tmp_path / "metrics.jsonl"
+    ).read_text() == '{"step": 1, "loss": "NaN", "grad_norm": "Infinity", "skipped": true}\n'
 
 
 class Spy:
@@ -36,6 +37,21 @@ class Spy:
 class Broken(Spy):
     def close(self, summary, *, failed):
         raise OSError("disk full")
+
+
+class Full(Spy):
+    def log(self, metrics):
+        super().log(metrics)
+        raise OSError("no space left")
+
+
+def test_a_logger_whose_disk_is_full_gets_nothing_more_and_the_run_goes_on(capsys):
+    spies = [Full(), Spy()]
+    with Loggers(spies) as loggers:
+        for metrics in STEPS:
+            loggers.log(metrics)
+    assert [spy.logged for spy in spies] == [STEPS[:1], STEPS]
+    assert capsys.readouterr().out == "Full gets nothing more: no space left\n"
 
 
 def test_several_loggers_get_the_same_and_are_closed_with_the_summary():
@@ -120,7 +136,7 @@ def test_tensorboard_has_metrics_pictures_and_texts(tmp_path):
         for metrics in STEPS:
             loggers.log(metrics)
         loggers.picture("timeline", tmp_path / "timeline.png", 2)
-        loggers.text("sample", "def f(x):\n  return <x>", 2)
+        loggers.sample("def f(x):\n", "  return <x>", 2)
         loggers.summary = {"schedule": "zb_h1"}
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 2.5), (2, 1.25)]
@@ -141,7 +157,7 @@ def test_wandb_has_pictures_and_texts(no_account, tmp_path):
     with Loggers([Wandb(tmp_path, project="test", mode="offline", config={})]) as loggers:
         loggers.log(STEPS[0])
         loggers.picture("timeline", tmp_path / "timeline.png", 1)
-        loggers.text("sample", "return <x>", 1)
+        loggers.sample("return", " <x>", 1)
     (run,) = runs_in(tmp_path)
     media = [path.name for path in run.parent.rglob("*") if path.is_file()]
     assert any(name.startswith("timeline") and name.endswith(".png") for name in media)

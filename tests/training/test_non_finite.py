@@ -12,10 +12,10 @@ from helpers.processes import run_ranks
 from zbpp import LossScale, Pipeline, make_mesh, plan
 from zbpp.checkpoints import CheckpointError
 from zbpp.data import Data, loaded_data
+from zbpp.training import non_finite
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.loggers import finite
-from zbpp.training.non_finite import NonFiniteError, NonFinitePolicy
-from zbpp.training.optim.post_validated_update import Validation
+from zbpp.training.non_finite import NonFiniteError
 from zbpp.training.trainer import Trainer
 
 M, ROWS, WIDTH, STEPS, BAD = 4, 8, 5, 6, 2  # BAD: the step (from 0) whose batch is spoiled
@@ -114,7 +114,7 @@ def assert_close(found, expected):
 
 
 @pytest.mark.parametrize("spoil, loss", [("nan", "NaN"), ("loss", "Infinity")])
-@pytest.mark.parametrize("validation", [None, Validation(after=0)])
+@pytest.mark.parametrize("validation", [False, True])
 def test_skip_leaves_out_the_update_and_nothing_else(spoil, loss, validation, capsys):
     """A loss that was infinite, with finite gradients, updated the weights."""
     trainer = trainer_of(Batches(spoil), post_validation=validation)
@@ -131,11 +131,10 @@ def test_skip_leaves_out_the_update_and_nothing_else(spoil, loss, validation, ca
     assert text + where in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("validation", [None, Validation(after=0)])
+@pytest.mark.parametrize("validation", [False, True])
 def test_continue_is_what_plain_torch_does(validation):
     for spoil in ("nan", "loss"):
-        policy = NonFinitePolicy("continue")
-        trainer = trainer_of(Batches(spoil), non_finite=policy, post_validation=validation)
+        trainer = trainer_of(Batches(spoil), non_finite="continue", post_validation=validation)
         history, error = run(trainer)
         assert error is None
         assert not any(metrics["skipped"] for metrics in history)
@@ -145,7 +144,7 @@ def test_continue_is_what_plain_torch_does(validation):
 
 
 def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp_path):
-    trainer = trainer_of(Batches("nan"), non_finite=NonFinitePolicy("stop"))
+    trainer = trainer_of(Batches("nan"), non_finite="stop")
     trainer.callbacks = [Checkpoints(tmp_path, every=1, keep=2, background=True, config={})]
     history, error = run(trainer)
     assert error == (
@@ -161,9 +160,10 @@ def test_stop_ends_the_run_before_the_update_with_the_last_checkpoint_intact(tmp
     assert all(torch.equal(each, weights(trainer)[name]) for name, each in weights(other).items())
 
 
-def test_a_parameter_that_is_nan_stops_the_run_and_is_never_saved(tmp_path, capsys):
+def test_a_parameter_that_is_nan_stops_the_run_and_is_never_saved(tmp_path, capsys, monkeypatch):
     """It was skipped to the end, with exit status 0; its weights replaced the good checkpoints."""
-    trainer = trainer_of(Batches(), non_finite=NonFinitePolicy("skip", max_skipped=3))
+    monkeypatch.setattr(non_finite, "_MOST_SKIPPED", 3)
+    trainer = trainer_of(Batches())
     trainer.callbacks = [Checkpoints(tmp_path, every=1, keep=2, background=False, config={})]
     steps = trainer.run(STEPS)
     next(steps), next(steps)
@@ -202,13 +202,13 @@ def test_overflows_of_a_loss_scale_are_no_faults_and_its_loss_is():
     """The scale, chosen so that gradients overflow, is halved until they do not; no policy minds."""
     for action in ("skip", "stop", "continue"):
         scale = LossScale(start=2.0**1022)
-        trainer = trainer_of(Batches(), loss_scale=scale, non_finite=NonFinitePolicy(action))
+        trainer = trainer_of(Batches(), loss_scale=scale, non_finite=action)
         history, error = run(trainer)
         assert error is None
         assert history[0]["skipped"]
         assert trainer.values.num_skipped >= 1
         assert trainer.values.num_non_finite == 0
-    trainer = trainer_of(Batches("loss"), loss_scale=LossScale(start=8.0), non_finite=NonFinitePolicy("stop"))
+    trainer = trainer_of(Batches("loss"), loss_scale=LossScale(start=8.0), non_finite="stop")
     assert "the loss is Infinity" in run(trainer)[1]
 
 
@@ -216,15 +216,14 @@ def on_two_ranks(rank):
     """A pipeline of two ranks, then two replicas, of which the second one has the bad data."""
     found = {}
     for spoil in ("nan", "loss"):
-        for validation in (None, Validation(after=0)):
+        for validation in (False, True):
             trainer = trainer_of(Batches(spoil), "zb_h1", num_ranks=2, post_validation=validation)
             history, error = run(trainer)
-            found[spoil, validation is None] = [each["skipped"] for each in history], error, weights(trainer)
+            found[spoil, not validation] = [each["skipped"] for each in history], error, weights(trainer)
             trainer.pipeline.close()
-    trainer = trainer_of(Batches("nan"), "zb_h1", num_ranks=2, non_finite=NonFinitePolicy("stop"))
+    trainer = trainer_of(Batches("nan"), "zb_h1", num_ranks=2, non_finite="stop")
     found["stop"] = run(trainer)[1]
-    mesh, stop = make_mesh(replicate=2), NonFinitePolicy("stop")
-    replicas = trainer_of(Batches("loss", 1, 2), mesh=mesh, non_finite=stop)
+    replicas = trainer_of(Batches("loss", 1, 2), mesh=make_mesh(replicate=2), non_finite="stop")
     found["replicas"] = run(replicas)[1]
     return found
 

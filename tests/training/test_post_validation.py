@@ -20,7 +20,6 @@ from zbpp.run.stages import move_stages
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
-from zbpp.training.optim.post_validated_update import Validation, ValidationSwitch
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 
@@ -253,8 +252,8 @@ def history_of(trainer, num_steps=STEPS):
 
 def test_a_trainer_with_masters_and_a_loss_scale_has_the_synchronous_runs_metrics():
     """The loss scale grows at some steps and is halved at others: F's of the last stage depend on it."""
-    expected = history_of(trainer_of(None, evaluate_every=4))
-    trainer = trainer_of(Validation(after=0), evaluate_every=4)
+    expected = history_of(trainer_of(False, evaluate_every=4))
+    trainer = trainer_of(True, evaluate_every=4)
     assert_same(expected, history_of(trainer))
     scales = [each["loss_scale"] for each in expected[0]]
     assert any(b > a for a, b in pairwise(scales))
@@ -264,24 +263,12 @@ def test_a_trainer_with_masters_and_a_loss_scale_has_the_synchronous_runs_metric
 
 
 def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
-    trainer = trainer_of(Validation(after=0), "float32", num_recorded=0)
+    trainer = trainer_of(True, "float32", num_recorded=0)
     running = trainer.run(STEPS)
     assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
     assert trainer.pipeline.validation.pending is not None
     assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
     assert trainer.pipeline.validation.pending is None
-
-
-def test_it_is_on_after_steps_without_clipping_and_off_where_clipping_is_frequent():
-    switch = ValidationSwitch(after=3)
-    seen = []
-    for is_good in [True, True, False, True, True, True, False, *[True] * 4, False, True, True, True]:
-        switch.note(is_good=is_good)
-        seen.append(switch.is_on)
-    assert seen == [*[False] * 5, *[True] * 6, *[False] * 3, True]
-    assert_same(
-        history_of(trainer_of(None, "float32")), history_of(trainer_of(Validation(after=1), "float32"))
-    )
 
 
 # ---- What is refused

@@ -13,7 +13,6 @@ from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.optimizer import adamw
-from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
 
@@ -196,7 +195,7 @@ def test_a_run_that_goes_on_keeps_the_plan_that_was_made_for_its_costs(corpus, t
 
 def test_a_replanner_with_nothing_left_to_do_costs_no_more_settling():
     """Every step of the run waited for the verdict on its own update."""
-    trainer = small_trainer("zb_v", post_validation=Validation(), num_recorded=1, clip_norm=1e9)
+    trainer = small_trainer("zb_v", post_validation=True, num_recorded=1, clip_norm=1e9)
     stages = dict(trainer.pipeline.stages)
     trainer.replan = Replan(
         plan=lambda costs, limits: plan("zb_v", 1, trainer.pipeline.timetable.num_microbatches),

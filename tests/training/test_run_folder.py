@@ -110,24 +110,6 @@ def test_overwriting_waits_until_the_new_run_begins(tmp_path):
     }
 
 
-def test_a_restart_keeps_the_metrics_of_its_unfinished_attempt(tmp_path, monkeypatch):
-    """torchrun's restart truncated metrics.jsonl."""
-    folder = tmp_path / "run"
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a job")
-    run(folder, "first", finished=False)
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    run(folder, "second", finished=False, overwrite=True)
-    run(folder, "third")
-    assert (folder / "attempt-1/metrics.jsonl").read_text() == "first"
-    assert (folder / "attempt-2/metrics.jsonl").read_text() == "second"
-    assert (folder / "metrics.jsonl").read_text() == "third"
-    with pytest.raises(FolderError, match="holds a run already"):
-        run(folder, "of a finished job, started once more")
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another job")
-    with pytest.raises(FolderError, match="holds a run already"):
-        run(folder, "fourth")
-
-
 def test_a_refused_job_leaves_no_new_folder(tmp_path):
     (tmp_path / "runs").mkdir()
     with pytest.raises(ZeroDivisionError), claimed(tmp_path / "runs/2026/first"):
@@ -208,7 +190,6 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again(tmp_path):
     begun(folder, [1, 2])
     (folder / "job.json").write_text(json.dumps({"job": "another one"}))
     assert begun(folder, [1], resume="auto") is None
-    assert steps_in(folder / "attempt-1/metrics.jsonl") == [1, 2]
     assert steps_in(folder / "metrics.jsonl") == [1]
 
 
@@ -239,7 +220,6 @@ def test_overwrite_replaces_every_other_run_even_in_the_same_allocation(tmp_path
     assert begun(folder, [1], resume="auto", overwrite=True) is None
     assert steps_in(folder / "metrics.jsonl") == [1]
     assert not (folder / "checkpoints").exists()
-    assert not (folder / "attempt-1").exists()
 
 
 @pytest.mark.parametrize("stump", ['{"step": 3, "lo', '{"step": 3}', '{"step": 3, "text": "\u00e4'])

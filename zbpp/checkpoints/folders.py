@@ -4,51 +4,25 @@
         step-200/            __0_0.distcp, __1_0.distcp, ...   tensors, as torch's DCP writes them
                              .metadata                         where each tensor lies in them
                              state.json                        all that is no tensor
-                             manifest.json                     size and checksum of each other file
+                             manifest.json                     the size of each other file
         step-300.tmp/        a checkpoint that is being written, or that a dead job has left
-        latest               the newest step's name, for people and other tools
 
 A folder is renamed to its final name when all of its files are on the disk, and never changed after that.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
 
-FORMAT = 1  # raised by every change that an older zbpp could not read
+FORMAT = 2  # raised by every change that an older zbpp could not read
 
-MANIFEST, METADATA, STATE, LATEST = "manifest.json", ".metadata", "state.json", "latest"
-_BLOCK = 2**22  # bytes
-
-
-class Written(NamedTuple):
-    """Size in bytes and checksum of a file."""
-
-    size: int
-    digest: str
-
-
-def new_digest() -> Any:
-    """An object with `update(bytes)` and `hexdigest()`: the checksum of a file."""
-    return hashlib.blake2b(digest_size=16)
-
-
-def written_in(path: Path) -> Written:
-    """Size and checksum of a file as it is on the disk."""
-    digest, size = new_digest(), 0
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-            size += len(block)
-    return Written(size, digest.hexdigest())
+MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "state.json"
 
 
 def path_of(folder: Path, step: int) -> Path:
@@ -91,32 +65,28 @@ def prepare(path: Path) -> None:
     unfinished(path).mkdir(parents=True)
 
 
-def commit(path: Path, files: Mapping[str, Written]) -> None:
-    """Turn the unfinished checkpoint of `path` into a finished one, and let `latest` name it.
+def commit(path: Path, sizes: Mapping[str, int]) -> None:
+    """Turn the unfinished checkpoint of `path` into a finished one.
 
-    files: all its files, which are on the disk already.
+    sizes: the bytes of all its files, which are on the disk already.
     """
     folder = unfinished(path)
-    manifest = {"format": FORMAT, "files": {name: list(each) for name, each in sorted(files.items())}}
-    write_file(folder / MANIFEST, json.dumps(manifest, indent=1))
+    write_file(
+        folder / MANIFEST, json.dumps({"format": FORMAT, "files": dict(sorted(sizes.items()))}, indent=1)
+    )
     _sync(folder)
     folder.rename(path)
     _sync(path.parent)
-    with suppress(OSError):  # the checkpoint is whole, and nothing here reads `latest`
-        write_file(path.parent / f"{LATEST}.tmp", f"{path.name}\n")
-        (path.parent / f"{LATEST}.tmp").rename(path.parent / LATEST)
 
 
-def write_file(path: Path, text: str) -> Written:
-    """Write a text, and wait until it is on the disk."""
+def write_file(path: Path, text: str) -> int:
+    """Write a text, and wait until it is on the disk; returns its bytes."""
     data = text.encode()
     with path.open("wb") as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
-    digest = new_digest()
-    digest.update(data)
-    return Written(len(data), digest.hexdigest())
+    return len(data)
 
 
 def discard(path: Path) -> None:
@@ -167,8 +137,8 @@ def _sync(folder: Path) -> None:
 # ---- Reading
 
 
-def manifest_of(path: Path) -> dict[str, Written]:
-    """Size and checksum of each file of a checkpoint, by its manifest.
+def manifest_of(path: Path) -> dict[str, int]:
+    """The size of each file of a checkpoint, by its manifest.
 
     Raises ValueError, which says why, if the checkpoint is damaged; CheckpointError if a newer zbpp wrote it;
     OSError if the file can't be read, which says nothing about the checkpoint.
@@ -176,10 +146,12 @@ def manifest_of(path: Path) -> dict[str, Written]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
-        files = {str(name): Written(*each) for name, each in manifest["files"].items()}
+        # In format 1 a file has its checksum, too.
+        sizes = {name: each[0] if version == 1 else each for name, each in manifest["files"].items()}
+        files = {str(name): int(size) for name, size in sizes.items()}
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{MANIFEST} is missing") from None
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
         raise ValueError(f"{MANIFEST} can't be read ({error})") from error
     if type(version) is not int or version > FORMAT:
         raise CheckpointError(
@@ -195,23 +167,14 @@ def manifest_of(path: Path) -> dict[str, Written]:
     return files
 
 
-def check_sizes(path: Path) -> dict[str, Written]:
-    """The manifest; each file that it lists is there and has its size. Raises as `manifest_of` does."""
-    files = manifest_of(path)
-    for name, expected in files.items():
+def check_sizes(path: Path) -> None:
+    """Each file that the manifest lists is there and has its size. Raises as `manifest_of` does."""
+    for name, expected in manifest_of(path).items():
         file = path / name
         size = file.stat().st_size if file.is_file() else None
-        if size != expected.size:
-            found = "is missing" if size is None else f"has {size} bytes instead of {expected.size}"
+        if size != expected:
+            found = "is missing" if size is None else f"has {size} bytes instead of {expected}"
             raise ValueError(f"{name} {found}")
-    return files
-
-
-def check_contents(path: Path, files: Mapping[str, Written], names: Iterable[str]) -> None:
-    """Compare some files of a checkpoint with their checksums. Raises ValueError for one that differs."""
-    for name in names:
-        if written_in(path / name) != files[name]:
-            raise ValueError(f"{name} has changed since it was written (its checksum differs)")
 
 
 # ----------------------------------------------------------------

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
+import torch
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import model_states
@@ -16,10 +16,8 @@ from zbpp.checkpoints.optimizer_states import (
     UNEVEN_OPTIMIZERS,
     Masters,
     Restored,
-    kind_of,
     optimizers_of,
 )
-from zbpp.checkpoints.random_states import set_random_states
 from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
 from zbpp.runtime import Pipeline
@@ -126,16 +124,11 @@ def restore(
     except Exception as error:
         refusal = f"{_told(error, checkpoint)}; it is loaded in part"
     _agree(refusal, pipeline.place)
-    mine = dist.get_rank() if dist.is_initialized() else 0
-    everyone = pipeline.place.gather(mine)
     try:
         if restored is not None:
             restored.apply(keep_options=keep_options)
         for name, each in states.items():
             each.load_state_dict(decoded(checkpoint.facts["states"][name], targets.__getitem__))
-        random = checkpoint.facts["random"]
-        if len(random) == len(everyone):  # each process goes on with its own random numbers
-            set_random_states(random[everyone.index(mine)])
     except Exception as error:
         refusal = f"{_told(error, checkpoint)}; it is loaded in part"
     _agree(refusal, pipeline.place)
@@ -195,19 +188,9 @@ def _check_states(checkpoint: Checkpoint, states: dict[str, Stateful]) -> None:
                 f"{checkpoint.path} has no state of {name}; it has "
                 f"{', '.join(checkpoint.facts['states']) or 'none beside model and optimizer'}: leave it out"
             )
-        mine = kind_of(states[name])
-        kind = checkpoint.facts.get("kinds", {}).get(name, mine)  # not in checkpoints of earlier versions
-        # The trainer's own may be of another class now: an Update after a PostValidatedUpdate.
-        if kind != mine and not (kind.startswith("zbpp.") and mine.startswith("zbpp.")):
-            raise CheckpointError(
-                f"{checkpoint.path} has the state of {kind} for {name}, and this one is {mine}: take the "
-                "same class, or leave it out"
-            )
 
 
 def _targets(checkpoint: Checkpoint, states: dict[str, Stateful]) -> dict[str, Any]:
-    import torch
-
     keys = [key for name in states for key in tensor_keys(checkpoint.facts["states"][name])]
     return {key: torch.empty(checkpoint.size_of(key), dtype=checkpoint.dtype_of(key)) for key in keys}
 

@@ -26,7 +26,6 @@ UNEVEN_OPTIMIZERS = (
     "some ranks give an optimizer, and others none: give one on all ranks, and [] where a rank has nothing "
     "to update"
 )
-_OF_STATES = ("amsgrad", "centered", "kahan_sum")  # options that decide which states a parameter has
 
 
 class Masters(Protocol):
@@ -198,13 +197,7 @@ class Restored:
             self.targets[key] = self._empty(key, name, row)
 
         decoded(self._facts["states"][name]["state"], target)
-        options = decoded(json.loads(self._groups[name])["options"], lambda key: self._plain(key))
-        for key in _OF_STATES:
-            if key in options and key in row.group and bool(options[key]) != bool(row.group[key]):
-                raise CheckpointError(
-                    f"the checkpoint's optimizer has {key}={options[key]}, this one {key}={row.group[key]}, "
-                    "which has other states: make the optimizer as it was, or load without one"
-                )
+        decoded(json.loads(self._groups[name])["options"], self._plain)
 
     def _plain(self, key: str) -> None:
         self.targets[key] = torch.empty(self._saved.size_of(key), dtype=self._saved.dtype_of(key))

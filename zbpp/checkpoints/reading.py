@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -30,7 +29,6 @@ from zbpp.checkpoints.folders import (
     METADATA,
     STATE,
     CheckpointError,
-    check_contents,
     check_sizes,
     checkpoints_in,
     manifest_of,
@@ -48,7 +46,7 @@ _CLASSES = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
 }  # fmt: skip
-_KEYS = {"step", "timetable", "model", "optimizer", "random", "states", "info"}
+_KEYS = {"step", "timetable", "model", "optimizer", "states", "info"}
 
 
 class Checkpoint:
@@ -117,45 +115,37 @@ class Checkpoint:
 def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
     """(the newest whole checkpoint in `folder`, or `folder` itself if it is one; {newer one: its damage}).
 
-    All processes together compare the checksums. Raises CheckpointError, on every process, if no checkpoint
-    is whole, if one can't be read, or if a newer zbpp wrote it. Collective.
+    The first process looks. Raises CheckpointError, on every process, if no checkpoint is whole, if one can't
+    be read, or if a newer zbpp wrote it: such a checkpoint may be whole, so an older one must not take its
+    place. Collective.
     """
-    candidates = place.broadcast([folder] if step_of(folder) is not None else checkpoints_in(folder))
     damaged: dict[Path, str] = {}
-    for path in candidates:
-        complaint = _complaint(path, place)
-        if not complaint:
-            return path, damaged
-        damaged[path] = complaint
+    found, refusal = None, ""
+    if place.is_first and place.rank == 0:
+        try:
+            found = _newest_whole(folder, damaged)
+        except CheckpointError as error:
+            refusal = str(error)
+        except OSError as error:
+            refusal = f"{folder} can't be read ({error}): make it readable, or write another checkpoint"
+    found, refusal, damaged = place.broadcast((found, refusal, damaged))
+    if found is None:
+        raise CheckpointError(refusal)
+    return found, damaged
+
+
+def _newest_whole(folder: Path, damaged: dict[Path, str]) -> Path:
+    """The newest whole checkpoint; why newer ones are damaged goes into `damaged`."""
+    for path in [folder] if step_of(folder) is not None else checkpoints_in(folder):
+        try:
+            check_sizes(path)
+            return path
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            damaged[path] = str(error)
     complaints = "; ".join(f"{path} is damaged: {why}" for path, why in damaged.items())
     raise CheckpointError(complaints or f"{folder} holds no checkpoint: write another folder")
-
-
-def _complaint(path: Path, place: Place) -> str:
-    """Why a checkpoint is damaged; "" if it is whole. Collective.
-
-    Raises CheckpointError, on every process, if a newer zbpp wrote it or a file can't be read: such a
-    checkpoint may be whole, so an older one must not take its place.
-    """
-    mine = dist.get_rank() if dist.is_initialized() else 0
-    everyone = place.gather(mine)
-    unknown = complaint = ""
-    try:
-        files = check_sizes(path)
-        check_contents(path, files, sorted(files)[everyone.index(mine) :: len(everyone)])
-    except CheckpointError as error:
-        unknown = str(error)
-    except FileNotFoundError as error:
-        complaint = f"{Path(error.filename).name} is missing"
-    except OSError as error:
-        unknown = f"{path} can't be read ({error}): make it readable, or write another checkpoint"
-    except ValueError as error:
-        complaint = str(error)
-    answers = place.gather((unknown, complaint))
-    for refusal, _ in answers:
-        if refusal:
-            raise CheckpointError(refusal)
-    return next((each for _, each in answers if each), "")
 
 
 class _Planner(DefaultLoadPlanner):

@@ -1,44 +1,29 @@
 """Saving a checkpoint: all processes agree on it while training stands still, then each writes its part.
 
 all processes   facts -> one gather -> copy (in the background only)     training stands still
-each process    plans, writes and hashes its tensors, by torch's DCP     training goes on
-the first       .metadata, state.json, manifest.json, rename, `latest`
+each process    plans and writes its tensors, by torch's DCP             training goes on
+the first       .metadata, state.json, manifest.json, rename
 """
 
 from __future__ import annotations
 
 import json
-import threading
-import time
-import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
-from weakref import WeakKeyDictionary
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.optim import Optimizer
 
 from zbpp.checkpoints import folders, model_states, optimizer_states
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.nest import encoded
-from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters, kind_of
-from zbpp.checkpoints.random_states import random_states
-from zbpp.checkpoints.writing import FolderWriter
-from zbpp.error_text import shown_path
-from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.groups import gloo_group
-from zbpp.runtime.parallel.mesh import Place, local_of
-
-Failed = Callable[[str], None]
-
-# A job of one rank has no process group: DCP says so each time.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters
+from zbpp.checkpoints.writing import Saving, is_first, line_of
+from zbpp.runtime import Extra, Pipeline
+from zbpp.runtime.parallel.groups import close_groups, gloo_group
+from zbpp.runtime.rank import Rank
 
 
 @runtime_checkable
@@ -47,110 +32,6 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: Any) -> Any: ...
-
-
-class Saving:
-    """A checkpoint that is being written. path: its final folder. seconds: this process's time to write.
-
-    is_awaited: whether `wait` was called.
-    """
-
-    def __init__(
-        self,
-        path: Path,
-        tensors: Mapping[str, Tensor],
-        facts: str,
-        keep: int | None,
-        place: Place,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self.path, self.seconds = path, 0.0
-        self._tensors, self._writer = dict(tensors), FolderWriter(path, facts, keep)
-        self._place, self._group = place, group
-        self._error, self.is_awaited = "", False
-        self._failed: Failed | None = None
-        self._thread: threading.Thread | None = None
-
-    def write(self) -> None:
-        """Write now. The next call is `wait`."""
-        begin = time.perf_counter()
-        try:
-            dcp_save(
-                self._tensors,
-                storage_writer=self._writer,
-                planner=DefaultSavePlanner(flatten_state_dict=False),
-                process_group=self._group,
-                no_dist=self._group is None,
-            )
-        except (Exception, CheckpointException) as error:
-            self._error = f"{shown_path(self.path)} could not be written ({_reason(error)})"
-            if _is_first(self._place):
-                folders.discard(folders.unfinished(self.path))
-                if self._failed is not None:
-                    self._failed(self._error)
-        self._tensors = {}
-        self.seconds = time.perf_counter() - begin
-
-    def write_in_background(self, failed: Failed | None = None) -> None:
-        """Copy the tensors to host memory, then write in a thread.
-
-        failed(why): called on the first process, from the thread, if writing fails.
-        """
-        self._tensors, self._failed = _on_host(self._tensors), failed
-        # Not a daemon: a process that ends, ends after its part is written.
-        self._thread = threading.Thread(target=self.write, name=f"zbpp {self.path.name}")
-        self._thread.start()
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the checkpoint is written, or can't be."""
-        return self._thread is None or not self._thread.is_alive()
-
-    def wait(self) -> Path:
-        """Wait until the checkpoint is whole; returns its folder. Collective.
-
-        Raises CheckpointError, on every process, if a process could not write: then nothing is left of it.
-        """
-        self.is_awaited = True
-        if self._thread is not None:
-            self._thread.join()
-        for error in self._place.gather(self._error):
-            if error:
-                raise CheckpointError(error)
-        return self.path
-
-
-def _is_first(place: Place) -> bool:
-    return place.is_first and place.rank == 0
-
-
-def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Copies in host memory, so that training may change the tensors."""
-    copies = {}
-    for name, tensor in tensors.items():
-        local = local_of(tensor.detach())
-        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        copy.copy_(local, non_blocking=True)
-        if local is not tensor and hasattr(tensor, "device_mesh"):
-            # Not from_local, which would move the copy back to the mesh's device.
-            copy = type(tensor.detach())(copy, tensor._spec, requires_grad=False)  # type: ignore[call-overload, attr-defined]  # DTensor's
-        copies[name] = copy
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return copies
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
-    if isinstance(error, CheckpointException):  # of one or more processes
-        error = next((each for each, _ in error.failures.values()), error)
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:  # a chain may be a circle
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    known = next((each for each in chain if isinstance(each, OSError)), error)
-    return f"{type(known).__name__}: {_line(known)}"
 
 
 def save(
@@ -191,14 +72,34 @@ def save(
     return saving
 
 
-class _OfPipeline(NamedTuple):
-    """group: in which the processes of a pipeline agree while its training steps use the other groups."""
+class _Saver(Extra):
+    """What a pipeline keeps from its first save on: a group to save in, and its last Saving.
 
-    group: dist.ProcessGroup | None
-    last: Saving | None
+    In the group the processes agree while training steps use the pipeline's other groups.
+    """
+
+    name = "saver"
+    last: Saving | None = None
+
+    def attach(self, rank: Rank) -> None:
+        """Make the group."""
+        self.group = gloo_group(rank.place)
+
+    def close(self) -> None:
+        """Close the group, unless a thread still saves in it."""
+        if self.group is not None and (self.last is None or self.last.is_done):
+            close_groups([self.group])
 
 
-_known: WeakKeyDictionary[Pipeline, _OfPipeline] = WeakKeyDictionary()
+def _saver_of(pipeline: Pipeline) -> _Saver:
+    """The pipeline's saver. Collective."""
+    found = next((each for each in pipeline.extras if isinstance(each, _Saver)), None)
+    if found is None:
+        found = _Saver()
+        pipeline.use(found)
+    if found.last is not None and not found.last.is_awaited:
+        found.last.wait()
+    return found
 
 
 def prepared(
@@ -214,57 +115,40 @@ def prepared(
 ) -> Saving:
     """The checkpoint, agreed on by all processes, not written yet. The arguments are those of `save`."""
     place = pipeline.place
-    _check_arguments(place, optimizer, step, keep)
+    if type(step) is not int or not 0 <= step < 2**53:
+        raise CheckpointError(f"step={step!r}: write how many steps are done, a whole number from 0 to 2^53")
+    if keep is not None and (type(keep) is not int or keep < 1):
+        raise CheckpointError(f"keep={keep!r}: write how many checkpoints stay, 1 or more")
     path, tensors = folders.path_of(Path(folder), step), dict[str, Tensor]()
     facts, error = {}, ""
-    is_first, is_prepared = _is_first(place), False
+    writes, is_prepared = is_first(place), False
     pipeline.settle()  # collective; before anything that may fail on one process alone
-    group, last = _known[pipeline] if pipeline in _known else _OfPipeline(gloo_group(place), None)
-    if last is not None and not last.is_awaited:
-        last.wait()
+    saver = _saver_of(pipeline)
     try:
         json.dumps(info)
-        if is_first:
+        if writes:
             folders.prepare(path)
-        is_prepared = is_first
+        is_prepared = writes
         facts = _facts(pipeline, optimizer, masters, tensors)
-        mine = states if is_first else {}  # a data loader of another replica is at another batch
+        mine = states if writes else {}  # a data loader of another replica is at another batch
         facts["states"] = {
             name: encoded(each.state_dict(), f"states.{name}", tensors) for name, each in mine.items()
         }
-        facts["kinds"] = {name: kind_of(each) for name, each in mine.items()}
     except CheckpointError as caught:
-        error = _line(caught)
+        error = line_of(caught)
     except Exception as caught:  # of the user's objects, too: the other processes wait
-        error = f"{path} can't be written: {type(caught).__name__}: {_line(caught)}"
+        error = f"{path} can't be written: {type(caught).__name__}: {line_of(caught)}"
     told = place.gather((error, facts))
-    for refusal, _ in told:
-        if refusal:
-            if is_prepared:
-                folders.discard(folders.unfinished(path))
-            raise CheckpointError(refusal)
+    refusals = [each for each, _ in told if each]
+    if len({each.get("optimizer") is None for _, each in told}) > 1:
+        refusals.append(UNEVEN_OPTIMIZERS)
+    if refusals:
+        if is_prepared:
+            folders.discard(folders.unfinished(path))
+        raise CheckpointError(refusals[0])
     whole = _merged([each for _, each in told], pipeline, step) | {"info": dict(info or {})}
-    saving = Saving(path, tensors, json.dumps(whole), keep, place, group)
-    _known[pipeline] = _OfPipeline(group, saving)
-    return saving
-
-
-def _check_arguments(place: Place, optimizer: object, step: object, keep: object) -> None:
-    """Raise CheckpointError, on every process, for a bad step or keep, or one that differs. Collective."""
-    refusal = ""
-    if type(step) is not int or not 0 <= step < 2**53:
-        refusal = f"step={step!r}: write how many steps are done, a whole number from 0 to 2^53"
-    elif keep is not None and (type(keep) is not int or keep < 1):
-        refusal = f"keep={keep!r}: write how many checkpoints stay, 1 or more"
-    told = place.gather((refusal, f"step={step!r}, keep={keep!r}", optimizer is None))
-    for each, *_ in told:
-        if each:
-            raise CheckpointError(each)
-    found = sorted({values for _, values, _ in told})
-    if len(found) > 1:
-        raise CheckpointError(f"{found[0]} on one rank, {found[1]} on another one: give all ranks the same")
-    if len({is_none for *_, is_none in told}) > 1:
-        raise CheckpointError(UNEVEN_OPTIMIZERS)
+    saver.last = Saving(path, tensors, json.dumps(whole), keep, place, saver.group)
+    return saver.last
 
 
 def _facts(
@@ -280,7 +164,6 @@ def _facts(
         "optimizer": optimizer_states.collect(pipeline, optimizers, masters, tensors)
         if optimizer is not None
         else None,
-        "random": random_states(),
     }
 
 
@@ -300,11 +183,5 @@ def _merged(parts: list[dict[str, Any]], pipeline: Pipeline, step: int) -> dict[
         "timetable": str(timetable),
         "model": model,
         "optimizer": None if optimizers[0] is None else optimizer_states.merged(optimizers),
-        "random": [each["random"] for each in parts],
         "states": parts[0]["states"],
-        "kinds": parts[0]["kinds"],
     }
-
-
-def _line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

@@ -1,26 +1,149 @@
-"""DCP's writer of files, which also hashes them, and at the end makes the checkpoint whole."""
+"""A checkpoint that is being written: tensors by torch's DCP, in a thread if wanted, then the other files."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import threading
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 from torch.futures import Future
 
 from zbpp.checkpoints import folders
-from zbpp.checkpoints.folders import Written
+from zbpp.checkpoints.folders import CheckpointError
+from zbpp.error_text import shown_path
+from zbpp.runtime.parallel.mesh import Place, local_of
+
+Failed = Callable[[str], None]
+
+# A job of one rank has no process group: DCP says so each time.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+
+
+class Saving:
+    """A checkpoint that is being written. path: its final folder. is_awaited: whether `wait` was called."""
+
+    def __init__(
+        self,
+        path: Path,
+        tensors: Mapping[str, Tensor],
+        facts: str,
+        keep: int | None,
+        place: Place,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.path = path
+        self._tensors, self._writer = dict(tensors), FolderWriter(path, facts, keep)
+        self._place, self._group = place, group
+        self._error, self.is_awaited = "", False
+        self._failed: Failed | None = None
+        self._thread: threading.Thread | None = None
+
+    def write(self) -> None:
+        """Write now. The next call is `wait`."""
+        try:
+            dcp_save(
+                self._tensors,
+                storage_writer=self._writer,
+                planner=DefaultSavePlanner(flatten_state_dict=False),
+                process_group=self._group,
+                no_dist=self._group is None,
+            )
+        except (Exception, CheckpointException) as error:
+            self._error = f"{shown_path(self.path)} could not be written ({_reason(error)})"
+            if is_first(self._place):
+                folders.discard(folders.unfinished(self.path))
+                if self._failed is not None:
+                    self._failed(self._error)
+        self._tensors = {}
+
+    def write_in_background(self, failed: Failed | None = None) -> None:
+        """Copy the tensors to host memory, then write in a thread.
+
+        failed(why): called on the first process, from the thread, if writing fails.
+        """
+        self._tensors, self._failed = _on_host(self._tensors), failed
+        # Not a daemon: a process that ends, ends after its part is written.
+        self._thread = threading.Thread(target=self.write, name=f"zbpp {self.path.name}")
+        self._thread.start()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the checkpoint is written, or can't be."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until the checkpoint is whole; returns its folder. Collective.
+
+        Raises CheckpointError, on every process, if a process could not write: then nothing is left of it.
+        """
+        self.is_awaited = True
+        if self._thread is not None:
+            self._thread.join()
+        for error in self._place.gather(self._error):
+            if error:
+                raise CheckpointError(error)
+        return self.path
+
+
+def is_first(place: Place) -> bool:
+    """Whether this is the first process of the mesh, which writes what all share."""
+    return place.is_first and place.rank == 0
+
+
+def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies in host memory, so that training may change the tensors."""
+    copies = {}
+    for name, tensor in tensors.items():
+        local = local_of(tensor.detach())
+        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy.copy_(local, non_blocking=True)
+        if local is not tensor and hasattr(tensor, "device_mesh"):
+            # Not from_local, which would move the copy back to the mesh's device.
+            copy = type(tensor.detach())(copy, tensor._spec, requires_grad=False)  # type: ignore[call-overload, attr-defined]  # DTensor's
+        copies[name] = copy
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return copies
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
+    if isinstance(error, CheckpointException):  # of one or more processes
+        error = next((each for each, _ in error.failures.values()), error)
+    chain: list[BaseException] = []
+    following: BaseException | None = error
+    while following is not None and following not in chain:  # a chain may be a circle
+        chain.append(following)
+        following = following.__cause__ or following.__context__
+    known = next((each for each in chain if isinstance(each, OSError)), error)
+    return f"{type(known).__name__}: {line_of(known)}"
+
+
+def line_of(error: BaseException) -> str:
+    """The error's text in a line."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+# ----------------------------------------------------------------
+# torch's writer of files, which at the end makes the checkpoint whole.
 
 
 class _Results(NamedTuple):
-    """What a process has written: DCP's results (the place of each tensor), and its files."""
+    """What a process has written: DCP's results (the place of each tensor), and the sizes of its files."""
 
     results: list[Any]
-    files: dict[str, Written]
+    sizes: dict[str, int]
 
 
 class FolderWriter(FileSystemWriter):
@@ -29,8 +152,6 @@ class FolderWriter(FileSystemWriter):
     def __init__(self, path: Path, facts: str, keep: int | None) -> None:
         super().__init__(folders.unfinished(path), overwrite=False)
         self._final, self._facts, self._keep = path, facts, keep
-        self._files: dict[str, Written] = {}
-        self.fs = _HashingFiles(self._files)
 
     def storage_meta(self) -> StorageMeta:
         """No paths: a checkpoint may be moved."""
@@ -39,60 +160,21 @@ class FolderWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this process's part."""
         results = super().write_data(plan, planner).value()
+        names = {each.storage_data.relative_path for each in results}
         done: Future[Any] = Future()
-        done.set_result(_Results(results, dict(self._files)))
+        done.set_result(_Results(results, {name: self._size_of(name) for name in names}))
         return done
 
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Write what is left, on the first process, and give the checkpoint its name."""
-        files = {name: each for part in results for name, each in part.files.items()}
+        sizes = {name: size for part in results for name, size in part.sizes.items()}
         super().finish(metadata, [part.results for part in results])
-        files[folders.METADATA] = self._files[folders.METADATA + ".tmp"]
+        sizes[folders.METADATA] = self._size_of(folders.METADATA)
         state = folders.unfinished(self._final) / folders.STATE
-        files[folders.STATE] = folders.write_file(state, self._facts)
-        folders.commit(self._final, files)
+        sizes[folders.STATE] = folders.write_file(state, self._facts)
+        folders.commit(self._final, sizes)
         if self._keep is not None:
             folders.keep_newest(self._final.parent, self._keep, self._final)
 
-
-class _HashingFiles(FileSystem):
-    def __init__(self, files: dict[str, Written]) -> None:
-        self._files = files
-
-    @contextmanager
-    def create_stream(self, path: Any, mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = _HashingStream(stream)
-            yield hashing
-        self._files[Path(path).name] = Written(hashing.size, hashing.digest.hexdigest())
-
-
-class _HashingStream:
-    """A file that is written from its beginning to its end.
-
-    Each tensor's writer (torch's NoCloseWriter) flushes the file again when that writer is deleted. After an
-    error, such as a full disk, the file is closed by then.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self.digest, self.size = stream, folders.new_digest(), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        self.size += memoryview(data).nbytes
-        written: int = self._stream.write(data)
-        return written
-
-    def tell(self) -> int:
-        return self.size
-
-    def flush(self) -> None:
-        if not self._stream.closed:
-            self._stream.flush()
-
-    def fileno(self) -> int:
-        number: int = self._stream.fileno()
-        return number
-
-    def close(self) -> None:
-        self._stream.close()
+    def _size_of(self, name: str) -> int:
+        return (folders.unfinished(self._final) / name).stat().st_size

@@ -27,6 +27,11 @@ from zbpp.launch import (
 GRACE = 3.0  # s in which the rank that caused a failure can end the job first
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
+_FLAGS = {  # Hydra's, see --hydra-help
+    "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun",
+    "-m", "--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+    "--experimental-rerun", "--info", "-i",
+}  # fmt: skip
 _NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
 
 
@@ -82,9 +87,13 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
     alone, the keys of the default choice are dropped. If a Hugging Face model comes from a folder, the
     default config is dropped, and the folder's vocabulary size is added. Of torchrun's ranks only rank 0
-    logs. Raises Refusal for a sweep (-m) inside torchrun: each rank would sweep by itself.
+    logs. Raises Refusal for an unknown option, and for a sweep (-m) inside torchrun: each rank would
+    sweep by itself.
     """
     found = _with_num_ranks(list(given), name)
+    for each in found:
+        if each.startswith("-") and each.partition("=")[0] not in _FLAGS:
+            raise Refusal(f"{each} is no option: zbpp {name} --help shows the options and keys")
     for group in _NAMED_BY_TARGET:
         found = _without_the_default(group, found)
     found = _without_the_default_config(found)
@@ -103,13 +112,16 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
     flags = [place for place, argument in enumerate(given) if re.fullmatch(r"-n\d*", argument)]
     if not flags or name not in _NUM_RANKS:
         return given
+    key = _NUM_RANKS[name]
+    if any(argument.startswith(f"{key}=") for argument in given):
+        raise Refusal(f"-n is short for {key}: write one of the two")
     place = flags[0]
     value, rest = given[place].removeprefix("-n"), given[place + 1 :]
     if not value and rest:
         value, *rest = rest
     if not value.isdecimal():
         raise Refusal(f"-n {value}: write how many ranks to start, such as -n 4")
-    return [f"{_NUM_RANKS[name]}={value}", *given[:place], *rest]
+    return [f"{key}={value}", *given[:place], *rest]
 
 
 def _without_the_default(group: str, given: list[str]) -> list[str]:

@@ -53,7 +53,6 @@ class OptimizerConfig(Checked):
         "after",
         help="after: steps don't wait for the norm, and updates are redone if need be",
     )
-    validation_after: int = ranged(10, help="unclipped steps before validation=after begins; 0: always")
 
     def __post_init__(self) -> None:
         super().__post_init__()

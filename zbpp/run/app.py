@@ -25,7 +25,7 @@ from zbpp.job.errors import CommunicationError
 from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_own_callbacks, build_saving
-from zbpp.run.checks import check_source_files, check_together
+from zbpp.run.checks import check_together
 from zbpp.run.data import build_data, limit_evaluation
 from zbpp.run.model import build_model, build_stages, layers_per_stage, metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
@@ -49,8 +49,6 @@ from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
 from zbpp.training.measured_steps import Summary, Title, summarise
 from zbpp.training.memory_report import MemoryReport, out_of_memory_explained
-from zbpp.training.non_finite import NonFinitePolicy
-from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.optim.precision import PRECISIONS, LossScale
 from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
@@ -99,7 +97,6 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         mesh = build_mesh(config.parallel, here.device.type)
         plan = _shared_plan(plan)
         parts = parts or build_parts(config, plan.timetable, Place(mesh).rank)
-        check_source_files()  # after the user's model and data are imported
         parts = parts._replace(data=_agreed_data(parts.data))
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure", ends_process=True)
@@ -265,10 +262,8 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=memory.gradient_release,
             per_parameter=optimizer.per_parameter,
-            post_validation=(
-                Validation(after=optimizer.validation_after) if optimizer.validation == "after" else None
-            ),
-            non_finite=NonFinitePolicy(config.non_finite),
+            post_validation=optimizer.validation == "after",
+            non_finite=config.non_finite,
             memory_report=MemoryReport(config.steps - 1) if memory.report else None,
         )
 

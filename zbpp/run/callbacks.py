@@ -31,7 +31,7 @@ def build_callbacks(
     """This rank's callbacks beside the user's: figures, samples, a profile. Raises ConfigError."""
     callbacks: list[Callback] = [LiveFigures(here, PRECISIONS[config.precision].compute)]
     if config.sample.every:
-        callbacks.append(_sampler(config, data, here, folder, loggers))
+        callbacks.append(_sampler(config, data, loggers))
     if config.profile is not None:
         callbacks.append(Profile(config.profiled_steps, folder / "profile" / f"rank-{here.rank}.json"))
     return callbacks
@@ -57,7 +57,7 @@ def _own_callback(part: str, node: Any) -> Callback:
     return made
 
 
-def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers: Loggers) -> Sampler:
+def _sampler(config: TrainConfig, data: Data, loggers: Loggers) -> Sampler:
     if data.unit != "tokens":
         raise ConfigError(f"sample.every={config.sample.every}: the data are {data.unit}, no text; write 0")
     options = config.sample
@@ -73,8 +73,7 @@ def _sampler(config: TrainConfig, data: Data, here: World, folder: Path, loggers
             temperature=options.temperature,
             seed=config.seed,
             window=config.data.get("sequence_length"),
-            folder=folder if here.rank == 0 else None,
-            log=loggers.text,
+            log=loggers.sample,
         )
 
 
@@ -167,7 +166,7 @@ def build_loggers(
     settings: the run's config as values by dotted key, which both show. first_step: how many steps
     were done before.
     """
-    loggers: list[Logger] = [JsonLines(folder / "metrics.jsonl")]
+    loggers: list[Logger] = [JsonLines(folder)]
     if options.wandb:
         project, mode = os.environ.get("WANDB_PROJECT", "zbpp"), os.environ.get("WANDB_MODE", "online")
         loggers.append(Wandb(folder, project=project, mode=mode, config=settings, goes_on=first_step > 0))

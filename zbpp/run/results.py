@@ -14,9 +14,9 @@ from zbpp.render import chrome_trace, render_memory_picture, render_picture, ren
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.training.loggers import Loggers, finite
 from zbpp.training.lora import save_adapter
-from zbpp.training.measured_steps import Summary, Title
+from zbpp.training.measured_steps import MeasuredSteps, Summary, Title
 from zbpp.training.memory_report import RankReport, figures
-from zbpp.training.run_folder import FolderError, write_whole
+from zbpp.training.run_folder import write_whole
 from zbpp.training.trainer import Trainer
 from zbpp.training.weights import save_weights
 
@@ -64,7 +64,7 @@ def _write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: M
     report = trainer.memory_report
     if report is None or trainer.next_step <= report.step:
         return
-    reports = report.gathered(trainer)
+    reports = report.gathered(trainer.pipeline)
     if measured is None:
         return
     pipeline = trainer.pipeline
@@ -76,11 +76,9 @@ def _write_memory(path: Path, config: TrainConfig, trainer: Trainer, measured: M
 
 def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer, loggers: Loggers) -> None:
     """Write summary.json and the pictures of a measured step, and print the summary. On rank 0."""
-    not_written = _write_pictures(path, title, summary)
-    if summary.measured is not None and not not_written:
+    if summary.measured is not None:
+        _write_pictures(path, title, summary.measured)
         loggers.picture("timeline", path / "timeline.png", trainer.next_step)
-    if not_written:
-        summary.figures["not_written"] = not_written
     loggers.summary = summary.figures
     # The last file: with it the run has ended.
     write_whole(path / "summary.json", json.dumps(finite(summary.figures), indent=2, allow_nan=False) + "\n")
@@ -89,30 +87,16 @@ def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer,
         print(f"left after step {trainer.next_step}: {trainer.leaving}; resume with resume=auto", flush=True)
 
 
-def _write_pictures(folder: Path, title: Title, summary: Summary) -> list[str]:
-    """Write timeline.png and trace.json if a step was measured; returns those that could not be written."""
-    found = summary.measured
-    if found is None:
-        return []
+def _write_pictures(folder: Path, title: Title, found: MeasuredSteps) -> None:
+    """Write timeline.png and trace.json."""
     panels = {
         f"{title}: predicted from the costs of {found.steps}": found.predicted,
         f"{title}: measured, the median of {found.steps}": found.measured,
     }
     picture = io.BytesIO()  # matplotlib's errors name no file
     render_picture(panels, picture)
-    trace = json.dumps(chrome_trace(panels))
-    files: dict[str, str | bytes] = {"timeline.png": picture.getvalue(), "trace.json": trace}
-    return [name for name, content in files.items() if not _is_written(folder / name, content)]
-
-
-def _is_written(path: Path, content: str | bytes) -> bool:
-    """Write a file that a run can do without; says so if that is not possible."""
-    try:
-        write_whole(path, content)
-    except FolderError as error:
-        print(error, flush=True)
-        return False
-    return True
+    write_whole(folder / "timeline.png", picture.getvalue())
+    write_whole(folder / "trace.json", json.dumps(chrome_trace(panels)))
 
 
 def _write_report(
@@ -122,6 +106,6 @@ def _write_report(
     found = {**figures(predicted, reports), "not_predicted": not_predicted}
     picture = io.BytesIO()
     render_memory_picture(found, picture)
-    _is_written(folder / "memory.json", json.dumps(found, indent=2) + "\n")
-    _is_written(folder / "memory.png", picture.getvalue())
+    write_whole(folder / "memory.json", json.dumps(found, indent=2) + "\n")
+    write_whole(folder / "memory.png", picture.getvalue())
     print(render_report(found), flush=True)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -18,11 +18,8 @@ from zbpp.checkpoints import Checkpoint, CheckpointError, Saving, opened, prepar
 from zbpp.error_text import shown_path
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import Timetable
-from zbpp.training.callbacks import Callback
 from zbpp.training.optim.update import Metrics
-
-if TYPE_CHECKING:
-    from zbpp.training.trainer import Trainer
+from zbpp.training.trainer import Callback, Trainer
 
 
 class Checkpoints(Callback):
@@ -44,7 +41,6 @@ class Checkpoints(Callback):
         self._background = background
         self._saving: tuple[int, Saving] | None = None  # the step and checkpoint that are being written
         self._last = 0  # the step of the newest whole checkpoint
-        self._longest = 0.0  # s, for writing a checkpoint
         self._stood_still = 0.0  # s, for checkpoints since the last metrics
 
     def needs_weights(self, step: int) -> bool:
@@ -75,10 +71,6 @@ class Checkpoints(Callback):
     def stopped(self, trainer: Trainer) -> None:
         """Wait until the checkpoint under way is written. The present weights are not saved."""
         self._settle()
-
-    def seconds_to_finish(self, trainer: Trainer) -> float:
-        """Seconds for the checkpoint being written and one more; unknown until one is timed."""
-        return 2 * self._longest
 
     def resume(self, trainer: Trainer, source: Path, num_steps: int, *, has_ended: bool = True) -> None:
         """Let the trainer go on from the newest whole checkpoint in `source`, or from `source` itself.
@@ -133,7 +125,7 @@ class Checkpoints(Callback):
         (step, saving), self._saving = self._saving, None
         with suppress(CheckpointError):
             saving.wait()
-            self._last, self._longest = max(self._last, step), max(self._longest, saving.seconds)
+            self._last = max(self._last, step)
 
     def _save(self, trainer: Trainer, step: int, *, in_background: bool) -> str:
         """Save a checkpoint; returns why that is not possible, or nothing."""
@@ -157,7 +149,7 @@ class Checkpoints(Callback):
             else:
                 saving.write()
                 saving.wait()
-                self._last, self._longest = step, max(self._longest, saving.seconds)
+                self._last = step
         except CheckpointError as error:
             if _is_first(trainer):
                 _report(str(error))

@@ -1,4 +1,4 @@
-"""What ends a run early: a signal, a metric that improves no more, a limit of time or steps.
+"""What ends a run early: a signal, a metric that improves no more, a number of steps.
 
 Signals are SIGTERM, SIGUSR1 (Slurm's warning) and Ctrl-C. The run ends in order after its present step: it
 saves, writes its summary, and the process exits with 0.
@@ -12,18 +12,12 @@ import math
 import os
 import signal
 import time
-from collections import deque
-from collections.abc import Callable
 from threading import current_thread, main_thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
-from zbpp.training.callbacks import Callback
 from zbpp.training.optim.update import Metrics
-
-if TYPE_CHECKING:
-    from zbpp.training.trainer import Trainer
-
+from zbpp.training.trainer import Callback, Trainer
 
 ENDING = (signal.SIGTERM, signal.SIGINT)  # the second such signal ends the process at once
 SIGNALS = (*ENDING, signal.SIGUSR1)
@@ -97,7 +91,7 @@ class LeaveOnSignal(Callback):
 
 
 # ----------------------------------------------------------------
-# A run that ends when a metric of its evaluations improves no more.
+# A run that ends when a metric improves no more, or after a number of steps.
 
 
 class MetricError(ValueError):
@@ -157,50 +151,6 @@ class EarlyStop(Callback):
         self.best = state["best"]
         self.best_step = int(state["best_step"] or 0)
         self.num_without_better = int(state["num_without_better"] or 0)
-
-
-# ----------------------------------------------------------------
-# A run that ends before its time is over.
-
-_WATCHED = 20  # the last steps; the slowest of them says how long a step may take
-
-
-class TimeLimit(Callback):
-    """Ends the run if the next step and all callbacks' `finish` might not be over within the time.
-
-    seconds: counted from `begin`, a time of `clock`; by default from now on. The time of the slowest recent
-    step, with evaluation, saving and sampling, counts three times: for the next step, for one more until all
-    ranks have agreed, and for what follows the last step. The callbacks' own estimates of their `finish` are
-    added.
-    """
-
-    def __init__(
-        self, seconds: float, *, begin: float | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._clock = clock
-        self._seconds, self._end = seconds, (clock() if begin is None else begin) + seconds
-        self._last: float | None = None
-        self._steps: deque[float] = deque(maxlen=_WATCHED)
-
-    def before_step(self, trainer: Trainer, step: int) -> None:
-        """Note how long the step before took, from its begin to the begin of this step."""
-        now = self._clock()
-        if self._last is not None:
-            self._steps.append(now - self._last)
-        self._last = now
-
-    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
-        """Leave if the time may be over before another step is done and saved."""
-        now = self._clock()
-        slowest = max([*self._steps, now - (self._last if self._last is not None else now)])
-        to_finish = sum(each.seconds_to_finish(trainer) for each in trainer.callbacks)
-        # Ranks agree with the next step's loss: one more step may run before all leave.
-        if now + 3 * slowest + to_finish > self._end:
-            trainer.leave(f"the time limit of {self._seconds / 3600:g} hours")
-
-
-# ----------------------------------------------------------------
-# A run that is left after a given number of steps, as a signal would make it leave.
 
 
 class StopAfter(Callback):

@@ -1,7 +1,4 @@
-"""Where a run is logged: `metrics.jsonl` is the record; wandb, TensorBoard and the progress line show a copy.
-
-wandb and TensorBoard also show the pictures and texts that are files of the run folder.
-"""
+"""Where a run is logged: files in its folder are the record; wandb, TensorBoard and the terminal show it."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol, Self
@@ -21,38 +18,41 @@ from torch import Tensor
 
 from zbpp.training.measured_steps import duration
 from zbpp.training.non_finite import text_of
-from zbpp.training.run_folder import FolderError, Record
 
 Metrics = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Takes one dict per step, and pictures and texts by name; `close` ends the run."""
+    """Takes one dict per step, pictures by name, and text that the model writes; `close` ends the run."""
 
     def log(self, metrics: Metrics) -> None: ...
     def picture(self, name: str, path: Path, step: int) -> None: ...
-    def text(self, name: str, text: str, step: int) -> None: ...
+    def sample(self, prompt: str, text: str, step: int) -> None: ...
     def close(self, summary: Metrics, *, failed: bool) -> None: ...
 
 
 class JsonLines:
-    """One JSON object per line, written at once, so that a run can be watched and survives a crash."""
+    """metrics.jsonl and samples.jsonl in a folder. A line is written at once: a run can be watched."""
 
-    def __init__(self, path: Path) -> None:
-        self._record = Record(path)  # a run that goes on has lines already
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._add("metrics.jsonl", "")  # a run that goes on has lines already
 
     def log(self, metrics: Metrics) -> None:
-        self._record.add(json.dumps(finite(metrics), allow_nan=False))
+        self._add("metrics.jsonl", json.dumps(finite(metrics), allow_nan=False) + "\n")
 
     def picture(self, name: str, path: Path, step: int) -> None:
         """Pictures are files beside this one."""
 
-    def text(self, name: str, text: str, step: int) -> None:
-        """Texts are files beside this one."""
+    def sample(self, prompt: str, text: str, step: int) -> None:
+        self._add("samples.jsonl", json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
-        with suppress(*[FolderError] * failed):  # if the run has failed, its own error is the one to show
-            self._record.close()
+        """Nothing is open."""
+
+    def _add(self, name: str, line: str) -> None:
+        with (self._folder / name).open("a") as file:
+            file.write(line)
 
 
 class Wandb:
@@ -95,10 +95,11 @@ class Wandb:
 
         self._run.log({name: wandb.Image(str(path))}, step=step)
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def sample(self, prompt: str, text: str, step: int) -> None:
         import wandb
 
-        self._run.log({name: wandb.Html(f"<pre>{html.escape(text)}</pre>", inject=False)}, step=step)
+        shown = f"<pre>{html.escape(prompt + text)}</pre>"
+        self._run.log({"sample": wandb.Html(shown, inject=False)}, step=step)
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
         self._run.summary.update(dict(summary))
@@ -128,9 +129,10 @@ class TensorBoard:
 
         self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
 
-    def text(self, name: str, text: str, step: int) -> None:
+    def sample(self, prompt: str, text: str, step: int) -> None:
         # Four spaces: Markdown shows the text as it is.
-        self._writer.add_text(name, "".join(f"    {line}\n" for line in text.splitlines()), step)
+        lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
+        self._writer.add_text("sample", lines, step)
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
         if summary:
@@ -165,8 +167,8 @@ class Loggers:
     def picture(self, name: str, path: Path, step: int) -> None:
         self._each(lambda logger: logger.picture(name, path, step))
 
-    def text(self, name: str, text: str, step: int) -> None:
-        self._each(lambda logger: logger.text(name, text, step))
+    def sample(self, prompt: str, text: str, step: int) -> None:
+        self._each(lambda logger: logger.sample(prompt, text, step))
 
     def _each(self, do: Callable[[Logger], None]) -> None:
         for logger in self._loggers:

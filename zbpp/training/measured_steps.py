@@ -11,7 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,11 +23,8 @@ from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.parallel.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
-from zbpp.training.callbacks import Callback
 from zbpp.training.optim.update import Metrics
-
-if TYPE_CHECKING:
-    from zbpp.training.trainer import Trainer
+from zbpp.training.trainer import Callback, Trainer
 
 
 class MeasuredSteps(NamedTuple):

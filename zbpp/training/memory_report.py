@@ -9,9 +9,9 @@ outliving   memory that was allocated in the step and outlives it, for example a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,12 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.job.errors import is_out_of_memory
 from zbpp.planning.memory_budget import COMPONENTS, RankMemory
+from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import peak_memory_bytes
 from zbpp.runtime.measure.memory_record import MemoryRecord, Span
 from zbpp.runtime.memory.weight_offload import offloaded_weights
-
-if TYPE_CHECKING:
-    from zbpp.training.trainer import Trainer
+from zbpp.training.optim.master_weights import MasterWeights
 
 
 class RankReport(NamedTuple):
@@ -51,12 +50,25 @@ class MemoryReport:
         self._is_later = self._is_recording = False
 
     @contextmanager
-    def recording(self, trainer: Trainer) -> Iterator[None]:
-        """Record the step that runs within this context."""
-        record = self._record = MemoryRecord(trainer.pipeline.device)
-        self._is_later, self._is_recording = trainer.pipeline.validation.pending is not None, True
-        levels = record.step(lambda: _staying(trainer), lambda: _on_host(trainer))
-        with levels, trainer.pipeline.using(record.recorder):
+    def recording(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        masters: MasterWeights | None,
+        kept: Callable[[], Iterable[Any]],
+    ) -> Iterator[None]:
+        """Record the step that runs within this context.
+
+        kept(): further tensors that stay on the device from step to step, in any nest.
+        """
+        record = self._record = MemoryRecord(pipeline.device)
+        self._is_later, self._is_recording = pipeline.validation.pending is not None, True
+
+        def staying() -> Iterator[Tensor]:
+            yield from (each for each in tree_leaves([*kept()]) if isinstance(each, Tensor))
+            yield from _staying(pipeline, optimizer, masters)
+
+        with record.step(staying, lambda: _on_host(pipeline, optimizer)), pipeline.using(record.recorder):
             yield
         self._is_recording = False
 
@@ -65,9 +77,9 @@ class MemoryReport:
         if self._record is not None and self._is_recording:
             self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
 
-    def gathered(self, trainer: Trainer) -> list[RankReport]:
+    def gathered(self, pipeline: Pipeline) -> list[RankReport]:
         """The reports of all ranks of the first pipeline. Collective."""
-        record, pipeline = self._record, trainer.pipeline
+        record = self._record
         assert record is not None  # the recorded step has run
         mine = RankReport(
             pipeline.rank, record.spans, record.highest, record.outliving, record.how, self._is_later
@@ -76,42 +88,37 @@ class MemoryReport:
         return reports[: pipeline.timetable.num_ranks]
 
 
-def _staying(trainer: Trainer) -> Iterator[Tensor]:
-    """All tensors that stay on the device from step to step."""
-    weights = offloaded_weights(trainer.pipeline.stages.values())
-    yield from trainer.pipeline.receive_buffers()
-    yield from trainer.update_copies
-    yield from (each for each in tree_leaves(trainer.kept_batches) if isinstance(each, Tensor))
-    yield from (trainer.pipeline.released or {}).values()
+def _staying(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
+) -> Iterator[Tensor]:
+    """Buffers for messages, weights, gradients, masters and the optimizer's states on the device."""
+    weights = offloaded_weights(pipeline.stages.values())
+    yield from pipeline.receive_buffers()
+    yield from (pipeline.released or {}).values()
     if weights is not None:
         yield from weights.on_device()
-        yield from (each for stage in trainer.pipeline.stages.values() for each in stage.buffers())
+        yield from (each for stage in pipeline.stages.values() for each in stage.buffers())
         return
-    yield from _trained(trainer)
-
-
-def _on_host(trainer: Trainer) -> Iterator[Tensor]:
-    """All tensors that live in host memory."""
-    weights = offloaded_weights(trainer.pipeline.stages.values())
-    if weights is not None:
-        yield from weights.on_host()
-        yield from (each.grad for each in trainer.pipeline.parameters() if each.grad is not None)
-        yield from _states(trainer)
-
-
-def _trained(trainer: Trainer) -> Iterator[Tensor]:
-    """Weights, gradients, masters and the optimizer's states."""
-    for stage in trainer.pipeline.stages.values():
+    for stage in pipeline.stages.values():
         for each in (*stage.parameters(), *stage.buffers()):
             found = each, each.grad, getattr(each, "main_grad", None)
             yield from (tensor for tensor in found if tensor is not None)
-    if trainer.masters is not None:
-        yield from trainer.masters.parameters()
-    yield from _states(trainer)
+    if masters is not None:
+        yield from masters.parameters()
+    yield from _states(optimizer)
 
 
-def _states(trainer: Trainer) -> Iterator[Tensor]:
-    for state in trainer.optimizer.state.values():
+def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All tensors that live in host memory."""
+    weights = offloaded_weights(pipeline.stages.values())
+    if weights is not None:
+        yield from weights.on_host()
+        yield from (each.grad for each in pipeline.parameters() if each.grad is not None)
+        yield from _states(optimizer)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 

@@ -2,7 +2,7 @@
 
 All ranks judge the same Outcome, so they decide alike, without a message of their own.
 
-    skip       weights and optimizer states stay, as for a loss scale's overflow; after `max_skipped` such
+    skip       weights and optimizer states stay, as for a loss scale's overflow; after ten such
                steps in a row the run stops, since a parameter that is NaN never heals
     stop       the run stops at once, before the update
     continue   the update is made, as in a loop of plain torch
@@ -27,19 +27,13 @@ from zbpp.training.batches import Batch
 from zbpp.training.optim.update import Metrics, Outcome, with_named_losses
 
 POLICIES = ("skip", "stop", "continue")
+_MOST_SKIPPED = 10  # in a row
 _GOES_ON = "resume=auto begins again after the newest checkpoint, if there is one, with the same data"
 _BETWEEN_SEARCHES = 100  # steps
 
 
 class NonFiniteError(RuntimeError):
     """The loss or the gradients are NaN or infinite, and the run's policy says to stop."""
-
-
-class NonFinitePolicy(NamedTuple):
-    """action: one of POLICIES. max_skipped: after so many skipped steps in a row "skip" stops the run."""
-
-    action: str = "skip"
-    max_skipped: int = 10
 
 
 def text_of(number: float) -> str:
@@ -60,7 +54,7 @@ def fault_of(outcome: Outcome, *, is_scaled: bool) -> str:
 
 
 class Values:
-    """Judges the outcome of each step, by a NonFinitePolicy.
+    """Judges the outcome of each step. policy: one of POLICIES.
 
     is_scaled: whether a loss scale skips overflows. has_updated: whether the step itself updates the weights
     (gradient release), so that no update can be skipped. is_shown: whether this rank prints.
@@ -70,14 +64,14 @@ class Values:
 
     def __init__(
         self,
-        policy: NonFinitePolicy,
+        policy: str,
         *,
         is_scaled: bool,
         has_updated: bool,
         is_shown: bool,
     ) -> None:
-        if policy.action not in POLICIES or policy.max_skipped < 1:
-            raise ValueError(f"{policy}: write one of {', '.join(POLICIES)}, and a max_skipped of 1 or more")
+        if policy not in POLICIES:
+            raise ValueError(f"non_finite={policy!r}: write one of {', '.join(POLICIES)}")
         self._policy, self._is_scaled = policy, is_scaled
         self._has_updated, self._is_shown = has_updated, is_shown
         self.error: NonFiniteError | None = None
@@ -89,7 +83,7 @@ class Values:
         """Whether a step's update is left out."""
         if self._is_scaled and not math.isfinite(outcome.norm):
             return True
-        return self._policy.action != "continue" and bool(fault_of(outcome, is_scaled=self._is_scaled))
+        return self._policy != "continue" and bool(fault_of(outcome, is_scaled=self._is_scaled))
 
     def judge(self, outcome: Outcome, metrics: Metrics, find: Callable[[], Any]) -> None:
         """Count a step, and set `error` if the run has to stop.
@@ -115,18 +109,17 @@ class Values:
 
     def _why_to_stop(self) -> str:
         """Why the run has to stop; "" if it goes on."""
-        action, limit = self._policy
-        if action == "continue":
+        if self._policy == "continue":
             return ""
         if self._has_updated:
             return (
                 "memory.gradient_release has updated the weights with it, so the step can't be skipped: "
                 f"{_GOES_ON}; memory.gradient_release=off finds the place"
             )
-        if action == "stop":
+        if self._policy == "stop":
             return f"The run stops (non_finite=stop); {_GOES_ON}, and non_finite=skip leaves such a step out"
-        if self._in_a_row >= limit:
-            return f"The run stops: {limit} steps in a row were skipped (max_skipped={limit}); {_GOES_ON}"
+        if self._in_a_row >= _MOST_SKIPPED:
+            return f"The run stops: {_MOST_SKIPPED} steps in a row were skipped; {_GOES_ON}"
         return ""
 
     def _is_search_due(self, step: int, why: str) -> bool:
@@ -137,7 +130,7 @@ class Values:
         self._searched = step
         if self._has_updated:
             return ""
-        if self._policy.action == "continue":
+        if self._policy == "continue":
             return "Its place is not searched, since the weights have changed: non_finite=stop finds it"
         found = find()
         if found is not None:

@@ -5,13 +5,12 @@ Files of an earlier run are replaced only if the user asked for it, and are neve
 `.lock` exists while a job uses the folder; the lock on it ends with the process, however the process ends.
 `job.json` says which job made the run. A job that was started again (torchrun's restart, Slurm's requeue)
 finds its own unfinished run and goes on with it; with resume=auto so does any other job. A run with
-checkpoints goes on in the same files: `metrics.jsonl` keeps the lines up to the checkpoint. The files of a
-run that died before its first checkpoint move to `attempt-1`, `attempt-2`, ...
+checkpoints goes on in the same files: `metrics.jsonl` keeps the lines up to the checkpoint. A run that died
+before its first checkpoint begins again.
 """
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import json
 import os
@@ -29,11 +28,10 @@ from zbpp.error_text import shown_path
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
     "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "adapter", "wandb",
-    "tensorboard", "profile", "samples.jsonl", "attempt-*", "checkpoints", "failure",
+    "tensorboard", "profile", "samples.jsonl", "checkpoints", "failure",
 )  # fmt: skip
 CHECKPOINTS = "checkpoints"
 _BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class FolderError(ValueError):
@@ -57,11 +55,11 @@ class RunFolder:
         # Two commands in one Slurm allocation have one job's name: the second one's overwrite=true replaces
         # the first one's files. But a restart keeps the files of its own command.
         is_kept = not overwrite or (is_own and _is_restart())
-        self._was_left = is_unfinished and is_kept and (is_own or resume == "auto")
+        was_left = is_unfinished and is_kept and (is_own or resume == "auto")
         has_begun = is_own and is_kept and earlier.get("resume") == resume
         self.source = _source(path, resume, is_replaced=not is_kept, has_begun=has_begun)
         self._goes_on = self.source is not None and _is_within(self.source, path / CHECKPOINTS)
-        if self._files() and not (overwrite or self._was_left or self._goes_on):
+        if self._files() and not (overwrite or was_left or self._goes_on):
             raise FolderError(
                 f"run_dir={shown_path(path)} holds a run already: write another run_dir, or "
                 "overwrite=true to replace it"
@@ -75,15 +73,10 @@ class RunFolder:
                 )
 
     def begin(self, step: int = 0) -> None:
-        """Go on after a step of the run in the folder, or make room for a new run.
-
-        The files of an attempt without checkpoints are moved aside; those of another run are deleted.
-        """
+        """Go on after a step of the run in the folder, or delete its files to make room for a new run."""
         with named_in_errors(self.path):
             if self._goes_on:
                 self._cut_back(step)
-            elif self._was_left:
-                self._keep_attempt()
             else:
                 _remove(self._files())
         self.write("job.json", json.dumps({"job": self._job, "resume": self._resume, **_this_process()}))
@@ -101,17 +94,6 @@ class RunFolder:
         for path in (self.path / name for name in _BY_STEP):
             if path.exists():
                 write_whole(path, "".join(_lines_until(path, step)))
-
-    def _keep_attempt(self) -> None:
-        files = [path for path in self._files() if not path.name.startswith("attempt-")]
-        number = 1
-        while (self.path / f"attempt-{number}").exists():
-            number += 1
-        kept = self.path / f"attempt-{number}"
-        kept.mkdir()
-        for path in files:
-            path.rename(kept / path.name)
-        print(f"the files of an attempt without checkpoints are kept in {shown_path(kept)}", flush=True)
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))
@@ -272,16 +254,7 @@ def _this_process() -> dict[str, object]:
 
 
 # ----------------------------------------------------------------
-# Files in the folder, on a disk that may be full.
-
-
-def not_written(path: Path, error: BaseException) -> str:
-    """A sentence for a file that could not be written: which one, why, and what to do."""
-    number = error.errno if isinstance(error, OSError) else None
-    is_full = number in _FULL or "No space left" in str(error)
-    why = os.strerror(number) if number else " ".join(str(error).split()) or type(error).__name__
-    to_do = "free space there" if is_full else "see to the folder, or write another run_dir"
-    return f"{shown_path(path)} could not be written ({why}): {to_do}"
+# Files in the folder.
 
 
 @contextmanager
@@ -291,8 +264,11 @@ def named_in_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     try:
         yield
     except caught as error:
-        again = "then start the same command again: the run goes on from its newest checkpoint"
-        raise FolderError(f"{not_written(path, error)}; {again}") from error
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise FolderError(
+            f"{shown_path(path)} could not be written ({why}): free space, then start the same command "
+            "again: the run goes on from its newest checkpoint"
+        ) from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -306,33 +282,3 @@ def write_whole(path: Path, content: str | bytes) -> None:
             with suppress(OSError):
                 draft.unlink(missing_ok=True)
             raise
-
-
-class Record:
-    """A file to which a run adds lines. What a full disk refuses is written with the next line."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._waiting = b""
-        self._has_failed = False
-        with named_in_errors(path):
-            self._file = path.open("ab", buffering=0)
-
-    def add(self, line: str) -> None:
-        """Add a line, now or later. The first failure is said."""
-        self._waiting += line.encode() + b"\n"
-        try:
-            self._write()
-        except OSError as error:
-            if not self._has_failed:
-                print(f"{not_written(self.path, error)}; until then its lines are kept in memory", flush=True)
-            self._has_failed = True
-
-    def close(self) -> None:
-        """Try once more. Raises FolderError if lines can't be written."""
-        with named_in_errors(self.path), self._file:
-            self._write()
-
-    def _write(self) -> None:
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]

@@ -7,9 +7,7 @@ and any number of ranks; it is meant for a few lines of text, not for serving.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Collection, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -18,14 +16,11 @@ from torch import Tensor
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import TENSOR, whole_of
 from zbpp.seeding import seed_of
-from zbpp.training.callbacks import Callback
 from zbpp.training.optim.update import Metrics
-from zbpp.training.run_folder import Record
+from zbpp.training.trainer import Callback, Trainer
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-    from zbpp.training.trainer import Trainer
 
 _PADDING = 0  # any token will do: a causal model does not see later positions
 
@@ -112,10 +107,7 @@ def _chosen(output: Any, length: int, temperature: float, generator: torch.Gener
 
 
 class Sampler(Callback):
-    """Samples a text after every `every` steps.
-
-    folder: where samples.jsonl goes; None on ranks that write nothing. log(name, text, step): shows the text.
-    """
+    """Samples a text after every `every` steps. log(prompt, text, step): writes it; called on every rank."""
 
     def __init__(
         self,
@@ -128,15 +120,12 @@ class Sampler(Callback):
         seed: int = 0,
         window: int | None = None,
         ends: Collection[int] = (),
-        folder: Path | None = None,
-        log: Callable[[str, str, int], None] = lambda name, text, step: None,
+        log: Callable[[str, str, int], None],
     ) -> None:
         self._prompt, self._coder, self._every = prompt, coder, every
         self._tokens = coder.encode(prompt)
         self._max_tokens, self._temperature, self._seed, self._window = max_tokens, temperature, seed, window
-        self._ends = ends
-        self._path, self._log = None if folder is None else folder / "samples.jsonl", log
-        self._record: Record | None = None
+        self._ends, self._log = ends, log
 
     def needs_weights(self, step: int) -> bool:
         """Whether text is sampled after this step."""
@@ -146,25 +135,13 @@ class Sampler(Callback):
         """Sample a text and write it."""
         if not self.needs_weights(step):
             return
-        text = self._coder.decode(self._generate(trainer.pipeline, self._max_tokens, step + 1))
-        if self._path is not None:
-            self._record = self._record or Record(self._path)
-            self._record.add(json.dumps({"step": step + 1, "prompt": self._prompt, "text": text}))
-            self._log("sample", self._prompt + text, step + 1)
-
-    def finish(self, trainer: Trainer) -> None:
-        """Close the file."""
-        if self._record is not None:
-            self._record.close()
-            self._record = None
-
-    def _generate(self, pipeline: Pipeline, max_tokens: int, step: int) -> list[int]:
-        return generate(
-            pipeline,
+        tokens = generate(
+            trainer.pipeline,
             self._tokens,
-            max_tokens=max_tokens,
+            max_tokens=self._max_tokens,
             temperature=self._temperature,
-            seed=seed_of(self._seed, "sample", step),
+            seed=seed_of(self._seed, "sample", step + 1),
             window=self._window,
             ends=self._ends,
         )
+        self._log(self._prompt, self._coder.decode(tokens), step + 1)

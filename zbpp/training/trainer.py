@@ -2,6 +2,16 @@
 
 It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges the losses and
 the squared norms of the gradients.
+
+Callbacks do what happens around the steps beside training: saving, leaving early, sampling, profiling.
+
+    for each step:    before_step   the step   after_step
+    at the end:       finish        if the run does its last step, or is left early
+                      stopped       if NaN or infinite values stop the run
+                      (neither)     if the run fails
+
+All ranks have the same callbacks in the same order, and call them at the same places: so a callback may
+communicate.
 """
 
 from __future__ import annotations
@@ -9,11 +19,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.checkpoints import Stateful
@@ -22,18 +31,43 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
-from zbpp.training.callbacks import Callback, call_each, states_of
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.memory_report import MemoryReport
-from zbpp.training.non_finite import BegunSteps, NonFinitePolicy, Values
-from zbpp.training.optim.choose_update import KnownParameters, make_update
+from zbpp.training.non_finite import BegunSteps, Values
+from zbpp.training.optim.choose_update import make_update
 from zbpp.training.optim.master_weights import MasterWeights
-from zbpp.training.optim.post_validated_update import Validation
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.update import Metrics, Result
 from zbpp.training.replan import Replan
 
 _KEPT = 5  # measured steps, or as many as num_recorded
+
+
+class Callback:
+    """The base of all callbacks; each method does nothing until it is overridden. Steps count from 0."""
+
+    def needs_weights(self, step: int) -> bool:
+        """Whether `after_step` of this step needs the final weights and this step's metrics.
+
+        With post-validation both are known during the next step only, unless the trainer waits for them.
+        """
+        return False
+
+    def before_step(self, trainer: Trainer, step: int) -> None:
+        """Called before a step reads its batch."""
+
+    def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
+        """Called after a step.
+
+        known: the metrics of the steps whose outcome has become known, oldest first. The callback may add
+        entries to these dicts. If `needs_weights(step)` is true, the last dict is this step's.
+        """
+
+    def stopped(self, trainer: Trainer) -> None:
+        """Called instead of `finish` on all ranks if values that are not finite stop the run."""
+
+    def finish(self, trainer: Trainer) -> None:
+        """Called once after the last step, whose number is `trainer.next_step - 1`."""
 
 
 @dataclass(kw_only=True)
@@ -52,12 +86,11 @@ class Trainer:
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
     the scale. gradient_release: off, step or accumulate: the pipeline's step updates the weights itself, see
-    zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: how the
-    weights are updated before the norm is known; a step's metrics then come one step later. None: the update
-    waits for the norm.
+    zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: the update
+    does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 
-    non_finite: what happens when a loss or the norm of the gradients is NaN or infinite, see non_finite.py.
-    callbacks: what else happens around the steps, see callbacks.py.
+    non_finite: skip, stop or continue where a loss or the norm of the gradients is NaN or infinite, see
+    non_finite.py. callbacks: what else happens around the steps.
     Raises ValueError for options that exclude each other.
     """
 
@@ -76,10 +109,10 @@ class Trainer:
     loss_scale: LossScale | None = None
     gradient_release: str = "off"
     per_parameter: bool = False
-    post_validation: Validation | None = None
+    post_validation: bool = False
     memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
-    non_finite: NonFinitePolicy = field(default_factory=NonFinitePolicy)
+    non_finite: str = "skip"
 
     def __post_init__(self) -> None:
         if (self.learning_rate is None) == (self.scheduler is None):
@@ -102,7 +135,6 @@ class Trainer:
             masters=self.masters,
             loss_scale=self.loss_scale,
         )
-        self._parameters = KnownParameters(self.pipeline, self.optimizer, self.masters)
         self.timelines: dict[int, Timeline] = {}  # of the last measured steps, which are counted from 1
         self._recorder = Recorder()
         self.next_step = 0  # the step that `run` begins with
@@ -126,7 +158,7 @@ class Trainer:
             self._check_values()
         yield from self._settled()
         self._check_values()
-        call_each(self, "finish")
+        self._call_each("finish")
 
     def leave(self, reason: str, *, agreed: bool = False) -> None:
         """End the run early, on all ranks. One rank may call this, at any time and from any thread.
@@ -147,7 +179,7 @@ class Trainer:
         if self.scheduler is not None:
             found["scheduler"] = self.scheduler
         found["data"] = self.data
-        return found | states_of(self.callbacks)
+        return found | _states_of(self.callbacks)
 
     def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
         """Let `run` begin after `step` steps; the weights and the optimizer's states are those after them.
@@ -171,7 +203,7 @@ class Trainer:
         recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
         recorded = recorded and not self._is_before_report(step)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
-        call_each(self, "before_step", step)
+        self._call_each("before_step", step)
         known = self._settled() if recorded else []
         with self._watching(recorded=recorded, is_reported=is_reported):
             known += self._step(step)
@@ -185,7 +217,7 @@ class Trainer:
             self.timelines[step + 1] = self._recorder.timeline()
             if len(self.timelines) > max(self.num_recorded, _KEPT):
                 del self.timelines[min(self.timelines)]
-        call_each(self, "after_step", step, known)
+        self._call_each("after_step", step, known)
         self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
         if not is_last:
             self._replan(step, known)
@@ -194,7 +226,8 @@ class Trainer:
     def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[object]:
         """What a step runs in: a recording of its times, or of its memory, or nothing."""
         if is_reported and self.memory_report is not None:
-            return self.memory_report.recording(self)
+            kept = lambda: (self._update.copies(), self._begun.kept_batches)  # noqa: E731  # what may be redone
+            return self.memory_report.recording(self.pipeline, self.optimizer, self.masters, kept)
         return self.pipeline.using(self._recorder) if recorded else nullcontext()
 
     @property
@@ -218,7 +251,6 @@ class Trainer:
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
         begin = time.perf_counter()
-        self._parameters.check(self.pipeline)
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = batch = self._batches.of_step(step)
         if self.memory_report is not None:
@@ -248,24 +280,18 @@ class Trainer:
             finished.append(self._begun.finish(outcome, figures, self.pipeline))
         return finished
 
+    def _call_each(self, method: str, *args: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, method)(self, *args)
+
     def _check_values(self) -> None:
         if self.values.error is not None:
-            call_each(self, "stopped")
+            self._call_each("stopped")
             raise self.values.error
-
-    @property
-    def update_copies(self) -> list[Tensor]:
-        """What is kept to take the last update back; none if updates wait for the norm."""
-        return self._update.copies()
-
-    @property
-    def kept_batches(self) -> list[Any]:
-        """The batches of the steps whose outcome is not known yet, which may be run again."""
-        return self._begun.kept_batches
 
     def _is_before_report(self, step: int) -> bool:
         """Whether the next step's memory is reported: that step validates this step's update."""
-        report = self.memory_report if self.post_validation is not None else None
+        report = self.memory_report if self.post_validation else None
         return report is not None and step + 1 == report.step
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
@@ -293,3 +319,14 @@ class Trainer:
             self._batches.pipeline = following
             self.timelines.clear()
         known[-1].update(metrics)
+
+
+def _states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:
+    """The callbacks with a state, by their names in a checkpoint: `callback.Count`, `callback.Count#2`."""
+    found: dict[str, Stateful] = {}
+    for callback in callbacks:
+        if isinstance(callback, Stateful):
+            name = f"callback.{type(callback).__name__}"
+            number = sum(each.partition("#")[0] == name for each in found)
+            found[f"{name}#{number + 1}" if number else name] = callback
+    return found

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.checkpoints import Checkpoint, CheckpointError
-from zbpp.checkpoints.folders import check_contents, check_sizes, checkpoints_in, step_of
+from zbpp.checkpoints.folders import check_sizes, checkpoints_in, step_of
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import whole_of
 from zbpp.training.optim.master_weights import MasterWeights
@@ -98,7 +98,7 @@ def weights_of_run(run: Path) -> SavedWeights:
 def _of_checkpoint(path: Path) -> SavedWeights:
     """The model's tensors in a checkpoint, without optimizer states."""
     try:
-        check_contents(path, files := check_sizes(path), files)
+        check_sizes(path)
         found = Checkpoint(path)
     except CheckpointError:
         raise

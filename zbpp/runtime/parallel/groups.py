@@ -122,7 +122,9 @@ def group_like(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
 
 def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
     """Let a wait in the group last so many seconds at most: DeviceMesh gives its groups half an hour."""
-    c10d._set_pg_timeout(timedelta(seconds=timeout), group)
+    # Its public name is there from torch 2.15 on.
+    set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout), group)
 
 
 def unique_name() -> str:

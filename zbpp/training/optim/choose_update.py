@@ -1,7 +1,4 @@
-"""Which update goes with the trainer's options: after the step, inside it, or before the norm is known.
-
-And a check that the optimizer has the parameters that the pipeline trains.
-"""
+"""Which update goes with the trainer's options: after the step, inside it, or before the norm is known."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor
 
 from zbpp.runtime import GradientRelease, OptimizerAccumulation, Pipeline
 from zbpp.training.optim.master_weights import MasterWeights
-from zbpp.training.optim.post_validated_update import PostValidatedUpdate, Validation
+from zbpp.training.optim.post_validated_update import PostValidatedUpdate
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.update import Outcome, Result, Update, outcome_of, share_of
 
@@ -25,7 +22,7 @@ def make_update(
     skips: Callable[[Outcome], bool],
     gradient_release: str,
     per_parameter: bool,
-    post_validation: Validation | None,
+    post_validation: bool,
     clip_norm: float | None,
     masters: MasterWeights | None,
     loss_scale: LossScale | None,
@@ -33,7 +30,7 @@ def make_update(
     """Arguments as those of Trainer and Update. Raises ValueError for options that exclude each other."""
     common: Any = {"clip_norm": clip_norm, "masters": masters, "loss_scale": loss_scale}
     if gradient_release != "off":
-        if post_validation is not None:
+        if post_validation:
             raise ValueError(
                 "gradient release drops the gradients that post-validation may need again: leave one out"
             )
@@ -44,11 +41,9 @@ def make_update(
             per_parameter=per_parameter,
             **common,
         )
-    if post_validation is None:
+    if not post_validation:
         return Update(optimizer, skips=skips, **common)
-    return PostValidatedUpdate(
-        optimizer, pipeline=pipeline, validation=post_validation, skips=skips, **common
-    )
+    return PostValidatedUpdate(optimizer, pipeline=pipeline, skips=skips, **common)
 
 
 # ----------------------------------------------------------------
@@ -107,37 +102,3 @@ class ReleasedUpdate(Update):
             "skipped": False,
         }
         return [(outcome, figures)]
-
-
-# ----------------------------------------------------------------
-# Trainable parameters that appear after the trainer was made: nobody would update them.
-
-
-class KnownParameters:
-    """The parameters that were trainable when the trainer was made, and those that its optimizer got later.
-
-    A parameter that is replaced, added or unfrozen later gets gradients, but no update.
-    """
-
-    def __init__(
-        self, pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: MasterWeights | None
-    ) -> None:
-        self._optimizer, self._masters = optimizer, masters
-        # The parameters themselves: an id alone may be that of a later parameter.
-        self._known = {id(each): each for each in pipeline.parameters() if each.requires_grad}
-
-    def check(self, pipeline: Pipeline) -> None:
-        """Raise RuntimeError for a trainable parameter that the optimizer does not have."""
-        for name, parameter in pipeline.named_parameters():
-            if not parameter.requires_grad or id(parameter) in self._known:
-                continue
-            updated = parameter if self._masters is None else self._masters.of(parameter)
-            groups = self._optimizer.param_groups
-            is_updated = any(each is updated for group in groups for each in group["params"])
-            if not is_updated or (self._masters is not None and updated is parameter):
-                raise RuntimeError(
-                    f"{name} was replaced, added or made trainable after the trainer was made, and its "
-                    "optimizer does not have it, so it would never be updated: write the values into the old "
-                    "parameter (parameter.copy_ under torch.no_grad()), or make a new optimizer and trainer"
-                )
-            self._known[id(parameter)] = parameter

@@ -17,7 +17,6 @@ last bit.
 from __future__ import annotations
 
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -32,12 +31,6 @@ from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.rollback import Rollback
 from zbpp.training.optim.update import Outcome, Result, Share, Update, not_finite, outcome_of, share_of
-
-
-class Validation(NamedTuple):
-    """The options of post-validation. after: see ValidationSwitch."""
-
-    after: int = 10
 
 
 class _Posted(NamedTuple):
@@ -84,15 +77,13 @@ class PostValidatedUpdate(Update):
         clip_norm: float | None,
         masters: MasterWeights | None,
         loss_scale: LossScale | None,
-        validation: Validation,
         skips: Callable[[Outcome], bool] = not_finite,
     ) -> None:
         if clip_norm is not None and not (is_bound(clip_norm) and 0 < clip_norm < math.inf):
             raise ValueError(f"clip_norm={clip_norm!r}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
-        self._switch = ValidationSwitch(validation.after)
-        _check_agreed(pipeline, {"clip_norm": clip_norm, "optimizer.validation_after": validation.after})
+        _check_agreed(pipeline, clip_norm)
         pipeline.validation.posts()
         self._rollback = Rollback(optimizer)
         self._pending: _Pending | None = None
@@ -116,11 +107,6 @@ class PostValidatedUpdate(Update):
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Update the weights at once. Returns the results of the steps whose norm is known by now."""
         pipeline.validation.name_of_step = "step"
-        if not self._switch.is_on:
-            self._results += super().end(pipeline, losses)
-            outcome, _ = self._results[-1]
-            self._switch.note(is_good=self._is_good(outcome.norm) and not self._skips(outcome))
-            return self._take_results()
         share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
         has_changed = pipeline.validation.has_changed_inputs
@@ -152,15 +138,6 @@ class PostValidatedUpdate(Update):
         """See Update."""
         return self._rollback.tensors()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the ValidationSwitch, to save in a checkpoint. The pipeline must be settled."""
-        return {"switch": self._switch.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state. The state of a run without post-validation changes nothing."""
-        if "switch" in state:
-            self._switch.load_state_dict(state["switch"])
-
     def settle(self) -> list[Result]:
         """Wait until the last update is validated. Returns the results that have become known."""
         if self._pending is not None:
@@ -191,7 +168,6 @@ class PostValidatedUpdate(Update):
                 self._redo(pending, outcome)
         self._results.append(self._result(outcome, pending.loss_scale, pending.rate))
         self._rollback.forget()  # their memory is free for the activations of this step
-        self._switch.note(is_good=is_right)
         return is_right
 
     def zero_grad(self) -> None:
@@ -226,56 +202,14 @@ _CHANGED_INPUTS = (
 )
 
 
-def _check_agreed(pipeline: Pipeline, options: dict[str, Any]) -> None:
+def _check_agreed(pipeline: Pipeline, clip_norm: float | None) -> None:
     """Raise ValueError on all ranks if the steps of one rank can't have a gate.
 
-    options: the options that all ranks must have alike, since each rank decides by them whether an update was
-    right. Raises AgreementError on all ranks if they differ.
+    Each rank decides by clip_norm whether an update was right: if the ranks' differ, AgreementError on all.
     """
-    refusals, given = zip(*pipeline.place.gather((pipeline.validation.refusal, options)), strict=True)
+    told = pipeline.place.gather((pipeline.validation.refusal, {"clip_norm": clip_norm}))
+    refusals, given = zip(*told, strict=True)
     for each in refusals:
         if each:
             raise ValueError(each)
     check_equal("options of post-validation", given)
-
-
-# ----------------------------------------------------------------
-# Switches post-validation on where clipping is rare, and off where it is frequent.
-
-_WINDOW, _MOST_REDONE = 10, 1  # off if more than _MOST_REDONE of the last _WINDOW updates were redone
-
-
-class ValidationSwitch:
-    """Whether post-validation is on, which pays where clipping is rare.
-
-    after: the number of steps in a row without clipping after which post-validation goes on. It goes off when
-    two of the last ten updates had to be redone. 0: always on.
-    """
-
-    def __init__(self, after: int) -> None:
-        if after < 0:
-            raise ValueError(f"after={after}: write a number of steps, 0 or more")
-        self.is_on, self._after, self._num_good = after == 0, after, 0
-        self._redone: deque[bool] = deque(maxlen=_WINDOW)
-
-    def note(self, *, is_good: bool) -> None:
-        """Count a step. is_good: whether its gradients were finite and not clipped."""
-        self._num_good = self._num_good + 1 if is_good else 0
-        if not self._after:
-            return
-        if not self.is_on:
-            self.is_on = self._num_good >= self._after
-            return
-        self._redone.append(not is_good)
-        if sum(self._redone) > _MOST_REDONE:
-            self.is_on = False
-            self._redone.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save in a checkpoint."""
-        return {"is_on": self.is_on, "num_good": self._num_good, "redone": list(self._redone)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a saved state."""
-        self.is_on, self._num_good = state["is_on"] or not self._after, state["num_good"]
-        self._redone = deque(state["redone"], maxlen=_WINDOW)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zbpp.runtime import Pipeline
 from zbpp.training.optim.master_weights import MasterWeights
-from zbpp.training.optim.post_validated_update import PostValidatedUpdate, Validation
+from zbpp.training.optim.post_validated_update import PostValidatedUpdate
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.update import Result
 
@@ -66,7 +66,6 @@ class PostValidation:
             clip_norm=clip_norm,
             masters=masters,
             loss_scale=loss_scale,
-            validation=Validation(after=0),
         )
 
     @property
