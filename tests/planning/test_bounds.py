@@ -238,6 +238,17 @@ def test_these_bounds_are_attained(objective, rank_of, m, costs, limit):
     assert math.isclose(best.value, bound.value)
 
 
+# ---------------------------------------------------------------- exchanges
+
+
+def test_a_plan_that_hides_all_it_can_is_certified_optimal():
+    """F's down, then F and B in turns, exchanges within; the last W of rank 0 is hidden in none."""
+    costs = Costs(f=15, b=15, w=10, exchange=5)
+    found = plan("zb_auto", 4, 16, costs=costs, memory_limit=4.5)
+    seen = certificate(found, costs, memory_limit=4.5)
+    assert (seen.value, seen.proved_optimal) == ((4 + 16 - 1) * 30 + 10, True)
+
+
 # ---------------------------------------------------------------- arguments by hand
 
 

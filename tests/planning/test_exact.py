@@ -95,6 +95,29 @@ def test_the_optimum_is_that_of_brute_force(rank_of, m, seed):
         assert best.value == pytest.approx(least, rel=1e-12)
 
 
+# ---------------------------------------------------------------- exchanges, which the exact model has not
+
+
+@pytest.mark.parametrize(
+    "rank_of, m", [((0,), 3), ((0, 1), 2), ((1, 0), 2), ((0, 1, 1), 1), ((0, 1, 1, 0), 1)]
+)
+@pytest.mark.parametrize("seed", range(4))
+def test_no_bound_is_above_the_best_of_all_timetables_with_exchanges(rank_of, m, seed):
+    rng = random.Random(seed)
+    exchange = [rng.choice((0, 1, rng.randint(1, 9))) for _ in rank_of]
+    f, b = ([part + rng.randint(0, 9) for part in exchange] for _ in range(2))
+    w, bw = [rng.randint(1, 12) for _ in rank_of], None
+    if seed % 2:
+        bw = [each + rng.randint(0, 9) for each in b]
+    costs = Costs(f=f, b=b, w=w, bw=bw, exchange=exchange, comm=rng.randint(0, 3))
+    for limit in (None, 1.5 * len(rank_of)):
+        for objective, least in best_of_all(rank_of, m, costs, limit).items():
+            bound = lower_bound(
+                objective, rank_of=rank_of, num_microbatches=m, costs=costs, memory_limit=limit
+            )
+            assert bound.value <= least * (1 + 1e-9)
+
+
 # ---------------------------------------------------------------- proof, memory, start
 
 

@@ -45,3 +45,20 @@ def test_in_a_v_it_is_at_least_as_good_as_zb_v(f, b, w, comm, most):
     found = plan("zb_auto", 8, 24, costs=costs, memory_limit=16.0, placement="v", time_limit=3.0)
     assert simulate(found, costs).makespan <= most
     assert max(simulate(found, costs).peak_memory) <= 16.0
+
+
+@pytest.mark.parametrize(
+    "placement, p, m, share, most",
+    [("one", 4, 16, 0.25, 585), ("v", 8, 32, 0.25, 1082), ("v", 8, 32, 0.15, 1036), ("v", 8, 32, 0.4, 1425)],
+)
+def test_it_postpones_w_so_that_exchanges_hide_it(placement, p, m, share, most):
+    """F = B = W = 10 ms of a rank without exchanges; 1F1B's memory and one `deferred` more."""
+    per_rank = 1 if placement == "one" else 2
+    exchange = 15 * share / (1 - share)
+    times = {"f": 10 + exchange, "b": 10 + exchange, "w": 10, "exchange": exchange}
+    costs = Costs(**{name: time / per_rank for name, time in times.items()})
+    limit = p * per_rank + 0.5
+    found = plan("zb_auto", p, m, costs=costs, memory_limit=limit, placement=placement, time_limit=1.0)
+    timeline = simulate(found, costs)
+    assert timeline.makespan <= most
+    assert max(timeline.peak_memory) <= limit

@@ -105,6 +105,24 @@ def test_figures_are_per_rank_and_largest():
     ]
 
 
+def test_figures_and_trace_show_the_exposed_exchange():
+    """On rank 0 half of W0 runs in F1."""
+    timetable = Timetable.parse("0F0 0B0 0F1 0W0 0B1 0W1\n1F0 1B0 1W0 1F1 1B1 1W1")
+    timeline = simulate(timetable, Costs(f=3, b=3, w=2, exchange=1))
+    assert render_figures(timeline).splitlines() == [
+        "         span  bubble  bubble rate  exposed exchange  peak activations",
+        "rank 0     26      11      42.31 %                 3               1.5",
+        "rank 1     20       4      20.00 %                 4                 1",
+        "largest    26      11      42.31 %                 4               1.5",
+        "makespan 26 ms",
+    ]
+    assert "exposed exchange  peak activations" in render_table({"a": timeline, "b": PlanError("no")})
+    assert "W: what exchanges have not hidden of it" in render_text(timeline)
+    events = chrome_trace({"a": timeline})["traceEvents"]
+    exposed = {each["name"]: each["args"].get("exposed_exchange_ms") for each in events}
+    assert (exposed["0F0"], exposed["0B0"], exposed["0F1"], exposed["0B1"]) == (1, 1, 0, 1)
+
+
 def test_trace_is_json_with_one_slice_per_action():
     timeline = simulate(plan("zb_v", 2, 3), Costs(f=0.5, b=1, w=2, comm=0.25))
     events = json.loads(json.dumps(chrome_trace({"zb_v": timeline})))["traceEvents"]

@@ -37,6 +37,7 @@ from zbpp.planning.options import (
 from zbpp.planning.placement import place_stages, placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
+from zbpp.schedule.exchange import hide_in_exchanges
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
@@ -124,14 +125,31 @@ class Problem:
         return self.costs.per_stage(self.num_stages)
 
     @cached_property
+    def has_exchange(self) -> bool:
+        """Whether the time of a W depends on its place in the plan."""
+        return self.costs.has_exchange
+
+    @cached_property
     def duration(self) -> list[float]:
-        """For each kind, its time (ms)."""
+        """For each kind, its time (ms), of a W that runs in no exchange."""
         return [self.stage_costs.duration[op][stage] for stage in range(self.num_stages) for op in Op]
 
     @cached_property
     def memory(self) -> list[float]:
         """For each kind, what the action adds to its rank's memory; negative where it frees memory."""
         return [self.stage_costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
+
+    def times_in(self, plan: Plan) -> list[float]:
+        """By id, the time of each action at its place in a plan (ms).
+
+        It is the action's duration, but for W's that run in exchanges (zbpp/schedule/exchange.py).
+        """
+        times = [time for time in self.duration for _ in range(self.num_microbatches)]
+        for ids, row in zip(plan, self.timetable_of(plan).rows, strict=True) if self.has_exchange else ():
+            at_place, _ = hide_in_exchanges(row, np.array([times[a] for a in ids]), self.stage_costs.exchange)
+            for a, time in zip(ids, at_place.tolist(), strict=True):
+                times[a] = time
+        return times
 
     def message(self, source: int, target: int) -> float:
         """The time (ms) of a message from one stage to another: 0 if both are on the same rank."""

@@ -14,6 +14,8 @@ from zbpp.render.style import (
     COLOURS,
     COPY_COLOURS,
     COPY_MEANING,
+    EXCHANGE_COLOUR,
+    EXCHANGE_MEANING,
     MEANING,
     REDUCTION_COLOURS,
     REDUCTION_MEANING,
@@ -51,7 +53,8 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str] | IO[bytes
     An open file gets a PNG.
 
     Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
-    A thin bar below a rank's boxes is a reduction, or a copy of what leaves the device or comes back.
+    A thin bar below a rank's boxes is a reduction, or a copy of what leaves the device or comes back. One
+    at the top of a box is the box's exposed exchange: all that the action has, drawn at its end.
     Above each panel stand its title and its largest figures, each with the rank that has it.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
@@ -88,6 +91,7 @@ def _draw(axes: Axes, title: str, timeline: Timeline, horizon: float) -> None:
     _draw_numbers(axes, timeline, _PLOT_WIDTH / horizon)
     _draw_reductions(axes, timeline)
     _draw_copies(axes, timeline)
+    _draw_exchanges(axes, timeline)
     num_ranks = timeline.timetable.num_ranks
     # Two texts: a title has one style, and one beside the figures would run into them.
     axes.set_title(headline(timeline), loc="left", fontsize=10, color=_MUTED)
@@ -157,6 +161,13 @@ def _draw_copies(axes: Axes, timeline: Timeline) -> None:
             axes.broken_barh(spans, (rank + _BAR_MIDDLE - _BAR / 2, _BAR), facecolors=colour, zorder=2)
 
 
+def _draw_exchanges(axes: Axes, timeline: Timeline) -> None:
+    first = first_start(timeline)
+    for rank, exposed in enumerate(timeline.exposed):
+        spans = np.stack([timeline.ends[rank] - exposed - first, exposed], axis=1)[exposed > 0].tolist()
+        axes.broken_barh(spans, (rank - _BOX / 2, _BAR), facecolors=EXCHANGE_COLOUR, zorder=3)
+
+
 def _typical(timeline: Timeline, op: Op | None = None) -> float:
     """The median duration in ms of one op or of all actions."""
     durations = [
@@ -223,6 +234,8 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
         handles[REDUCTION_MEANING] = tuple(Patch(color=colour) for colour in REDUCTION_COLOURS[:shades])
     if any(timeline.copies for timeline in timelines):
         handles |= {COPY_MEANING[is_out]: Patch(color=COPY_COLOURS[is_out]) for is_out in COPY_COLOURS}
+    if any(timeline.exposed for timeline in timelines):
+        handles[EXCHANGE_MEANING] = Patch(color=EXCHANGE_COLOUR)
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:

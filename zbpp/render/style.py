@@ -22,6 +22,8 @@ REDUCTION_COLOURS = ("#3f4451", "#9aa1b0")  # (dark, light), as for an op
 COPY_COLOURS = {True: "#8c5a9e", False: "#c9a3d6"}  # out of the device, back
 COPY_MEANING = {True: "copy out of device memory", False: "copy back"}
 REDUCTION_MEANING = "sum of gradients over replicas"
+EXCHANGE_COLOUR = "#d62839"
+EXCHANGE_MEANING = "exposed exchange"
 
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
@@ -80,6 +82,8 @@ def headline(timeline: Timeline) -> str:
         f"makespan {milliseconds(timeline.makespan)}{tail_text(timeline)}",
         f"largest bubble rate {100 * max(rates):.1f} % ({_whose(rates)})",
     ]
+    if exposed := timeline.exposed_exchange:
+        figures.append(f"{EXCHANGE_MEANING} {milliseconds(max(exposed))} ({_whose(exposed)})")
     if peak := peak_text(timeline):
         figures.append(f"{peak_name(timeline)} {peak} ({_whose(timeline.peak_memory)})")
     return ", ".join(figures)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from zbpp.render.style import peak_name, peak_text, tail_text
+from zbpp.render.style import EXCHANGE_MEANING, peak_name, peak_text, tail_text
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError
 
@@ -18,17 +18,18 @@ def render_table(outcomes: Mapping[str, Timeline | PlanError]) -> str:
     Times are in ms. Max span, bubble, bubble rate and memory are the largest of any rank.
     """
     timelines = [each for each in outcomes.values() if isinstance(each, Timeline)]
-    peak = peak_name(timelines[0]) if timelines else "peak memory"
-    head = ("schedule", "stages/rank", "makespan", "max span", "bubble", "bubble rate", peak)
+    last = _last_columns(timelines[0]) if timelines else ("peak memory",)
+    head = ("schedule", "stages/rank", "makespan", "max span", "bubble", "bubble rate", *last)
     decimals = decimals_of(each.makespan for each in timelines)
-    lines = aligned([head, *(_cells(name, outcome, decimals) for name, outcome in outcomes.items())])
+    rows = [_cells(name, outcome, decimals) for name, outcome in outcomes.items()]
+    lines = aligned([head, *((*row, *[""] * (len(head) - len(row))) for row in rows)])
     refusals = [f"  {outcome}" if isinstance(outcome, PlanError) else "" for outcome in outcomes.values()]
     return "\n".join((line + end).rstrip() for line, end in zip(lines, ["", *refusals], strict=True))
 
 
 def render_figures(timeline: Timeline) -> str:
     """The figures of one timeline: for each rank, and the largest of all ranks. Times are in ms."""
-    head = ("", "span", "bubble", "bubble rate", peak_name(timeline))
+    head = ("", "span", "bubble", "bubble rate", *_last_columns(timeline))
     ranks = range(timeline.timetable.num_ranks)
     decimals = decimals_of(map(timeline.span, ranks))
     largest = ("largest", *_figures(timeline, decimals))
@@ -40,7 +41,7 @@ def render_figures(timeline: Timeline) -> str:
 
 def _cells(name: str, outcome: Timeline | PlanError, decimals: int) -> tuple[str, ...]:
     if isinstance(outcome, PlanError):
-        return (name, *[""] * 6)
+        return (name,)
     timetable = outcome.timetable
     per_rank = f"{timetable.num_stages / timetable.num_ranks:g}"
     return (name, per_rank, digits(outcome.makespan, decimals), *_figures(outcome, decimals))
@@ -51,14 +52,26 @@ def _figures(timeline: Timeline, decimals: int) -> tuple[str, ...]:
         digits(timeline.max_span, decimals),
         digits(timeline.bubble, decimals),
         percent(timeline.bubble_rate),
+        *_exposed(timeline.exposed_exchange, decimals),
         peak_text(timeline),
     )
+
+
+def _last_columns(timeline: Timeline) -> tuple[str, ...]:
+    """The names of the columns that depend on the costs."""
+    return (*([EXCHANGE_MEANING] if timeline.exposed else []), peak_name(timeline))
+
+
+def _exposed(exposed: Sequence[float], decimals: int) -> tuple[str, ...]:
+    """The cell of the largest exposed exchange; none where there are no exchanges."""
+    return (digits(max(exposed), decimals),) if exposed else ()
 
 
 def _rank_cells(timeline: Timeline, rank: int, decimals: int) -> tuple[str, ...]:
     span, idle = timeline.span(rank), timeline.idle(rank)
     times = digits(span, decimals), digits(idle, decimals)
-    return (f"rank {rank}", *times, percent(idle / (span or 1.0)), peak_text(timeline, rank))
+    exposed = _exposed(timeline.exposed_exchange[rank : rank + 1], decimals)
+    return (f"rank {rank}", *times, percent(idle / (span or 1.0)), *exposed, peak_text(timeline, rank))
 
 
 def decimals_of(times: Iterable[float]) -> int:

@@ -35,7 +35,7 @@ def render_text(timeline: Timeline, *, width: int | None = None) -> str:
     lines = [_line(timeline, rank, labels[rank], scale) for rank in range(timeline.timetable.num_ranks)]
     ruler = _ruler(timeline.makespan, scale)
     drawing = [f"{'ms':{margin}}{ruler}", *(f"{f'rank {i}':{margin}}{line}" for i, line in enumerate(lines))]
-    return "\n".join([*(line.rstrip() for line in drawing), "", _legend(timeline.timetable, lines)])
+    return "\n".join([*(line.rstrip() for line in drawing), "", _legend(timeline, lines)])
 
 
 def _labels(timetable: Timetable) -> list[list[str]]:
@@ -110,11 +110,13 @@ def _ticks(makespan: float, scale: float) -> Iterator[float]:
         yield count * step
 
 
-def _legend(timetable: Timetable, lines: list[str]) -> str:
+def _legend(timeline: Timeline, lines: list[str]) -> str:
+    timetable = timeline.timetable
     present = np.unique(np.concatenate([np.unique(row.ops) for row in timetable.rows])).tolist()
     ops = ", ".join(f"{Op(op).name} {MEANING[Op(op)]}" for op in present)
     most = max(index_on_rank(timetable))
     later_stages = ("", "; lower case: the rank's second stage", "; stage before the letter")[min(most, 2)]
     narrow = "; without a number: too narrow for it" if any(map(_HAS_NO_NUMBER, lines)) else ""
     bars = f"; {_B_BEFORE_W} : a narrow B before a W" if any(_B_BEFORE_W in line for line in lines) else ""
-    return f"{ops}, each with its microbatch{later_stages}{narrow}{bars}; dots: bubble"
+    hidden = "; W: what exchanges have not hidden of it" if timeline.exposed else ""
+    return f"{ops}, each with its microbatch{later_stages}{narrow}{bars}; dots: bubble{hidden}"

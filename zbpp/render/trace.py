@@ -20,7 +20,8 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
     messages that it sends, one for those that it receives. The slice of a message begins when the message is
     sent, or when the message before it on the link arrives if that is later; it ends when it arrives. A rank
     that reduces gradients has one more lane, with a slice per stage; so has a rank that offloads, with a
-    slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back.
+    slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back. Where layers exchange tokens
+    among experts, an action's arguments say how much of it is exposed exchange.
 
     Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
     timelines follow on, so that every title has its own group of processes.
@@ -57,8 +58,11 @@ def _slices(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
         (1e3 * (timeline.ends[rank] - timeline.starts[rank])).tolist(),
         strict=True,
     )
-    for action, start, duration in spans:
+    exposed = timeline.exposed[rank].tolist() if timeline.exposed else []
+    for position, (action, start, duration) in enumerate(spans):
         args = {"stage": action.stage, "op": action.op.name, "microbatch": action.microbatch}
+        if exposed:
+            args["exposed_exchange_ms"] = exposed[position]
         event = {"ph": "X", "name": str(action), "cat": action.op.name, "args": args}
         yield {**event, "pid": process, "tid": 0, "ts": start, "dur": duration}
 

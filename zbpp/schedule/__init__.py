@@ -16,6 +16,7 @@ simulate.py         timetable and costs -> timeline; refuses what can never fini
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
 families/           the field's schedules: pure functions of counts, one file per family
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
+exchange.py         how long W's take at their places where they run in the exchanges of experts
 reductions.py       when each stage's gradients are complete and are summed over its replicas
 offload.py          what leaves the device between F and B: the instructions, and how long the copies take
 offload_choice.py   which values leave, and where the instructions stand

@@ -26,13 +26,14 @@ class StageCosts(NamedTuple):
     memory: dict[Op, list[float]]  # what an action adds to the memory that its rank holds; < 0 if it frees
     reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
     host: list[float]  # ms, of a copy of what F saves to host memory, or back
+    exchange: list[float]  # ms, inside F, and inside B or BW
     held: dict[str, list[float]]  # what "saved" and "deferred" of a microbatch hold
     static: list[float]  # held all the time
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The ten costs, each a number or a list of numbers.
+    """The eleven costs, each a number or a list of numbers.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
@@ -47,6 +48,7 @@ class CostNumbers:
     reduce: PerStage = 0.0
     host: PerStage = 0.0
     static: PerStage = 0.0
+    exchange: PerStage = 0.0
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -54,6 +56,20 @@ class CostNumbers:
                 if not 0 <= number <= _LARGEST:  # NaN is not
                     given = f"Costs({name}={shown(value)}): {number!r}"
                     raise PlanError(f"{given} must be finite and not negative (at most 1e100)")
+        if self.has_exchange:
+            self._check_exchange()
+
+    def _check_exchange(self) -> None:
+        """Raises PlanError if an F, B or BW takes less time than the exchange inside it."""
+        for name in ("f", "b") if self.bw is None else ("f", "b", "bw"):
+            whole, inside = _numbers(name, getattr(self, name)), _numbers("exchange", self.exchange)
+            longest = max(len(whole), len(inside))  # per_stage refuses lists of other lengths
+            for time, part in zip(_repeated(whole, longest), _repeated(inside, longest), strict=False):
+                if part > time:
+                    raise PlanError(
+                        f"Costs(exchange={part:g}) is a part of {name}, which takes {time:g} ms: write {name} "
+                        "with the exchange inside it"
+                    )
 
     @property
     def numbers(self) -> dict[str, PerStage]:
@@ -65,6 +81,11 @@ class CostNumbers:
     def has_host(self) -> bool:
         """Whether copies to host memory have a time. Without one, no activation is offloaded."""
         return any(_numbers("host", self.host))
+
+    @property
+    def has_exchange(self) -> bool:
+        """Whether F and B contain exchanges of tokens among experts."""
+        return any(_numbers("exchange", self.exchange))
 
 
 COST_NAMES = tuple(field.name for field in fields(CostNumbers))
@@ -81,8 +102,11 @@ class Costs(CostNumbers):
     host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
         rank copies one thing at a time. 0: nothing leaves (offload.py).
     static: held all the time: the stage's weights, gradients and optimizer states.
+    exchange: time of exchanging tokens among experts, inside F, and again inside B (or BW); f and b contain
+        it. Pending W's run meanwhile, see exchange.py.
     memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
-    Raises PlanError for a value that is no number, and for a number that is negative or not finite.
+    Raises PlanError for a value that is no number, and for a number that is negative or not finite, and
+    for an exchange that is longer than the F, B or BW around it.
     """
 
     memory_unit: ClassVar[str] = ACTIVATIONS
@@ -115,6 +139,7 @@ class Costs(CostNumbers):
             },
             reduce=spread("reduce"),
             host=spread("host"),
+            exchange=spread("exchange"),
             held={"saved": saved, "deferred": deferred},
             static=spread("static"),
         )
@@ -135,6 +160,10 @@ def _numbers(name: str, value: object) -> list[float]:
         return [float(number) for number in each]
     except OverflowError:
         raise PlanError(f"Costs({name}={shown(value)}): no float is as large as this number") from None
+
+
+def _repeated(numbers: list[float], length: int) -> list[float]:
+    return numbers * length if len(numbers) == 1 else numbers
 
 
 @dataclass(frozen=True, kw_only=True)

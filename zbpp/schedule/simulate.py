@@ -12,6 +12,7 @@ import numpy.typing as npt
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import consumes
 from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
+from zbpp.schedule.exchange import hide_in_exchanges
 from zbpp.schedule.offload import RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.timeline import Timeline
@@ -32,6 +33,8 @@ def simulate(
     Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
+    During the exchanges inside F and B a rank runs pending W's (exchange.py): these are shorter at their
+    places, F and B are not.
 
     offload: for each rank, its round trips (`choose_offload`). An action waits for a copy that is late.
     peak_memory counts the device memory only.
@@ -71,6 +74,9 @@ def simulate(
         message_ms=tuple(stage_costs.comm),
         reductions=tuple(sorted(reductions, key=lambda each: each.rank)),
         copies=tuple(span for each in copies if each is not None for span in each.spans),
+        exposed=tuple(np.tile(rank.exposed, num_steps) for rank in ranks)
+        if any(stage_costs.exchange)
+        else (),
         memory_unit=costs.memory_unit,
     )
 
@@ -81,6 +87,7 @@ class _OfStages(NamedTuple):
     rank_of: npt.NDArray[np.int64]
     durations: npt.NDArray[np.float64]  # by `kinds_of`
     delays: npt.NDArray[np.float64]
+    exchange: list[float]
 
 
 class _RankRun:
@@ -115,6 +122,9 @@ class _RankRun:
         self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
         self.given = _by_action(len(row), made_at[leaves], made[leaves])
         self.durations = stages.durations[kinds_of(row)]
+        self.exposed = np.zeros(0)  # exchange in each action, where there are exchanges
+        if any(stages.exchange):
+            self.durations, self.exposed = hide_in_exchanges(row, self.durations, stages.exchange)
         self.delays = stages.delays[row.stages]
         self.starts, self.ends = array("d"), array("d")
 
@@ -174,6 +184,7 @@ def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | 
         rank_of=np.array(timetable.rank_of),
         durations=np.array([costs.duration[op] for op in Op]).T.ravel(),
         delays=np.array(costs.comm),
+        exchange=costs.exchange,
     )
     ranks = [_RankRun(timetable, rank, values, stages, copies[rank]) for rank in range(timetable.num_ranks)]
     arrival = _run_step(ranks, [0.0] * len(ranks))

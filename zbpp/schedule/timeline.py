@@ -44,6 +44,8 @@ class Timeline:
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
     copies: of what leaves the device and comes back, rank by rank, in order.
+    exposed: for each rank, how much of each action is exposed exchange: tokens are exchanged among experts,
+        and no W runs meanwhile. Empty without exchanges.
     """
 
     timetable: Timetable
@@ -54,6 +56,7 @@ class Timeline:
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     copies: tuple[CopySpan, ...] = ()
+    exposed: tuple[Floats, ...] = ()
     memory_unit: str = ACTIVATIONS
     measured: bool = False
 
@@ -79,6 +82,14 @@ class Timeline:
     def idle(self, rank: int) -> float:
         """The time within its span in which a rank runs nothing."""
         return self.span(rank) - float((self.ends[rank] - self.starts[rank]).sum())
+
+    @property
+    def exposed_exchange(self) -> tuple[float, ...]:
+        """For each rank, the time of exchanges in which it computes nothing; () without exchanges.
+
+        It is part of F and B, so it is no bubble.
+        """
+        return tuple(float(each.sum()) for each in self.exposed)
 
     @property
     def max_span(self) -> float:

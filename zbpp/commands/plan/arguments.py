@@ -40,6 +40,7 @@ COST_OPTIONS = {
     "w": "gradients of the weights, ms (1)",
     "comm": "a message, ms (0)",
     "reduce": "sum of the gradients over replicas, once a step, ms (0)",
+    "exchange": "exchanges of tokens among experts inside F, and inside B, ms (0)",
 }
 
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"

@@ -93,13 +93,15 @@ def _and_reductions(relaxation: Relaxation, bound: Bound) -> Bound:
 
 
 def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:
-    """Two bounds on one rank: its work and its least idle time; round trips, and what follows its last B."""
+    """Three bounds on one rank: its work and its least idle time; round trips, and what follows its last B;
+    its work, W's in exchanges not counted."""
     rank = idle.rank
     before = relaxation.first_f(rank) if relaxation.problem.objective == MAKESPAN else 0.0
     trips = round_trips(relaxation, rank)
     return [
         Bound(before + relaxation.work(rank) + idle.least, f"work and forced idle time of rank {rank}"),
         Bound(before + trips + idle.follows, f"round trips through the memory of rank {rank}"),
+        Bound(before + relaxation.work_with_exchanges(rank), f"work of rank {rank} outside exchanges"),
     ]
 
 

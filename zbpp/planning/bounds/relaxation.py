@@ -11,6 +11,10 @@ F's and B's of one microbatch follow each other through all stages, with a messa
 
 This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, two of its actions
 start at least as far apart as their earliest starts are.
+
+With exchanges a W may take no time at its place, because it has run in exchanges before (exchange.py). So the
+relaxation's W's take none, on every rank with exchanges. Only the W of a rank's last B runs in no exchange:
+`w_end` and `work` count it whole. `work` also counts what all exchanges of the rank together can't hide.
 """
 
 from __future__ import annotations
@@ -42,7 +46,11 @@ class Relaxation:
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
-        self.stages = [_terms(problem, stage) for stage in range(problem.num_stages)]
+        self.whole = [_terms(problem, stage) for stage in range(problem.num_stages)]
+        self.stages = [
+            terms if not self._exchanges(rank) else terms._replace(w=0.0)
+            for terms, rank in zip(self.whole, problem.rank_of, strict=True)
+        ]
         duration = [time for stage in self.stages for time in (stage.f, stage.b, stage.w, stage.b + stage.w)]
         starts = earliest_starts(problem.num_stages, duration, problem.message)
         self.f_start, self.b_start, self.w_start = (
@@ -50,7 +58,13 @@ class Relaxation:
         )
         self.f_end = [start + stage.f for start, stage in zip(self.f_start, self.stages, strict=True)]
         self.b_end = [start + stage.b for start, stage in zip(self.b_start, self.stages, strict=True)]
-        self.w_end = [start + stage.w for start, stage in zip(self.w_start, self.stages, strict=True)]
+        self.w_end = [
+            start + (self.whole if stage == self.lowest(rank) else self.stages)[stage].w
+            for stage, (start, rank) in enumerate(zip(self.w_start, problem.rank_of, strict=True))
+        ]
+
+    def _exchanges(self, rank: int) -> bool:
+        return any(self.problem.stage_costs.exchange[stage] > 0 for stage in self.problem.stages_of[rank])
 
     def stages_on(self, rank: int) -> list[StageTerms]:
         return [self.stages[stage] for stage in self.problem.stages_of[rank]]
@@ -68,8 +82,21 @@ class Relaxation:
         return self.f_start[self.lowest(rank)]
 
     def work(self, rank: int) -> float:
-        """The time (ms) of all actions of a rank."""
+        """The least time (ms) of all actions of a rank."""
         return self.problem.num_microbatches * sum(stage.work for stage in self.stages_on(rank))
+
+    def work_with_exchanges(self, rank: int) -> float:
+        """The least time (ms) of all actions of a rank, W's included that its exchanges can't hide.
+
+        Nothing is pending in the exchanges up to the rank's first B, and the W of its last B is hidden in none.
+        """
+        number, stages = self.problem.num_microbatches, self.problem.stages_of[rank]
+        exchange = self.problem.stage_costs.exchange
+        up_to_first_b = sum(exchange[stage] for stage in stages) + exchange[self.highest(rank)]
+        hides = 2 * number * sum(exchange[stage] for stage in stages) - up_to_first_b
+        weights = number * sum(self.whole[stage].w for stage in stages)
+        forward_and_back = number * sum(self.whole[stage].f + self.whole[stage].b for stage in stages)
+        return forward_and_back + max(self.whole[self.lowest(rank)].w, weights - hides)
 
     def until_first_b(self, rank: int) -> float:
         """The least time (ms) from the start of a rank's first F to the start of its first B."""

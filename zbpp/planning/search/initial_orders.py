@@ -17,6 +17,7 @@ from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.paper_planner import paper_plan
+from zbpp.planning.search.postpone_weight_grads import postponed_plans
 from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.timetable import Op, PlanError, Timetable
@@ -33,7 +34,10 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
     """Whole plans within memory, with their objective; at least one."""
     for plan in [one_by_one(problem), *_by_paper_planner(problem), *_by_families(problem)]:
         apart = split(problem, plan)
-        for each in [plan] if apart == plan else [plan, apart]:
+        tried = [plan] if apart == plan else [plan, apart]
+        if problem.has_exchange:
+            tried += postponed_plans(problem, apart)
+        for each in tried:
             value = problem.value_of_plan(each)
             if value < math.inf:
                 yield value, each

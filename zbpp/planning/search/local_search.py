@@ -118,7 +118,9 @@ class LocalSearch:
         """Improve a plan by what costs little and never makes it longer; then add it to the pool."""
         fuse_all(timing, self.deadline)
         justify(timing, self.deadline)
-        self._add(timing.value, timing.rows)
+        # With exchanges a move changes what other W's hide, which the timing does not follow.
+        is_exact = not self.problem.has_exchange
+        self._add(timing.value if is_exact else self.problem.value_of_plan(timing.rows), timing.rows)
 
     def _improve_starts(self) -> None:
         for plan in self._starts():

@@ -33,7 +33,8 @@ class PlanGraph:
 
     The search spends its time in passes over these numbers, so they are plain lists, by action id:
 
-        duration, memory, rank_of    what the problem says about the action
+        duration, memory, rank_of    what the problem says about the action; the duration is that in the plan
+                                     as it was given, and no move changes it
         index                        its place in its row, -1 if the plan does not contain it
         from_start, to_end           its links and its longest paths (`Paths`)
         backward, weight             of an F: its B or BW, its W or BW
@@ -48,7 +49,7 @@ class PlanGraph:
         number = problem.num_microbatches
         self.none = none = len(problem.duration) * number
         size = none + 1 + problem.num_ranks
-        self.duration = [time for time in problem.duration for _ in range(number)] + [0.0] * (size - none)
+        self.duration = [*problem.times_in(plan), *[0.0] * (size - none)]
         self.memory = [change for change in problem.memory for _ in range(number)]
         self.rank_of_action = [rank for rank in problem.rank_of for _ in range(len(Op) * number)] + [-1]
         self.index = [-1] * size
