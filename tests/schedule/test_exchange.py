@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from helpers.timetables import needs, makes, random_timetable
+from helpers.timetables import makes, needs, random_timetable
 from zbpp.planning import plan
 from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
 
@@ -40,7 +40,7 @@ def of_a_rank(f, w, share, stages_per_rank):
     ],
 )
 def test_a_w_one_microbatch_later_hides_the_exchanges(name, p, m, share, exposed, as_it_is, later, hidden):
-    """F = B = W = 10 ms of a rank. It costs one more `deferred`; of exchanges above a quarter, W's hide a part."""
+    """F = B = W = 10 ms of a rank. It costs one more `deferred`. Above a quarter W's are too short."""
     timetable = plan(name, p, m)
     costs = of_a_rank(10, 10, share, timetable.num_stages // p)
     without = {key: number for key, number in costs.items() if key != "exchange"}

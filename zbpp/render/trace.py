@@ -20,8 +20,8 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
     messages that it sends, one for those that it receives. The slice of a message begins when the message is
     sent, or when the message before it on the link arrives if that is later; it ends when it arrives. A rank
     that reduces gradients has one more lane, with a slice per stage; so has a rank that offloads, with a
-    slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back. Where layers exchange tokens
-    among experts, an action's arguments say how much of it is exposed exchange.
+    slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back. Where experts exchange
+    tokens, an action's arguments say how much of it is exposed exchange.
 
     Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
     timelines follow on, so that every title has its own group of processes.

@@ -67,8 +67,8 @@ class CostNumbers:
             for time, part in zip(_repeated(whole, longest), _repeated(inside, longest), strict=False):
                 if part > time:
                     raise PlanError(
-                        f"Costs(exchange={part:g}) is a part of {name}, which takes {time:g} ms: write {name} "
-                        "with the exchange inside it"
+                        f"Costs(exchange={part:g}) is a part of {name}, which takes {time:g} ms: write "
+                        f"{name} with the exchange inside it"
                     )
 
     @property

@@ -7,9 +7,9 @@ F and B have nothing to compute during such an exchange. But the rank may have W
 pending W's, first the one with the earliest place. At its place only what is left of a W takes time, so its
 place is its deadline. A W that stands later in the row can be hidden in more exchanges:
 
-    f = b = 15 ms, 5 of them exchange, w = 10 ms              time of the W's at their places
-    F1 B1 W1 F2 B2 W2 F3 B3 W3   each W directly behind its B   10  10  10   none is pending in an exchange
-    F1 B1 F2 B2 W1 F3 B3 W2 W3   one microbatch later            0   0  10   W1 runs in F2 and B2, W2 in F3, B3
+    f = b = 15 ms, 5 of them exchange; w = 10 ms    ms of W1, W2, W3 at their places
+    F1 B1 W1 F2 B2 W2 F3 B3 W3                      10  10  10    none is pending in an exchange
+    F1 B1 F2 B2 W1 F3 B3 W2 W3                       0   0  10    W1 runs in F2 and B2, W2 in F3 and B3
 
 The exchange takes its whole time in any case. So what is hidden depends on the order of the rank's row alone,
 not on when its actions run. BW counts as B followed at once by its W: its own W is never pending.

@@ -88,7 +88,7 @@ class Relaxation:
     def work_with_exchanges(self, rank: int) -> float:
         """The least time (ms) of all actions of a rank, W's included that its exchanges can't hide.
 
-        Nothing is pending in the exchanges up to the rank's first B, and the W of its last B is hidden in none.
+        Nothing is pending in the exchanges up to the rank's first B. No exchange hides the W of its last B.
         """
         number, stages = self.problem.num_microbatches, self.problem.stages_of[rank]
         exchange = self.problem.stage_costs.exchange

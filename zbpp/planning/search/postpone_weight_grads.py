@@ -19,7 +19,7 @@ _MOST_PLACES = 3
 
 
 def postponed_plans(problem: Problem, plan: Plan) -> list[Plan]:
-    """The plan, which has no BW, with W's one place later, two, and three: each rank as far as memory allows."""
+    """A plan without BW, with W's one place later, two, and three: each rank as far as memory allows."""
     return [
         [_within_memory(problem, rank, row, places) for rank, row in enumerate(plan)]
         for places in range(1, _MOST_PLACES + 1)
