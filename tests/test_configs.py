@@ -205,11 +205,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "memory.gradient_release=step optimizer.clip_norm=null precision=mixed_float16",
             "gradient_release=step doesn't go with precision=mixed_float16: write",
         ),
-        (
-            "memory.gradient_release=accumulate optimizer.clip_norm=null parallel.replicate=2",
-            "parallel.shard: write memory.gradient_release=step",
-        ),
-        ("memory.gradient_release=maybe", "gradient_release=maybe: write off, step or accumulate"),
+        ("memory.gradient_release=maybe", "gradient_release=maybe: write off or step"),
         ("optimizer.name=sgd", "optimizer.name=sgd: write adamw, stable_adamw, lion, muon or custom"),
         ("memory.limit=0", "memory.limit=0.0: write GiB, above 0, or null"),
         ("parallel.device=tpu", "parallel.device=tpu: write auto, cpu or cuda"),
@@ -297,7 +293,6 @@ def test_several_loggers_are_one_list():
     [
         ("wandb", "logger=wandb"),
         ("optimi", "optimizer=lion"),
-        ("optimi", "memory.gradient_release=accumulate optimizer.clip_norm=null"),
         ("optimi", "optimizer.kahan_sum=true precision=bfloat16"),
         ("peft", "finetune.lora.r=8 finetune.lora.target_modules=[q_proj]"),
     ],

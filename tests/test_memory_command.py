@@ -121,7 +121,6 @@ def test_every_switch_that_is_off_is_listed_with_its_saving():
         "memory.offload=auto",
         "memory.offload_weights=true",
         "memory.gradient_release=step optimizer.clip_norm=null",
-        "memory.gradient_release=accumulate optimizer.clip_norm=null",
         "optimizer.validation=after",
     ):
         assert rows[title].prediction is not None, rows[title].why

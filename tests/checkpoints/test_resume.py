@@ -47,7 +47,7 @@ VARIANTS = {
     "mixed_float16": {"is_scaled": True},
     "post-validation": {"post_validation": True, "clip_norm": 0.3},
     "a scheduler of torch's": {"has_scheduler": True},
-    "released gradients": {"gradient_release": "accumulate", "clip_norm": None},
+    "released gradients": {"gradient_release": "step", "clip_norm": None},
     "mixed_float16 with post-validation": {"is_scaled": True, "post_validation": True},
 }
 

@@ -14,7 +14,6 @@ from zbpp import (
     ActivationOffload,
     Costs,
     GradientRelease,
-    OptimizerAccumulation,
     Pipeline,
     PostValidation,
     clip_grad_norm_,
@@ -28,16 +27,14 @@ from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 
 SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
 CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip
-SWITCHES = ("recompute", "offload", "offload_weights", "release", "accumulate", "validation")
+SWITCHES = ("recompute", "offload", "offload_weights", "release", "validation")
 REFUSED = {
     ("offload", "offload_weights"): "weight_offload",
     ("offload_weights", "release"): "offloaded",
-    ("offload_weights", "accumulate"): "offloaded",
     ("offload_weights", "validation"): "weight_offload",
     ("release", "validation"): "releas",
-    ("accumulate", "validation"): "releas",
 }
-PAIRS = [pair for pair in combinations(SWITCHES, 2) if pair != ("release", "accumulate")]
+PAIRS = [*combinations(SWITCHES, 2)]
 ALLOWED = [pair for pair in PAIRS if pair not in REFUSED]
 
 
@@ -56,13 +53,12 @@ class Run:
         everything = ActivationOffload(Costs(host=1e-6), least_bytes=1)
         leaving = everything if "offload" in on else None
         self.pipeline = Pipeline(stages, timetable, model.loss, extras=[*filter(None, [leaving])])
-        releases = {"release", "accumulate"} & set(on)
-        self.optimizer = AdamW(self.pipeline.parameters(), lr=1e-2, gradient_release=bool(releases))
-        self.clips = not {"release", "accumulate"} & set(on)
+        releases = "release" in on
+        self.optimizer = AdamW(self.pipeline.parameters(), lr=1e-2, gradient_release=releases)
+        self.clips = not releases
         self.validated = None
         if releases:
-            release = OptimizerAccumulation if "accumulate" in on else GradientRelease
-            self.pipeline.use(release(self.optimizer))
+            self.pipeline.use(GradientRelease(self.optimizer))
         if "validation" in on:
             self.validated = PostValidation(self.pipeline, self.optimizer, clip_norm=CLIP)
 
@@ -97,14 +93,9 @@ def losses_of(on):
 
 @pytest.fixture(scope="module")
 def plain():
-    """The losses with clipping, without it, and with optimizer accumulation alone."""
-    found = {
-        (): losses_of(()),
-        ("release",): losses_of(("release",)),
-        ("accumulate",): losses_of(("accumulate",)),
-    }
+    """The losses with clipping, and without it."""
+    found = {(): losses_of(()), ("release",): losses_of(("release",))}
     assert not torch.equal(found[()], found["release",])  # clipping matters
-    assert not torch.equal(found["accumulate",], found["release",])
     return found
 
 
@@ -114,7 +105,7 @@ def test_a_pair_of_switches_gives_the_losses_of_the_run_without_them_or_is_refus
         with pytest.raises(ValueError, match=REFUSED[pair]):
             Run(pair)
         return
-    expected = plain[tuple(each for each in pair if each in ("release", "accumulate"))]
+    expected = plain[("release",) if "release" in pair else ()]
     assert torch.equal(losses_of(pair), expected)
 
 

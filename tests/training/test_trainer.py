@@ -147,15 +147,6 @@ def test_a_run_that_releases_gradients_has_the_metrics_of_one_that_does_not(name
     assert len(set(found["step"])) == STEPS
 
 
-def test_a_run_that_accumulates_in_the_optimizer_trains_and_has_no_norm():
-    trainer = trainer_of(
-        optimizer=partial(adamw, gradient_release="accumulate"), gradient_release="accumulate"
-    )
-    history = list(trainer.run(STEPS))
-    assert history[-1]["loss"] < history[0]["loss"]
-    assert {each["grad_norm"] for each in history} == {None}
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

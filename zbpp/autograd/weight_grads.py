@@ -276,13 +276,11 @@ class WeightGrads:
             found = next(iter(parts))
             yield found, WeightGrads(parts.pop(found))
 
-    def accumulate(self, done: Callable[[Tensor], None] | None = None) -> None:
+    def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
-        Post-accumulate-grad hooks fire, once per parameter. Then `done` is called with the parameter: its
-        gradient is complete, and `done` may take it away and change the parameter. Raises RuntimeError at a
-        second call, and ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since
-        B.
+        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
+        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
         """
         if self._tasks is None:
             raise RuntimeError(
@@ -290,8 +288,6 @@ class WeightGrads:
                 "call backward_input again after another forward"
             )
         tasks, self._tasks = self._tasks, None
-        if done is not None:
-            return _run_leaf_by_leaf(tasks, done)
         tasks.reverse()
         tasks_left: dict[int, int] = {}  # id of a leaf -> how many tasks are left after the leaf's last one
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
@@ -303,37 +299,3 @@ class WeightGrads:
                         tasks_left = {id(task.leaf): left for left, task in reversed([*enumerate(tasks)])}
                     if tasks_left.get(id(leaf), len(tasks)) >= len(tasks):
                         run_post_accumulate_hooks(leaf)
-
-
-def _run_leaf_by_leaf(tasks: list[Any], done: Callable[[Tensor], None]) -> None:
-    """W for gradient release: after the last task of a leaf, run the leaf's hooks and call `done(leaf)`.
-
-    So the gradients of two leaves need not exist at the same time.
-    A leaf whose memory a task reads (the weight of one product is the x of another) is done after all tasks.
-    """
-    leaves = {id(leaf): leaf for task in tasks for leaf in _leaves_of(task)}
-    last = {key: place for place, task in enumerate(tasks) for key in map(id, _leaves_of(task))}
-    read = {address for task in tasks for tensor in task.tensors() for address in _addresses(tensor)}
-    at_the_end = {key for key, leaf in leaves.items() if not read.isdisjoint(_addresses(leaf))}
-    ends: dict[int, list[Tensor]] = {}  # position of a task -> the leaves that are done after the task
-    for key, place in last.items():
-        ends.setdefault(len(tasks) - 1 if key in at_the_end else place, []).append(leaves[key])
-    tasks.reverse()
-    with torch.set_grad_enabled(False):
-        for place in range(len(tasks)):
-            tasks.pop().accumulate()  # nothing refers to the task any more: its tensors are freed
-            for leaf in ends.get(place, ()):
-                if leaf._post_accumulate_grad_hooks:
-                    run_post_accumulate_hooks(leaf)
-                done(leaf)
-
-
-def _addresses(tensor: Tensor) -> set[int]:
-    """The addresses of a tensor's memory. For a fake tensor, which has no memory, those of its storages."""
-    storages = storages_of(tensor)
-    return {each._cdata if each.device.type == "meta" else each.data_ptr() for each in storages}
-
-
-def _leaves_of(task: Any) -> list[Tensor]:
-    """The leaves that a task adds gradients to. The task of a compiled call has several."""
-    return list(task.leaves()) if hasattr(task, "leaves") else [task.leaf]

@@ -125,9 +125,7 @@ class MemoryConfig(Checked):
     )
     offload_weights: bool = described(False, "weights, gradients and optimizer states live in host memory")
     head_at_once: bool = described(False, "W of a language model's head runs at the end of its B")
-    gradient_release: str = one_of(
-        "off", "step", "accumulate", help="update behind each stage's last W, or in each microbatch"
-    )
+    gradient_release: str = one_of("off", "step", help="update each stage behind its last W")
 
     def __post_init__(self) -> None:
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
@@ -269,8 +267,6 @@ class TrainConfig(RunConfig):
         for is_given, message in self._mistakes():
             if is_given:
                 raise ConfigError(message)
-        if self.memory.gradient_release == "accumulate":
-            need_optimi("memory.gradient_release=accumulate")
 
     def _mistakes(self) -> list[tuple[bool, str]]:
         """(whether two keys don't go together, what to write). What extras exclude: zbpp/run/checks.py."""
@@ -312,14 +308,6 @@ class TrainConfig(RunConfig):
                     release,
                     f"precision={precision}",
                     "write precision=bfloat16 with optimizer.kahan_sum=true",
-                ),
-            ),
-            (
-                memory.gradient_release == "accumulate" and parallel.replicate * parallel.shard > 1,
-                pair(
-                    release,
-                    "parallel.replicate or parallel.shard",
-                    "write memory.gradient_release=step",
                 ),
             ),
             (

@@ -90,9 +90,8 @@ class Predictor:
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
         mesh = parallel.shard, parallel.tensor, parallel.reshard
-        accumulates = memory.gradient_release == "accumulate"
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
-        key = *sizes, *mesh, accumulates, memory.head_at_once, memory.recompute, config.precision, optimizer
+        key = *sizes, *mesh, memory.head_at_once, memory.recompute, config.precision, optimizer
         if key not in self._known:
             self._known[key] = measure_stages(config, timetable)
         return self._known[key]

@@ -25,11 +25,10 @@ from zbpp.run.data import build_data
 from zbpp.run.model import build_model, explained_as_data
 from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
-from zbpp.runtime.call import Call
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_memory
-from zbpp.runtime.memory.gradient_release import OptimizerAccumulation, parameters_of, update
+from zbpp.runtime.memory.gradient_release import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.tensor_parallel import parallelize
@@ -54,9 +53,8 @@ class _NotOnFake(Exception):
 def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut.
 
-    Two of the config's memory switches are on while the stages run, since they change what an action holds:
-    memory.recompute (all stages recompute, or none) and memory.gradient_release=accumulate. Raises
-    ConfigError for stages that can't run.
+    With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for stages
+    that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
@@ -162,10 +160,9 @@ class _Stages:
         optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
-            options: dict[str, Any] = {"head_at_once": config.memory.head_at_once}
-            if release == "accumulate":
-                options["run_w"] = _accumulation(optimizer).run_w
-            memory = microbatch_memory(index, stage, args, live, **options, **run)
+            memory = microbatch_memory(
+                index, stage, args, live, head_at_once=config.memory.head_at_once, **run
+            )
             states, update = _optimizer_bytes(live, optimizer)
         parameters = bytes_of(stage.parameters())
         trained = 0 if masters else bytes_of(each for each in stage.parameters() if each.requires_grad)
@@ -174,7 +171,7 @@ class _Stages:
             gradients=bytes_of(_gradients_of(stage)),
             optimizer=states + (0 if masters is None else bytes_of(masters.parameters())),
             keeps_gradients=masters is not None,
-            update=0 if release == "accumulate" else update,
+            update=update,
             leaves=bytes_that_leave(index, stage, args, **run),
             **asdict(memory.bytes),
         )
@@ -221,14 +218,6 @@ def _check_modules(stage: nn.Module) -> None:
     for module in stage.modules():
         if isinstance(module, _REAL_ONLY):
             raise _NotOnFake(f"{type(module).__name__} keeps memory that they don't show")
-
-
-def _accumulation(optimizer: torch.optim.Optimizer) -> OptimizerAccumulation:
-    """For the W's of two microbatches, the second of which updates the weights."""
-    found = OptimizerAccumulation(optimizer)
-    found.num_microbatches = 2
-    found.begin(Call((), None, {}))
-    return found
 
 
 def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tuple[int, int]:

@@ -111,7 +111,7 @@ class Switches:
             yield [{"memory.head_at_once": True}]
         if memory.gradient_release == "off":
             unclipped = {} if config.optimizer.clip_norm is None else {"optimizer.clip_norm": None}
-            yield [{"memory.gradient_release": name, **unclipped} for name in ("step", "accumulate")]
+            yield [{"memory.gradient_release": "step", **unclipped}]
 
     def _post_validation(self) -> list[Changes]:
         """The change that turns post-validation on, which costs memory and shortens the step."""

@@ -46,7 +46,7 @@ from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
-from zbpp.runtime.memory.gradient_release import GradientRelease, OptimizerAccumulation
+from zbpp.runtime.memory.gradient_release import GradientRelease
 from zbpp.runtime.memory.head_at_once import HeadAtOnce
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.parallel.mesh import make_mesh
@@ -66,7 +66,6 @@ __all__ = [
     "GradientRelease",
     "HeadAtOnce",
     "NonFinite",
-    "OptimizerAccumulation",
     "Pipeline",
     "Recorder",
     "StageWorker",

@@ -85,7 +85,7 @@ class Trainer:
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
-    the scale. gradient_release: off, step or accumulate: the pipeline's step updates the weights itself, see
+    the scale. gradient_release: off or step: the pipeline's step updates the weights itself, see
     zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: the update
     does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 

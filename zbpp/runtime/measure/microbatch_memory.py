@@ -23,7 +23,7 @@ from zbpp.job.agreement import gather
 from zbpp.runtime.call import Feed
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
-from zbpp.runtime.stage import Loss, RunW, StageWorker, add_weight_gradients
+from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
 from zbpp.schedule.costs import MicrobatchBytes
 
@@ -46,16 +46,15 @@ def microbatch_memory(
     is_last: bool = False,
     loss_fn: Loss | None = None,
     target: Any = None,
-    run_w: RunW = add_weight_gradients,
     head_at_once: bool = False,
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
     The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    run_w: what W does with gradients. head_at_once: see zbpp.HeadAtOnce.
+    head_at_once: see zbpp.HeadAtOnce.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.run_w, worker.head_at_once = run_w, head_at_once
+    worker.head_at_once = head_at_once
     worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1]))
     _MicrobatchRun(worker, live, inputs, 0).measured()
     outputs: list[Any] = []

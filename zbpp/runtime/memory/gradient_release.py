@@ -13,19 +13,6 @@ holds.
 A weight is changed after the last F, B and W that read it. So the losses equal, to the last bit, those of a
 loop that calls `optimizer.step()` after `pipeline.step()`. That needs an optimizer that updates each
 parameter from this parameter's gradient alone, as torch's optimizers (LBFGS aside) and torch-optimi's do.
-
-Accumulation: each microbatch's gradients go into the optimizer's states, and are dropped.
-
-    2W0  weight a: gradient -> states, dropped; weight b: gradient -> states, dropped; ...
-    ...
-    2W7  weight a: gradient -> states, weight updated, gradient dropped; ...
-
-So only one parameter's gradient exists at a time. torch-optimi's optimizers support this: with
-`optimizer_accumulation` set, their step changes the states and not the weight. Their moving averages treat
-each microbatch as a step, and expect the gradient of the microbatch's mean loss. So the factor
-1 / num_microbatches, which the pipeline's gradients have, is taken out again. The result only approximates
-that of summed gradients, since a beta applies per microbatch. It equals the result of optimi's own
-accumulation over the same microbatches.
 """
 
 from __future__ import annotations
@@ -40,12 +27,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.autograd import WeightGrads
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, Run, instead, then
-from zbpp.runtime.parallel.mesh import REPLICATE, SHARD
 from zbpp.runtime.parallel.squares import square_of
-from zbpp.runtime.stage import add_weight_gradients
 from zbpp.schedule import Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 
@@ -53,7 +37,6 @@ if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
-_WRITE_STEP = "write gradient_release=step, that is, zbpp.GradientRelease"
 
 
 class GradientRelease(Extra):
@@ -197,98 +180,6 @@ class GradientRelease(Extra):
         update(self.optimizer, mine)
         for each in mine:
             each.grad = None
-
-
-class OptimizerAccumulation(GradientRelease):
-    """Gives each microbatch's gradients to the optimizer, each leaf's as soon as it is complete.
-
-    optimizer: one of torch-optimi's. num_microbatches: of a step; `attach` sets it.
-    """
-
-    num_microbatches = 1
-
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(optimizer)
-        self._optimized: set[int] = set()  # ids of the parameters that the optimizer holds
-        self._accumulated: set[int] = set()  # ids of parameters with gradients in the states, not updated yet
-
-    def attach(self, rank: Rank) -> None:
-        """See Extra."""
-        super().attach(rank)
-        self.num_microbatches, self._workers = rank.timetable.num_microbatches, rank.workers
-        for worker in self._workers.values():
-            worker.run_w = self.run_w
-
-    def _check(self, rank: Rank) -> None:
-        super()._check(rank)
-        if not is_optimi(self.optimizer):
-            raise ValueError(
-                f"{type(self.optimizer).__name__} can't take gradients into its states without an update: "
-                "accumulation needs an optimizer of torch-optimi (pip install torch-optimi), such as "
-                f"optimi.AdamW(..., gradient_release=True); or {_WRITE_STEP}"
-            )
-        if any(group.get("momentum") == 0 for group in self.optimizer.param_groups):
-            raise ValueError(
-                "SGD without momentum has no state that could take up gradients, so only the last "
-                f"microbatch's would count: write momentum=0.9, dampening=True, or {_WRITE_STEP}"
-            )
-        for name in (REPLICATE, SHARD):
-            if name in rank.place.groups:
-                raise ValueError(
-                    f"accumulation with {name}={rank.place.size(name)}: a gradient would have to be reduced "
-                    "over all processes in each microbatch before it enters the optimizer's state; "
-                    f"{_WRITE_STEP}"
-                )
-        self._parts = {index: [*worker.module.parameters()] for index, worker in rank.workers.items()}
-        if of_loss := _of_loss(rank):  # the W's of the last stage complete these gradients
-            last = max(self._parts)
-            self._parts[last] = [*dict.fromkeys([*self._parts[last], *of_loss])]
-        optimized = {id(each) for each in parameters_of(self.optimizer) if each.requires_grad}
-        counts = Counter(id(each) for part in self._parts.values() for each in part)
-        if any(counts[each] > 1 for each in optimized) or not optimized.isdisjoint(map(id, _shared(rank))):
-            raise ValueError(
-                "accumulation with a parameter that several stages share (tied weights): its gradient in a "
-                "microbatch is complete only when all these stages have run their W; untie it, or "
-                f"{_WRITE_STEP}"
-            )
-
-    def begin(self, call: Call) -> None:
-        """See Extra."""
-        super().begin(call)
-        self._accumulated.clear()
-        self._optimized = set(map(id, parameters_of(self.optimizer)))
-
-    def end(self, call: Call, result: Result) -> None:
-        """Nothing is left: each gradient was used in its W."""
-        self._has_updated = False
-
-    def close(self) -> None:
-        """See Extra."""
-        for worker in self._workers.values():
-            worker.run_w = add_weight_gradients
-
-    def run_w(self, microbatch: int, weight_grads: WeightGrads) -> None:
-        """Let W update the weights in the last microbatch, and only the optimizer's states before that."""
-        self.optimizer.optimizer_accumulation = microbatch + 1 < self.num_microbatches
-        weight_grads.accumulate(self._take)
-
-    def _complete(self, stage: int) -> None:
-        """Update the parameters that got no gradient in the last microbatch, as with a gradient of zero."""
-        self.optimizer.optimizer_accumulation = False
-        for parameter in self._parts[stage]:
-            if id(parameter) in self._accumulated:
-                parameter.grad = torch.zeros_like(parameter)
-                self._take(parameter)
-
-    def _take(self, leaf: Tensor) -> None:
-        if leaf.grad is None or id(leaf) not in self._optimized:
-            return
-        leaf.grad.mul_(self.num_microbatches)
-        if self.optimizer.optimizer_accumulation:
-            self._accumulated.add(id(leaf))
-        else:
-            self._accumulated.discard(id(leaf))
-        self._update([leaf])  # type: ignore[list-item]  # a leaf that the optimizer holds
 
 
 def _shared(rank: Rank) -> list[nn.Parameter]:

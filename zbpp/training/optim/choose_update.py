@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpp.runtime import GradientRelease, OptimizerAccumulation, Pipeline
+from zbpp.runtime import GradientRelease, Pipeline
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import PostValidatedUpdate
 from zbpp.training.optim.precision import LossScale
@@ -34,13 +34,7 @@ def make_update(
             raise ValueError(
                 "gradient release drops the gradients that post-validation may need again: leave one out"
             )
-        return ReleasedUpdate(
-            pipeline,
-            optimizer,
-            accumulate=gradient_release == "accumulate",
-            per_parameter=per_parameter,
-            **common,
-        )
+        return ReleasedUpdate(pipeline, optimizer, per_parameter=per_parameter, **common)
     if not post_validation:
         return Update(optimizer, skips=skips, **common)
     return PostValidatedUpdate(optimizer, pipeline=pipeline, skips=skips, **common)
@@ -53,7 +47,6 @@ def make_update(
 class ReleasedUpdate(Update):
     """Sets the learning rate before each step, and gathers the norm after the step.
 
-    accumulate: whether each microbatch's gradients go into the optimizer's states; grad_norm is then None.
     per_parameter: see GradientRelease. The other arguments are those of Trainer. Raises ValueError
     for options that need all gradients at the same time: clipping by the norm, a loss scale, master weights.
     Collective.
@@ -64,7 +57,6 @@ class ReleasedUpdate(Update):
         pipeline: Pipeline,
         optimizer: torch.optim.Optimizer,
         *,
-        accumulate: bool,
         per_parameter: bool,
         clip_norm: float | None,
         masters: MasterWeights | None,
@@ -82,11 +74,7 @@ class ReleasedUpdate(Update):
                 "with optimizer.kahan_sum=true"
             )
         super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
-        self._accumulate = accumulate
-        if accumulate:
-            pipeline.use(OptimizerAccumulation(optimizer))
-        else:
-            pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
+        pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
         """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""
@@ -96,9 +84,4 @@ class ReleasedUpdate(Update):
         """Return the step's result. `pipeline.step` has updated the weights already."""
         scale = pipeline.loss_scale
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
-        figures = {
-            "grad_norm": None if self._accumulate else outcome.norm,
-            "learning_rate": self._rate,
-            "skipped": False,
-        }
-        return [(outcome, figures)]
+        return [(outcome, {"grad_norm": outcome.norm, "learning_rate": self._rate, "skipped": False})]

@@ -28,11 +28,11 @@ def adamw(
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay is for matrices, not for biases and norm scales.
 
-    kahan_sum: with 16-bit weights, what rounding cuts off an update is kept and added to the next one. With
-    it, and with gradient_release=accumulate, this is torch-optimi's AdamW, of the same formula. entries:
-    other options for parameters by their names, see parameter_groups.py.
+    kahan_sum: with 16-bit weights, what rounding cuts off an update is kept and added to the next one. This
+    is then torch-optimi's AdamW, of the same formula. entries: other options for parameters by their names,
+    see parameter_groups.py.
     """
-    if kahan_sum or gradient_release == "accumulate":
+    if kahan_sum:
         return _of_optimi(
             "AdamW",
             parameters,
@@ -102,9 +102,10 @@ def muon(
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """torch's Muon over the matrices of hidden layers, AdamW over the rest: see MuonAndAdamW."""
-    if kahan_sum or gradient_release == "accumulate":
-        what = "kahan_sum=true" if kahan_sum else "gradient_release=accumulate"
-        raise ValueError(f"{what} is for torch-optimi's optimizers, Muon is torch's: write optimizer=adamw")
+    if kahan_sum:
+        raise ValueError(
+            "kahan_sum=true is for torch-optimi's optimizers, Muon is torch's: write optimizer=adamw"
+        )
     of_muon = {"algorithm": MUON, "momentum": momentum, "weight_decay": weight_decay}
     of_adamw = {"algorithm": ADAMW, "betas": betas, "eps": eps}
     kinds = [of_muon, {**of_adamw, "weight_decay": weight_decay}, {**of_adamw, "weight_decay": 0.0}]
