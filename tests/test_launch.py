@@ -532,7 +532,6 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
         ({0: (2, "Refusal: late"), 1: (1, "Refusal: early")}, {0: 1, 1: 1}, Refusal, "^early$"),
         ({0: (2, "Refusal: late"), 1: (1, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed\nTrace$"),
         ({0: (1, "LostError: its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
-        ({1: (1, "HangError: stuck")}, {0: -15, 1: 1}, Refusal, "^stuck$"),
         ({0: (1, "BrokenPipeError: "), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, BrokenPipeError, ""),
         ({}, {0: 3, 1: -15}, Refusal, "^rank 0 left with exit status 3 before the run's end$"),
         ({0: (1, "LostError: its peer"), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed"),

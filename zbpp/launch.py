@@ -236,6 +236,6 @@ def _first_error(failures: Mapping[int, Any], passed: list[signal.Signals]) -> E
     kind, _, text = told[rank]["message"].partition(": ")
     if kind == BrokenPipeError.__name__:
         return BrokenPipeError()
-    if kind in ("Refusal", "LostError", "HangError"):  # HangError: the rank's watchdog has ended it
+    if kind in ("Refusal", "LostError"):
         return Refusal(text)
     return RankError(f"rank {rank} failed\n{told[rank]['extraInfo']['py_callstack']}")

@@ -3,8 +3,6 @@
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,8 +32,8 @@ def rank_of(num_ranks=2, timeout=60.0):
     )
 
 
-def recorder(folder, *, ends_process=False, **options):
-    made = FlightRecorder(folder, ends_process=ends_process)
+def recorder(folder, **options):
+    made = FlightRecorder(folder)
     made.attach(rank_of(**options))
     return made
 
@@ -98,51 +96,6 @@ def test_a_rank_that_is_busy_between_calls_has_a_record_until_it_goes_on(tmp_pat
         time.sleep(0.01)
     wait_until(lambda: not path.exists())
     flight.close()
-
-
-def loop(folder, condition, ends_process):
-    """Runs in a process of its own: an instruction that lasts while `condition()` is true."""
-    flight = recorder(folder, timeout=0.3, ends_process=ends_process)
-    flight.begin(STEP)
-
-    def endless_loop(message):
-        while condition():
-            pass
-
-    flight.bind(F0, endless_loop)(())
-    print("it came back")
-
-
-def run_loop(folder, condition, ends_process=True):
-    code = f"""
-import sys; sys.path[:0] = {sys.path!r}
-from pathlib import Path
-from runtime_test import loop
-loop(Path({str(folder)!r}), lambda: {condition}, {ends_process})
-"""
-    (folder / "runtime_test.py").symlink_to(__file__)
-    environment = {**os.environ, "TORCHELASTIC_ERROR_FILE": str(folder / "error.json")}
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120)
-
-
-def test_a_process_that_does_not_come_back_from_an_instruction_is_ended_with_its_stack(tmp_path):
-    done = run_loop(tmp_path, "True")
-    assert done.returncode == 1
-    said = "rank 0 did not come back from its own code: it is at 0F0 of step 1 for "
-    assert done.stderr.startswith(f"error: {said}")
-    assert "in endless_loop" in done.stderr
-    record = record_in(tmp_path)
-    assert record["last"][-1][:2] == ["at", "0F0"]
-    assert "in endless_loop" in record["stack"]
-    assert said in (tmp_path / "error.json").read_text()
-
-
-def test_code_that_holds_pythons_lock_is_ended_with_its_stack(tmp_path):
-    done = run_loop(tmp_path, "sum(range(10**15))")
-    assert done.returncode == 1
-    assert "in endless_loop" in done.stderr
-    assert "Timeout" in done.stderr
 
 
 # ---------------------------------------------------------------- three ranks

@@ -53,8 +53,8 @@ class _NotOnFake(Exception):
 def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut.
 
-    With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for stages
-    that can't run.
+    With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for
+    stages that can't run.
     """
     with _tensor_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)

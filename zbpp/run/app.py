@@ -99,7 +99,7 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         parts = parts or build_parts(config, plan.timetable, Place(mesh).rank)
         parts = parts._replace(data=_agreed_data(parts.data))
         path = home / broadcast(config.run_dir)
-        recorder = FlightRecorder(path / "failure", ends_process=True)
+        recorder = FlightRecorder(path / "failure")
 
         prepare_stages(config, parts, plan.timetable, mesh, here.device, plan.recomputed)
         pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh, [recorder])

@@ -16,10 +16,8 @@ began and ended. Nothing else is done until something fails:
 
 from __future__ import annotations
 
-import faulthandler
 import json
 import os
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +30,6 @@ from pathlib import Path
 from time import monotonic
 
 import torch.distributed as dist
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
@@ -54,15 +51,12 @@ class FlightRecorder(Extra):
     """Writes `flight-rank-N.json` to a folder if this rank fails, or stands still for the pipeline's timeout.
 
     N is the rank's number in the job. A pipeline that no other process waits for writes nothing.
-    ends_process: end this process, with its stacks on standard error, if one instruction lasts longer than
-    the timeout, since it is in an endless loop, say. For jobs that end when a rank has failed: a job that
-    makes a new Pipeline then must leave it out.
     """
 
     name = "flight_recorder"
 
-    def __init__(self, folder: str | os.PathLike[str], *, ends_process: bool = False) -> None:
-        self._folder, self._ends_process = Path(folder), ends_process
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._folder = Path(folder)
         self._ring: deque[Note] = deque(maxlen=_LENGTH)
         self._watchdog: Watchdog | None = None
 
@@ -75,7 +69,7 @@ class FlightRecorder(Extra):
         self._call, self._has_failed, self._stacks = "before the first call", False, ""
         self._ring.append(("outside", "", monotonic()))
         if not self._is_alone:
-            self._watchdog = Watchdog(self, rank.timeout, ends_process=self._ends_process)
+            self._watchdog = Watchdog(self, rank.timeout)
 
     def bind(self, at: Instruction, run: Run | None) -> Run | None:
         """See Extra."""
@@ -133,13 +127,6 @@ class FlightRecorder(Extra):
         """What this rank does now."""
         return self._ring[-1]
 
-    @property
-    def place(self) -> str:
-        """`at 1B3 of step 7 for 12.3 s`."""
-        kind, what, since = self.newest
-        where = f"at {what} of" if kind == "at" else "outside, after" if kind == "outside" else "in"
-        return f"{where} {self._call} for {monotonic() - since:.1f} s"
-
     def write(self, error: BaseException | None = None) -> None:
         """Write the file; any thread may call this. error: why the call ends; None: this rank stands still.
 
@@ -179,11 +166,6 @@ class FlightRecorder(Extra):
 _INTERVAL = 0.5  # s
 _GRACE = 1.0  # s after the timeout: by then the ranks that waited for this one have given up
 _PATIENCE = 5.0  # s that `close` waits for the thread, which may write to a disk
-_ALARM = 2.0  # s after the timeout: longer than the thread needs to end the process itself
-
-
-class HangError(RuntimeError):
-    """A rank did not come back from an instruction."""
 
 
 class Watchdog:
@@ -193,20 +175,16 @@ class Watchdog:
     code raises nothing, and no signal but SIGKILL ends a rank that waits in gloo. Then the other ranks fail,
     and torchelastic ends this process after its grace. Before that, the thread writes the rank's record.
 
-    Code that never gives up Python's lock keeps this thread from running. For that case the thread sets an
-    alarm of faulthandler anew each time: its C code needs no lock.
-
-    ends_process: end this process then, if an instruction is what lasts so long. Between calls a rank may be
-    busy for longer, with a checkpoint for example: its file is removed again when the rank goes on.
+    Code that never gives up Python's lock keeps this thread from running: that rank leaves no record. Between
+    calls a rank may be busy for longer, with a checkpoint for example: its file is removed again when the
+    rank goes on.
     """
 
-    def __init__(self, recorder: FlightRecorder, timeout: float, *, ends_process: bool) -> None:
+    def __init__(self, recorder: FlightRecorder, timeout: float) -> None:
         # A weak reference: a pipeline that is dropped without `close` ends its thread, too.
         self._recorder = weakref.ref(recorder)
-        self._timeout, self._ends_process = timeout, ends_process
+        self._timeout = timeout
         self._closed, self._is_written = threading.Event(), False
-        if ends_process:  # code may hold the lock before the thread runs first
-            _set_alarm(timeout + _ALARM)
         self._thread = threading.Thread(target=self._run, name="zbpp-watchdog", daemon=True)
         self._thread.start()
 
@@ -214,9 +192,7 @@ class Watchdog:
         """End the thread; the process lives, however long nothing happens."""
         self._closed.set()
         if self._thread is not threading.current_thread():
-            self._thread.join(_PATIENCE)  # it may set its alarm once more
-        if self._ends_process:
-            faulthandler.cancel_dump_traceback_later()
+            self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
         while not self._closed.wait(_INTERVAL):
@@ -227,34 +203,13 @@ class Watchdog:
             del recorder
 
     def _look_at(self, recorder: FlightRecorder) -> None:
-        kind, _, begun = recorder.newest
+        *_, begun = recorder.newest
         is_quiet = monotonic() - begun > self._timeout + _GRACE
         if is_quiet and not self._is_written:
             recorder.write()
         elif self._is_written and not is_quiet:
             recorder.discard()
         self._is_written = is_quiet
-        if self._ends_process:
-            if is_quiet and kind == "at":
-                who = f"rank {recorder.process} did not come back from its own code"
-                _end_process(f"{who}: it is {recorder.place}")
-            _set_alarm(self._timeout + _ALARM)
-
-
-def _set_alarm(seconds: float) -> None:
-    """Unless this is called again in time, show what each thread does, and end the process."""
-    with suppress(AttributeError, ValueError, OSError):  # where standard error is no file
-        number = sys.__stderr__.fileno()  # type: ignore[union-attr]
-        faulthandler.dump_traceback_later(seconds, exit=True, file=number)
-
-
-def _end_process(why: str) -> None:
-    """End this process, whose main thread does not come back; leave the reason where torchelastic looks."""
-    get_error_handler().record_exception(HangError(why))
-    print(f"error: {why}", file=sys.stderr, flush=True)
-    with suppress(AttributeError, ValueError, OSError):  # where standard error is no file
-        faulthandler.dump_traceback()
-    os._exit(1)
 
 
 def stacks_of_all_threads() -> str:
