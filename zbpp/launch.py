@@ -50,14 +50,13 @@ def refusals() -> tuple[type[Exception], ...]:
         DeviceError,
         StartError,
     )
-    from zbpp.runtime.memory.weight_buffers import OffloadError
     from zbpp.training.leaving import MetricError
     from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.optim.precision import LossScaleError
     from zbpp.training.run_folder import FolderError
 
     planning = ConfigError, PlanError, Refusal
-    runtime = AgreementError, BoundaryError, DeviceError, StartError, OffloadError
+    runtime = AgreementError, BoundaryError, DeviceError, StartError
     training = CheckpointError, FolderError, LossScaleError, MetricError, NonFiniteError
     return planning + runtime + training
 

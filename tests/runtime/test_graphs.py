@@ -231,41 +231,6 @@ def test_autocasts_copies_of_weights_do_not_outlive_a_capture():
     assert_same(losses(False), losses(True))
 
 
-def test_a_replayed_step_that_fails_leaves_its_gradients_marked():
-    """A replay on a GPU does not count as a change of a tensor."""
-    run = Run(True, "zb_h1")
-    for number in range(4):
-        run.step(*arguments(number))
-    functions = run.pipeline._rank.executors["step"]._plain.functions
-    kept = functions[-3]
-
-    def fails(message):
-        raise ValueError("planted")
-
-    count_no_changes(run)
-    functions[-3] = kept._replace(function=fails)
-    with pytest.raises(ValueError, match="planted") as caught:
-        run.step(*arguments(4))
-    assert "hold a part of it" in " ".join(caught.value.__notes__)
-    functions[-3] = kept
-    with pytest.raises(RuntimeError, match="gradients hold a part of a step that failed"):
-        run.step(*arguments(4))
-    run.pipeline.close()
-
-
-def count_no_changes(run):
-    """From now on a replay of the emulation counts no changes of gradients."""
-    replay = run.maker._replay
-
-    def uncounted(operations):
-        grads = [each.grad for each in run.pipeline.parameters() if each.grad is not None]
-        versions = [each._version for each in grads]
-        replay(operations)
-        torch._C._autograd._unsafe_set_version_counter(tuple(grads), tuple(versions))
-
-    run.maker._replay = uncounted
-
-
 # ------------------------------------------------------------------------------- several ranks
 
 

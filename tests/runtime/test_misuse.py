@@ -8,8 +8,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import zbpp
-from zbpp.runtime import BoundaryError, StageWorker
-from zbpp.runtime.call import Feed
 
 X = torch.arange(16.0).reshape(4, 4) / 7
 
@@ -88,35 +86,3 @@ def test_a_bound_of_a_norm_is_a_number_that_is_not_negative(bound):
 def test_a_complex_loss_is_refused():
     with pytest.raises(ValueError, match="the loss is complex"):
         pipeline(lambda output, _: output.sum() * 1j).step(X, target=X)
-
-
-class Fails(nn.Module):
-    error: Exception | None = None
-
-    def forward(self, x):
-        if self.error is not None:
-            raise self.error
-        return x * 1.0
-
-
-def test_the_stage_before_is_blamed_only_until_a_call_has_passed():
-    module = Fails()
-    worker = StageWorker(1, module, is_last=False)
-    feed = Feed((), [{}], None, [0])
-    module.error = ValueError("bad")
-    worker.begin(feed)
-    with pytest.raises(BoundaryError, match=r"stage 1 failed on .*: ValueError: bad \(test_misuse.py:\d+\)"):
-        worker.forward(0, (X,))
-    module.error = None
-    worker.abandon()
-    worker.begin(feed)
-    (y,) = worker.forward(0, (X,))
-    worker.backward_input(0, (y,))
-    worker.backward_weight(0, ())
-    worker.end()
-    worker.begin(feed)
-    module.error = ValueError("bad")
-    with pytest.raises(ValueError, match="^bad") as caught:
-        worker.forward(0, (X,))
-    assert type(caught.value) is ValueError
-    assert "the forward was given what stage 0 returned" in caught.value.__notes__[0]

@@ -11,10 +11,7 @@ placement.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
-from pathlib import Path
-from traceback import extract_tb
 from typing import Any
 
 import torch
@@ -23,23 +20,11 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zbpp.autograd.models.sharded import is_on_mesh
-from zbpp.error_text import error_text
 from zbpp.runtime.layout import Message
-
-_LIBRARIES = tuple(
-    str(folder) + os.sep for folder in (Path(torch.__file__).parent, Path(__file__).parents[1])
-)
 
 
 class BoundaryError(ValueError):
-    """A stage returned something that can't pass to the next stage, or the next stage failed on it."""
-
-
-def told(error: Exception) -> str:
-    """`ValueError: what is wrong (mine.py:12)`, with the innermost line that is not torch's or zbpp's."""
-    own = [frame for frame in extract_tb(error.__traceback__) if not frame.filename.startswith(_LIBRARIES)]
-    place = f" ({Path(own[-1].filename).name}:{own[-1].lineno})" if own else ""
-    return error_text(error) + place
+    """A stage returned something that can't pass to the next stage."""
 
 
 def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:

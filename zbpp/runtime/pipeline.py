@@ -201,10 +201,8 @@ class Pipeline:
         `close`. The first step raises ValueError if tensor-parallel processes computed different losses.
         Raises AgreementError if another rank is in `evaluate`, or was given another number of rows.
 
-        A rank that had finished the step keeps its gradients. On each other rank, after an error, num_steps
-        is what it was, and a `.grad` that was None is None again. A `.grad` that existed may hold a part of
-        the failed step: the error says so, and step refuses until that gradient is zeroed or dropped. Changes
-        that forward made to buffers (BatchNorm's statistics), and all changes by hooks, are not undone.
+        After an error, gradients may hold a part of the failed step, as after a plain backward that fails:
+        zero them before the next step. Changes that forward made to buffers are not undone, either.
         """
         with self._one_call():
             call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self.validation.name_of_step)

@@ -34,7 +34,7 @@ from zbpp.runtime.parallel.groups import close_groups, link_groups
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
-from zbpp.runtime.restored import Buffers, GradientsBefore
+from zbpp.runtime.restored import Buffers
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op, Programs, Timetable, lower
 
@@ -105,7 +105,6 @@ class Rank:
             name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
         }
         self._buffers = Buffers(self.modules)
-        self._before: GradientsBefore | None = None  # the gradients of the step that runs
 
     def executor(self, name: str, programs: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
         """An executor of this rank's program for the call `name`."""
@@ -161,13 +160,11 @@ class Rank:
         seeds: per stage, of its microbatch 0. settle: what a step does at its gate; None: there is no gate.
         """
         self.check_not_over()
-        executor, self._before = self.executors[call.kind], None
+        executor = self.executors[call.kind]
         try:
             cutter, call = self._give(call, seeds)
             if call.kind != "step":  # its shapes may be others than the last one's
                 executor.forget_layouts()
-            elif settle is None:
-                self._before = GradientsBefore(self.trained())
             self.extras.begin(call)
             if settle is None:
                 executor.run()
@@ -181,8 +178,6 @@ class Rank:
         except BaseException as error:
             self._fail(error)
             raise
-        finally:
-            self._before = None
         return result
 
     def _give(self, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
@@ -196,14 +191,11 @@ class Rank:
     def _run_with_gate(self, executor: Executor, seeds: Mapping[int, int], settle: Settle) -> Cutter | None:
         """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
         self._buffers.keep()
-        trained = self.trained()  # a sharded stage has others while its weights are gathered
         again: Call | None = None
 
         def is_valid() -> bool:
             nonlocal again
             again = settle()
-            if again is None:  # from here on the step adds to gradients
-                self._before = GradientsBefore(trained)
             return again is None
 
         try:
@@ -216,7 +208,6 @@ class Rank:
         assert again is not None  # it was set at the gate
         self._buffers.restore()
         cutter, again = self._give(again, seeds)
-        self._before = GradientsBefore(trained)
         self.extras.begin(again)
         executor.run()
         return cutter
@@ -243,9 +234,6 @@ class Rank:
         try:
             self.extras.fail(error)
         finally:
-            left = "" if self._before is None else self._before.restore()
-            if left:
-                error.add_note(left)
             lost = self.extras.lost
             if self.timetable.num_ranks > 1:
                 lost = lost or "its messages are lost"

@@ -1,6 +1,6 @@
 """Restores state at the end of a pipeline call, or when a step begins again.
 
-The state is random numbers, training mode, gradients after a failed step, and module buffers.
+The state is random numbers, training mode, and module buffers.
 """
 
 from __future__ import annotations
@@ -13,49 +13,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.runtime.parallel.mesh import local_of
-
-# A gradient that holds a part of a failed step has this attribute: the gradient's _version at that time.
-_PARTIAL = "zbpp_partial"
-
-
-class GradientsBefore:
-    """The gradients as they are before a step. Raises RuntimeError if one holds a part of a failed step.
-
-    Nothing is copied. So a gradient that was there before the step and was added to can't be restored: it is
-    flagged, and steps are refused until it is dropped or changed in place (`zero_grad` does one or the
-    other).
-    """
-
-    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._grads = [(parameter, parameter.grad) for parameter in parameters]
-        totals = [getattr(parameter, "main_grad", None) for parameter, _ in self._grads]
-        totals += [grad for _, grad in self._grads]
-        # FSDP2 adds to the local part of a DTensor, so that part's version counts.
-        present = [local_of(total) for total in totals if total is not None]
-        self._versions = [(total, total._version) for total in present]
-        if any(getattr(total, _PARTIAL, None) == version for total, version in self._versions):
-            raise RuntimeError(
-                "gradients hold a part of a step that failed: zero or drop them on every rank "
-                "(optimizer.zero_grad()), then begin the batch again with its first step"
-            )
-
-    def restore(self) -> str:
-        """Drop gradients that the step has made. Returns a text about those that can't be restored, or ""."""
-        for parameter, grad in self._grads:
-            parameter.grad = grad
-        changed = [total for total, version in self._versions if total._version != version]
-        for total in changed:
-            _flag_as_partial(total)
-        if not changed:
-            return ""
-        return (
-            f"{len(changed)} gradients that were there before this step now hold a part of it: zero or drop "
-            "the gradients on every rank (optimizer.zero_grad()); step refuses to add to them"
-        )
-
-
-def _flag_as_partial(total: Tensor) -> None:
-    setattr(total, _PARTIAL, total._version)
 
 
 class Buffers:

@@ -33,7 +33,6 @@ from zbpp.runtime.boundary import (
     detach_outputs,
     gradient_edge,
     graph_input,
-    told,
 )
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.layout import Message, describe, layout_of
@@ -88,7 +87,7 @@ class StageWorker:
         self.head_at_once = False
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
-        self._feed, self._has_fitted = NO_FEED, False  # whether a call has passed here
+        self._feed = NO_FEED
         self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
@@ -115,7 +114,6 @@ class StageWorker:
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
         if left:
             raise RuntimeError(f"a call ended with work left over: {', '.join(left)}")
-        self._has_fitted = True
         return losses
 
     def _take_losses(self) -> StageLosses:
@@ -264,19 +262,10 @@ class StageWorker:
         try:
             return self.module(*inputs, **self._feed.kwargs[microbatch])
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            self._explain(microbatch, inputs, error)
+            if self.index and not is_out_of_memory(error):
+                given = describe(layout_of(inputs))
+                error.add_note(f"the forward was given what stage {self.index - 1} returned, {given}")
             raise
-
-    def _explain(self, microbatch: int, inputs: tuple[Any, ...], error: Exception) -> None:
-        """Say what the module was given; raise BoundaryError where the stage before may be to blame."""
-        if self.index == 0 or is_out_of_memory(error):
-            return
-        given = f"what stage {self.index - 1} returned, {describe(layout_of(inputs))}"
-        fits = self._has_fitted or microbatch > 0  # a microbatch has passed here before
-        if fits or isinstance(error, RecursionError):
-            error.add_note(f"the forward was given {given}")
-            return
-        raise BoundaryError(f"stage {self.index} failed on {given}: {told(error)}") from error
 
     def _loss(self, microbatch: int, output: Any) -> Tensor:
         if output is None:

@@ -70,8 +70,5 @@ class StaticGradients:
             torch._foreach_zero_(zeroed)
         for fixed, grad in copied:
             fixed.copy_(grad)
-        # A replay does not count as a change of a tensor; a step that fails half-way must find it changed.
-        had_gradients = [parameter.grad for parameter, _ in self._fixed if parameter.grad is not None]
-        torch.autograd.graph.increment_version(had_gradients)
         for parameter, fixed in self._fixed:
             parameter.grad = fixed

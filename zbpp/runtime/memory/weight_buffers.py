@@ -9,9 +9,7 @@ So a single copy moves a block, and a view of a weight has the same offset and s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import torch
@@ -19,47 +17,13 @@ from torch import Tensor
 
 from zbpp.streams import Event, streams_of
 
-_MACHINE, _CONTAINER = Path("/proc/meminfo"), Path("/sys/fs/cgroup")
 _ALIGNMENT = 256  # bytes; kernels may round differently for another alignment
 
 
-class OffloadError(RuntimeError):
-    """The host has no room for weights or gradients that are to live there."""
-
-
 def host_memory(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of the CPU, to be copied to `device` and back; pinned if the device is a GPU.
-
-    Raises OffloadError if the machine or its container has less: Linux would give out more memory than there
-    is, and later kill the process that writes to it.
-    """
-    available = min(_left_on_machine(), _left_in_container())
-    if nbytes > available:
-        raise OffloadError(
-            f"no room for {nbytes} more bytes of offloaded weights or gradients on this machine, which has "
-            f"{available} left: use more ranks"
-        )
+    """Memory of the CPU, to be copied to `device` and back; pinned if the device is a GPU."""
     streams = streams_of(device)
     return torch.empty(nbytes, dtype=torch.uint8) if streams is None else streams.host_memory(nbytes)
-
-
-def _left_on_machine() -> float:
-    try:
-        lines = _MACHINE.read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return math.inf
-
-
-def _left_in_container() -> float:
-    """What the limit of the control group (version 2) leaves. Inactive file pages count as free."""
-    try:
-        limit = int((_CONTAINER / "memory.max").read_text())  # "max": no limit
-        used = int((_CONTAINER / "memory.current").read_text())
-        statistics = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        return limit - used + int(statistics.get("inactive_file", 0))
-    except (OSError, ValueError):
-        return math.inf
 
 
 class Piece:

@@ -43,8 +43,7 @@ from zbpp.autograd.models.recompute import recomputed, recomputing_by
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, bring, brought_by
-from zbpp.runtime.memory import weight_buffers
-from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
+from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View, host_memory
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, streams_of
 
@@ -62,7 +61,7 @@ class OffloadedWeights(Extra):
 
     stages: {index: stage}, on the CPU or on the device; their module buffers move to `device`.
 
-    Raises ValueError for stages that can't be offloaded, OffloadError if the host has no room.
+    Raises ValueError for stages that can't be offloaded.
     """
 
     name = "weight_offload"
@@ -76,10 +75,8 @@ class OffloadedWeights(Extra):
         _refuse_shared(self._blocks)
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
         self._largest = max((block.piece.nbytes for block in self._blocks), default=0)
-        # All host memory is allocated before any block moves: without room, the stages stay as they are.
-        homes = [weight_buffers.host_memory(block.piece.nbytes, self.device) for block in self._blocks]
-        for block, home in zip(self._blocks, homes, strict=True):
-            block.move_to(home)
+        for block in self._blocks:
+            block.move_to(host_memory(block.piece.nbytes, self.device))
         self._buffers = DeviceBuffers(self._largest, self.device)
         self._gradients_copied: Event | None = None  # behind the last copy of gradients to the host
         self._running: Block | None = None  # the block whose forward runs
@@ -346,9 +343,9 @@ class Block:
         given = self._given.get(number)
         if given is not None and given() is not None:
             piece = Piece([self.parameters[number]])
-            return piece.views(weight_buffers.host_memory(piece.nbytes, device))[0]
+            return piece.views(host_memory(piece.nbytes, device))[0]
         if not self.grads.nbytes:
-            self.grads = weight_buffers.host_memory(self.piece.nbytes, device)
+            self.grads = host_memory(self.piece.nbytes, device)
         home = self.piece.views(self.grads)[number]
         self._given[number] = weakref.ref(home)
         return home

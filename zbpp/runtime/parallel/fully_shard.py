@@ -79,12 +79,7 @@ class FullyShardedStage:
     # ---- A step, as a Reducer
 
     def begin(self) -> None:
-        """Called before the first F of a step. Raises ValueError for hooks that would not be called."""
-        if any(each.sharded_param._backward_hooks for each in self._params):
-            raise ValueError(
-                "a sharded parameter has a hook by Tensor.register_hook, which FSDP2 never calls: use "
-                "register_post_accumulate_grad_hook, which gets the reduced gradient, once per step"
-            )
+        """Called before the first F of a step."""
         self._set_reductions(False)
 
     def start(self, ended: Ended | None = None) -> None:
@@ -113,10 +108,8 @@ class FullyShardedStage:
 
     def abandon(self) -> None:
         """Drop what a failed step or evaluation has left, and put FSDP2 into the state that it had before."""
-        if hasattr(self._stage, "reset_iter_state"):
+        if hasattr(self._stage, "reset_iter_state"):  # torch 2.11 has none: it can't go on after an error
             self._stage.reset_iter_state()
-        else:
-            self._reset()
         for param in self._params:
             _drop_gradient(param)
         self._trained, self._before, self._is_missing = [], [], []
@@ -184,20 +177,6 @@ class FullyShardedStage:
         stream = comm.all_reduce_stream if group._is_hsdp else comm.reduce_scatter_stream
         with group.device_handle.stream(stream):
             return ended()
-
-    def _reset(self) -> None:
-        """Do what FSDPModule.reset_iter_state does; torch 2.11 has no such method."""
-        context, comm = self._state._state_ctx, self._state._comm_ctx
-        context.iter_forward_root, context.post_backward_final_callback_queued = None, False
-        comm.all_gather_state = comm.reduce_scatter_state = None
-        comm.post_forward_order.clear()
-        for state in context.all_states:
-            state._training_state = type(state._training_state).IDLE
-        for group in self._groups:
-            group._training_state = type(group._training_state).IDLE
-            group._all_gather_result = group._post_reduce_event = group._partial_reduce_output = None
-            group._post_forward_indices.clear()
-            group.reshard()
 
 
 def _groups_of(state: Any) -> list[Any]:
@@ -278,17 +257,6 @@ def shard_stages(
 def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # lazily: it imports sympy
 
-    for name, parameter in stage.named_parameters():
-        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
-            raise ValueError(
-                f"{name} has hooks, which the sharded parameter in its place would not have: make the "
-                "Pipeline first, then register hooks on its parameters()"
-            )
-        if not parameter.is_contiguous():
-            raise ValueError(
-                f"{name} is not contiguous (channels-last?), and FSDP2 shards contiguous parameters only: "
-                "write parameter.data = parameter.data.contiguous() before the Pipeline is made"
-            )
     if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
         raise ValueError(
             "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
