@@ -3,8 +3,7 @@
 From `Pipeline(...)` to the end of a step, in reading order:
 
     pipeline      Pipeline: what a user calls
-    arguments     a schedule's name becomes a timetable, a model becomes stages
-    agree         do the ranks of the pipeline fit together? What is wrong on one is raised on all
+    arguments     a schedule's name becomes a timetable, a model stages; do the ranks fit together?
     parameters    names and state_dict of the parameters
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
     call          what one call gives to each stage (inputs, keywords, targets, seeds), and what it returns
@@ -15,7 +14,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
-    restored      random numbers, training mode, gradients of a step that failed, buffers of one begun again
+    restored      random numbers, training mode, buffers of a step that begins again
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: the one interface, which the core alone knows
 
 Extras, and what they use:

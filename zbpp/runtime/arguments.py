@@ -1,22 +1,42 @@
-"""Makes what a Pipeline needs of what it is given: a timetable of a schedule's name, stages of a model."""
+"""What a Pipeline is given: a schedule's name becomes a timetable, a model becomes stages.
+
+Whether the ranks of a pipeline fit together is checked before anything runs. What is wrong on one rank is
+raised on every rank: none is left waiting for a rank that gave up.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.error_text import kind_of
+from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
-from zbpp.runtime.parallel.mesh import Place, planned_by_rank_0
-from zbpp.runtime.parallel.tensor_parallel import parallelize
+from zbpp.runtime.parallel.fully_shard import refusal_of
+from zbpp.runtime.parallel.groups import unique_name
+from zbpp.runtime.parallel.mesh import TENSOR, Place, planned_by_rank_0
+from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
+from zbpp.runtime.parallel.ties import Tie, agree_on_ties
+from zbpp.runtime.parameters import Names, names_of
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
+
+# torch's class -> the user's name for it. Found by name among a module's bases, so that nothing is imported.
+_WRAPPERS = {
+    "DistributedDataParallel": "DistributedDataParallel",
+    "DDP": "replicate()",
+    "FullyShardedDataParallel": "FullyShardedDataParallel",
+}
 
 
 def timetable_of(timetable: Timetable | str | None, num_microbatches: int | None, place: Place) -> Timetable:
@@ -115,3 +135,178 @@ def device_of(stages: Iterable[nn.Module], group: dist.ProcessGroup | None) -> t
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
     first = next(tensors, None)
     return device_for_messages(group) if first is None else first.device
+
+
+# ---- Do the ranks of the pipeline fit together?
+
+
+class Agreed(NamedTuple):
+    """What every rank knows after the check.
+
+    stages: this rank's. names: per rank, `names_of` its stages. ties: of all ranks. key: the same on every
+    rank of the pipeline, and unique in the job.
+    """
+
+    stages: dict[int, nn.Module]
+    names: list[Names]
+    ties: list[Tie]
+    key: str
+
+
+@dataclass(kw_only=True)
+class _Report:
+    """What one rank tells the others of its stages. refusal: what is wrong with them, or nothing."""
+
+    refusal: str = ""
+    stages: list[int] = field(default_factory=list)
+    names: Names = field(default_factory=dict)
+    shapes: str = ""  # of the parameters, with their names and dtypes; as a hash
+    key: str = field(default_factory=unique_name)
+
+
+def check_ranks_agree(timetable: Timetable, place: Place, **options: bool) -> None:
+    """Raise AgreementError everywhere unless all processes have the same timetable and options.
+
+    The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
+    """
+    mine = {**options, "timetable (by hash)": _hash(str(timetable))}
+    number = place.rank if place.mesh is None else place.mesh.get_rank()
+    numbers, given = zip(*place.gather((number, mine)), strict=True)
+    check_equal("pipelines", given, numbers)
+
+
+def agree_on_stages(
+    given: Mapping[int, nn.Module] | PipelineModel,
+    timetable: Timetable,
+    rank: int,
+    device: torch.device | str | None,
+    place: Place,
+) -> Agreed:
+    """Build this rank's stages if a model was given, and check those of all ranks together. Collective.
+
+    device: as in Pipeline. Raises ValueError on every process of the mesh if the stages of one don't fit.
+    """
+    failure: Exception | None = None
+    stages: dict[int, nn.Module] = {}
+    try:
+        stages = _stages_of(given, timetable, rank, device, place)
+        report = _Report(stages=sorted(stages), names=names_of(stages), shapes=_hash(_shapes(stages)))
+    except Exception as error:  # whatever it is, the other ranks must not wait for this one
+        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        failure, report = error, _Report(refusal=text)
+    reports: list[_Report] = gather(report, place.pipeline)
+    refusal, has_split = _refusal(reports, timetable), has_split_parameters(stages.values())
+    everyone = place.gather((rank, refusal, report.shapes, has_split))
+    _raise_first([refusal for _, refusal, _, _ in everyone], failure)
+    if place.size(TENSOR) > 1 and not any(has_split for _, _, _, has_split in everyone):
+        raise ValueError(
+            "the mesh has a tensor dimension, but no parameter of the stages is split over it: each process "
+            "would train the same copy. Split them with torch's parallelize_module(stage, mesh['tensor'], "
+            "...) before the Pipeline is made"
+        )
+    if len({(other, shapes) for other, _, shapes, _ in everyone}) > timetable.num_ranks:
+        raise ValueError(
+            "processes that stand at the same rank of the pipeline have stages with different parameters "
+            "(names, shapes or dtypes): build them alike"
+        )
+    ties = agree_on_ties(stages, timetable.rank_of, place, model_of(given))
+    return Agreed(stages, [each.names for each in reports], ties, reports[0].key)
+
+
+def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
+    """What is wrong with the stages of this pipeline, or nothing."""
+    for other, each in enumerate(reports):
+        if each.refusal:
+            return f"rank {other}: {each.refusal}" if len(reports) > 1 else each.refusal
+        expected = timetable.stages_of(other)
+        if each.stages != expected:
+            return f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
+    return ""
+
+
+def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:
+    for refusal in refusals:
+        if refusal:
+            raise ValueError(refusal) from cause
+
+
+def _shapes(stages: Mapping[int, nn.Module]) -> str:
+    rows = (
+        (index, *row)
+        for index, stage in stages.items()
+        for row in chain(stage.named_parameters(), stage.named_buffers())
+    )
+    return str([(index, name, list(p.shape), str(p.dtype), p.requires_grad) for index, name, p in rows])
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stages_of(
+    given: Any,
+    timetable: Timetable,
+    rank: int,
+    device: torch.device | str | None,
+    place: Place,
+) -> dict[int, nn.Module]:
+    """This rank's stages. Raises ValueError for what can't be a Pipeline's `stages`."""
+    model = model_of(given)
+    if model is not None:
+        chosen = device_for_messages(place.pipeline) if device is None else torch.device(device)
+        stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen, place)
+    elif not isinstance(given, Mapping):
+        raise ValueError(_neither_stages_nor_model(given))
+    elif device is not None:
+        raise ValueError(
+            f"device={str(device)!r} is for the stages that a model builds: move given stages there by "
+            "module.to(device), before the Pipeline is made"
+        )
+    else:
+        stages = dict(given)
+    for index, module in stages.items():
+        _check_stage(index, module, place)
+    return stages
+
+
+def _neither_stages_nor_model(given: Any) -> str:
+    return (
+        f"stages is {kind_of(given)}: write Pipeline({{stage index: module}}, ...) with the stages that this "
+        "rank owns (a whole model on one rank is {0: model}), or give a model, that is, an instance with "
+        "build_stage(index, num_stages) and loss(output, target)"
+    )
+
+
+def _check_stage(index: Any, module: Any, place: Place) -> None:
+    if type(index) is not int or not isinstance(module, nn.Module):
+        raise ValueError(
+            f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
+            "and its value a torch.nn.Module"
+        )
+    wrapper = next(filter(None, map(_wrapper_of, module.modules())), "")
+    if wrapper:
+        raise ValueError(
+            f"stage {index} is wrapped in {wrapper}, whose reductions expect a plain backward pass: "
+            "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
+            "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
+        )
+    refusal = refusal_of(module, place)
+    if refusal:
+        raise ValueError(f"stage {index} {refusal}")
+    if place.num_data_parts > 1:
+        _check_dense(index, module)
+
+
+def _check_dense(index: int, stage: nn.Module) -> None:
+    for name, module in stage.named_modules():
+        if getattr(module, "sparse", False) and isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            raise ValueError(
+                f"{name or 'the module'} of stage {index} makes sparse gradients, which replicas can't "
+                "average: write sparse=False"
+            )
+
+
+def _wrapper_of(module: nn.Module) -> str:
+    """What wraps the module, or nothing."""
+    bases = (base.__name__ for base in type(module).__mro__ if base.__module__.startswith("torch."))
+    return next((_WRAPPERS[base] for base in bases if base in _WRAPPERS), "")

@@ -28,20 +28,21 @@ function is the innermost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
+from zbpp.runtime.call import Call, Result
 from zbpp.runtime.layout import Message
-from zbpp.schedule import Program
+from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.parallel.ties import Tie
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Program, Programs, Timetable
 from zbpp.schedule.lower import Instruction
-
-if TYPE_CHECKING:
-    from zbpp.runtime.call import Call, Result
-    from zbpp.runtime.rank import Rank
 
 Run = Callable[[Message], Message]
 """An instruction as a function: takes a message, returns a message; () stands for none."""
@@ -51,6 +52,29 @@ Background = Callable[[], Callable[[], None]]
 
 Both may be called by any thread; on a GPU, in the stream whose work they mark.
 """
+
+
+class OwnRank(Protocol):
+    """What an extra sees of its rank; Rank (rank.py) says what each is."""
+
+    timetable: Timetable
+    rank: int
+    key: str
+    timeout: float
+    device: torch.device
+    place: Place
+    ties: Sequence[Tie]
+    dynamic_shapes: bool
+    num_steps: int
+    over: str
+    modules: list[nn.Module]
+    workers: dict[int, StageWorker]
+    programs: dict[str, Programs]
+    executors: dict[str, Any]
+    extras: Extras
+
+    def trained(self) -> list[nn.Parameter]: ...
+    def rebind(self) -> None: ...
 
 
 class Extra:
@@ -71,7 +95,7 @@ class Extra:
     looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """Make groups and buffers, wrap stages, refuse what can't work. Collective over the mesh."""
 
     def rewrite(self, program: Program, call: str) -> Program:

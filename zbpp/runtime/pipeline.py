@@ -21,8 +21,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
 from zbpp.job.agreement import gather
-from zbpp.runtime.agree import agree_on_stages, check_ranks_agree
-from zbpp.runtime.arguments import device_of, model_of, rank_in, timetable_of
+from zbpp.runtime.arguments import (
+    agree_on_stages,
+    check_ranks_agree,
+    device_of,
+    model_of,
+    rank_in,
+    timetable_of,
+)
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by

@@ -23,20 +23,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Extra, OwnRank
 from zbpp.runtime.parallel.groups import Store, job_store
 from zbpp.runtime.parallel.mesh import TENSOR
 from zbpp.schedule import Timetable
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 class _Announced(NamedTuple):
@@ -114,7 +111,7 @@ class SameCalls(Extra):
 
     name = "same_calls"
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra. Collective over the mesh."""
         self._rank, place = rank, rank.place
         self._ranks: CallOrder | None = None  # None: no other rank is linked to this one

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.extra import Extra, Extras, Run
+from zbpp.runtime.extra import Extra, Extras, OwnRank, Run
 from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
-from zbpp.runtime.rank import METHODS, Rank
+from zbpp.runtime.rank import METHODS
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
@@ -100,7 +100,7 @@ class ActionGraphs:
 
     def __init__(
         self,
-        rank: Rank,
+        rank: OwnRank,
         actions: Mapping[Action, Run],
         maker: GraphMaker,
         layouts: Mapping[Action, Layout],
@@ -125,7 +125,7 @@ class ActionGraphs:
             for name, found in named.items():
                 worker.named.setdefault(name, []).extend(each.clone() for each in found)
 
-    def _run_silently(self, rank: Rank, received: Mapping[int, BufferPool]) -> None:
+    def _run_silently(self, rank: OwnRank, received: Mapping[int, BufferPool]) -> None:
         """Run the program with actions that are captured, and with links that carry nothing."""
         executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)

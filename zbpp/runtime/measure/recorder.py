@@ -7,21 +7,16 @@ timeline = recorder.timeline()
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from torch.profiler import record_function
 
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Background, Extra, Run
+from zbpp.runtime.extra import Background, Extra, OwnRank, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure.record import StepRecord
 from zbpp.runtime.measure.timeline import measured_timeline
 from zbpp.schedule import Program, Reduce, Timeline
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Fetch, Offload
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 class Recorder(Extra):
@@ -37,7 +32,7 @@ class Recorder(Extra):
         self._instructions: list[Instruction] = []
         self._is_step = False
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given

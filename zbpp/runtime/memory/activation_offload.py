@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, instead
+from zbpp.runtime.extra import Extra, OwnRank, Run, instead
 from zbpp.runtime.layout import Message
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate
@@ -34,7 +34,6 @@ from zbpp.schedule.offload import Await, Drop, Fetch, Offload, RankOffload
 
 if TYPE_CHECKING:
     from zbpp.runtime.pipeline import Pipeline
-    from zbpp.runtime.rank import Rank
 
 _GIB = 2**30
 
@@ -88,7 +87,7 @@ class ActivationOffload(Extra):
         without = simulate(timetable, self.costs)
         return choose_offload(without, self.costs, limit, late=self.gib != "auto")
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra."""
         self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
         copies = (each.instruction for each in self.chosen[rank.rank])

@@ -22,19 +22,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, instead, then
+from zbpp.runtime.extra import Extra, OwnRank, Run, instead, then
 from zbpp.runtime.parallel.squares import square_of
 from zbpp.schedule import Reduce
 from zbpp.schedule.lower import Instruction, Reduced
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
 
@@ -71,7 +68,7 @@ class GradientRelease(Extra):
         self._waits_for_graph, self._has_updated = False, False
         self.released: dict[int, Tensor] = {}
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra. Raises ValueError on all ranks if one of them can't release gradients. Collective."""
         refusal = ""
         try:
@@ -82,7 +79,7 @@ class GradientRelease(Extra):
             if each:
                 raise ValueError(each)
 
-    def _check(self, rank: Rank) -> None:
+    def _check(self, rank: OwnRank) -> None:
         """Find the parameters of this rank. Raises ValueError if their gradients can't be released."""
         if any(isinstance(each, GradientRelease) for each in rank.extras):
             raise ValueError(
@@ -182,7 +179,7 @@ class GradientRelease(Extra):
             each.grad = None
 
 
-def _shared(rank: Rank) -> list[nn.Parameter]:
+def _shared(rank: OwnRank) -> list[nn.Parameter]:
     """The parameters whose gradients are final only when all stages' are."""
     stages = {index: worker.module for index, worker in rank.workers.items()}
     places = (place for tie in rank.ties for place in tie if place[0] in stages)
@@ -193,7 +190,7 @@ def _shared(rank: Rank) -> list[nn.Parameter]:
     ]
 
 
-def _of_loss(rank: Rank) -> list[nn.Parameter]:
+def _of_loss(rank: OwnRank) -> list[nn.Parameter]:
     """The parameters of the loss, on the rank that computes it."""
     last = rank.workers.get(rank.timetable.num_stages - 1)
     return [*last.loss_fn.parameters()] if last and isinstance(last.loss_fn, nn.Module) else []

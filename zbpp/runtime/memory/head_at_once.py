@@ -11,12 +11,7 @@ stays, since B's ascend in microbatch as W's do.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from zbpp.runtime.extra import Extra
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
+from zbpp.runtime.extra import Extra, OwnRank
 
 
 class HeadAtOnce(Extra):
@@ -29,7 +24,7 @@ class HeadAtOnce(Extra):
 
     name = "head_at_once"
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra."""
         self._workers = [*rank.workers.values()]
         for worker in self._workers:

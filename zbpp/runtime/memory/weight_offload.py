@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -42,13 +42,10 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.models.recompute import recomputed, recomputing_by
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, bring, brought_by
+from zbpp.runtime.extra import Extra, OwnRank, bring, brought_by
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View, host_memory
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, streams_of
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 class OffloadedWeights(Extra):
@@ -118,7 +115,7 @@ class OffloadedWeights(Extra):
 
     # ---- As an extra
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra. Raises ValueError for ties, a mesh or a replaced forward."""
         replaced = [block.name for block in self._blocks if not block.runs_on_device()]
         if any(isinstance(each, OffloadedWeights) for each in rank.extras):

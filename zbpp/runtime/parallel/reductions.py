@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from itertools import filterfalse
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, after, instead
+from zbpp.runtime.extra import Extra, OwnRank, Run, after, instead
 from zbpp.runtime.parallel.fully_shard import Reshard, shard_stages
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import (
@@ -39,9 +39,6 @@ from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.lower import Instruction, Reduced
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 class ReduceShared(NamedTuple):
@@ -68,7 +65,7 @@ class Reductions(Extra):
         self._trains = False
         self._first_backward: Action | None = None
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
         self._extras, self._rank, place = rank.extras, rank.rank, rank.place
         self._workers = rank.workers

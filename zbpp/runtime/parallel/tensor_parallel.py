@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -12,11 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.job.agreement import gather
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Extra, OwnRank
 from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
@@ -53,7 +50,7 @@ class LossesAlike(Extra):
     def __init__(self) -> None:
         self._is_done = False
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra."""
         self._group = rank.place.groups[TENSOR]
 
