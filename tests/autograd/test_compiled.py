@@ -428,8 +428,6 @@ def test_explain_says_where_a_compiled_gradient_is_computed_and_why(retreats):
     assert "not compiled" not in rows["0.first.weight"].why
     assert re.search("; not compiled: .*[Dd]ata-dependent", rows["1.first.weight"].why)
     assert len(explanation.rows) == len(list(stage.parameters()))
-    _, weight_grads = backward_input(y, torch.ones_like(y), x)
-    assert explanation.held_bytes == weight_grads.held_bytes
 
 
 @pytest.mark.parametrize("part", ["_dynamo", "_functorch", "_inductor"])

@@ -47,12 +47,6 @@ def test_w_holds_its_own_shards_only(outcomes):
     assert outcomes[0]["mlp"].held_bytes == 8 * numbers
 
 
-@pytest.mark.parametrize("name", ["mlp", "head, too", "two uses", "frozen", "not transposed"])
-def test_explain_says_how_many_bytes_w_will_hold(name, outcomes):
-    for outcome in outcomes:
-        assert outcome[name].explained_bytes == outcome[name].held_bytes > 0
-
-
 def test_a_dy_with_other_placements_is_redistributed(claims):
     for found in claims:
         assert len(found["dy_placed_otherwise"]) == 4

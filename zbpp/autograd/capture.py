@@ -167,10 +167,6 @@ class AddOfParts(ABC):
     def placed(self, dy: Tensor) -> Any:
         """What W holds and passes in place of dy, with `tensors()` and `_version`; called at the end of B."""
 
-    @abstractmethod
-    def num_shards(self, leaf: Tensor) -> int:
-        """Over how many ranks dy is split."""
-
 
 def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
     """Add to the target, for rules that have to compute the gradient in a tensor of its own."""

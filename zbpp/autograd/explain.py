@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple
@@ -14,12 +13,10 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from zbpp.autograd.arguments import Outputs, as_list, edge_of, needs_grad
-from zbpp.autograd.capture import AddOfParts
 from zbpp.autograd.graph import Edge, Survey, WeightUse, survey
 from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.node_roles import node_name
 from zbpp.autograd.rules import rule_of
-from zbpp.autograd.storages import storages_of, tensors_inside
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
 Where = Literal["W", "B", "later", "none"]
@@ -29,57 +26,27 @@ NOT_COMPILED = "zbpp_not_compiled"
 
 
 class Row(NamedTuple):
-    """One trainable leaf. where: its gradient is computed in W, in B, decided in a recompute, or not at all.
-
-    held_bytes: what waits for W: x and dy, of which W makes the gradient, or the gradient that B has made.
-    Layers may share an x or a dy. For a DTensor nbytes is the whole tensor's, and held_bytes this rank's.
-    """
+    """One trainable leaf. where: in W, in B, as a recompute decides, or nowhere."""
 
     name: str
     nbytes: int
     where: Where
     why: str
-    held_bytes: int = 0
 
 
 class Explanation(NamedTuple):
-    """The rows, and the totals of what is held between B and W, in bytes. Each storage is counted once.
-
-    `str(explanation)` is the table.
-    """
+    """The rows; `str(explanation)` is the table."""
 
     rows: tuple[Row, ...]
-    x_bytes: int
-    dy_bytes: int
-    gradient_bytes: int
-    compiled_bytes: int  # all that compiled layers hold
-
-    @property
-    def held_bytes(self) -> int:
-        """What `WeightGrads.held_bytes` will be after B.
-
-        WeightGrads holds less where gradients share memory, more where they are views of larger storages.
-        """
-        return self.x_bytes + self.dy_bytes + self.gradient_bytes + self.compiled_bytes
 
     def __str__(self) -> str:
-        head = ("parameter", "KiB", "in", "held", "why")
-        cells = [(r.name, _kib(r.nbytes), r.where, _kib(r.held_bytes), r.why) for r in self.rows]
-        names, sizes, places, held, _ = (max(map(len, column)) for column in zip(head, *cells, strict=True))
-        lines = [
-            f"{name:<{names}}  {size:>{sizes}}  {where:<{places}}  {kept:>{held}}  {why}"
-            for name, size, where, kept, why in (head, *cells)
-        ]
-        parts = zip(("x", "dy", "gradients", "compiled"), self[1:], strict=True)
-        kinds = ", ".join(f"{kind} {_kib(count)}" for kind, count in parts if count)
-        total = (
-            f"held between B and W, what is shared counted once: {kinds}; {_kib(self.held_bytes)} KiB in all"
+        head = ("parameter", "KiB", "in", "why")
+        rows = [(row.name, f"{row.nbytes / 1024:.1f}", str(row.where), row.why) for row in self.rows]
+        cells = [head, *rows]
+        names, sizes, places, _ = (max(map(len, column)) for column in zip(*cells, strict=True))
+        return "\n".join(
+            f"{name:<{names}}  {size:>{sizes}}  {where:<{places}}  {why}" for name, size, where, why in cells
         )
-        return "\n".join([*lines, total])
-
-
-def _kib(count: int) -> str:
-    return f"{count / 1024:.1f}" if count else "–"
 
 
 def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: Names = ()) -> Explanation:
@@ -104,23 +71,17 @@ def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: N
     found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
     rows: dict[int, Row] = {}
     told = [*_in_w(found), *_in_b(found, _users(roots, stops)), *_compiled(found)]
-    for tensor, where, why, held in (*told, *(_not_shown(found, each) for _, each in named)):
+    for tensor, where, why in (*told, *(_not_shown(found, each) for _, each in named)):
         shape = f"[{', '.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
         reason = getattr(tensor, NOT_COMPILED, None)
         why = f"{why}; not compiled: {reason}" if reason else why
         if tensor.numel() or id(tensor) in names:  # an empty one is the dummy of a checkpoint
-            rows.setdefault(id(tensor), Row(names.get(id(tensor), shape), tensor.nbytes, where, why, held))
+            rows.setdefault(id(tensor), Row(names.get(id(tensor), shape), tensor.nbytes, where, why))
     order = {key: place for place, key in enumerate(names)}
-    return Explanation(
-        tuple(rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))),
-        _x_bytes(found.uses),
-        sum({site: _dy_bytes(site, use) for site, use in _sites(found)}.values()),
-        sum(_bytes_here(each) for each in found.computed_in_b.values()),
-        sum(function.zbpp_explained()[0] for function in found.functions if hasattr(function, _COMPILED)),
-    )
+    return Explanation(tuple(rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))))
 
 
-_Told = tuple[Tensor, Where, str, int]
+_Told = tuple[Tensor, Where, str]
 _COMPILED = "zbpp_explained"
 _UNCLEAR = (
     "uses that can't be told apart, or beside another weight's; a tensor subclass; shards that don't fit"
@@ -139,8 +100,7 @@ def _in_w(found: Survey) -> Iterator[_Told]:
         uses.setdefault(id(use.leaf), []).append((site, use))
     for each in uses.values():
         why = _counted(_through(site, [node for node, _ in use.chain]) for site, use in each)
-        held = _x_bytes([use for _, use in each]) + sum(_dy_bytes(site, use) for site, use in each)
-        yield each[0][1].leaf, "W", why, held
+        yield each[0][1].leaf, "W", why
 
 
 def _in_b(found: Survey, users: _Users) -> Iterator[_Told]:
@@ -151,26 +111,21 @@ def _in_b(found: Survey, users: _Users) -> Iterator[_Told]:
         why = _counted(obstacles) or _UNCLEAR
         if obstacles and len(obstacles) < len(all_uses):
             why = f"also {why}, so all its uses are in B"
-        yield tensor, "B", why, _bytes_here(tensor)
+        yield tensor, "B", why
 
 
 def _compiled(found: Survey) -> Iterator[_Told]:
     for function in found.functions:
-        for tensor, where, why in function.zbpp_explained()[1] if hasattr(function, _COMPILED) else ():
-            yield tensor, where, why, 0
+        if hasattr(function, _COMPILED):
+            yield from function.zbpp_explained()
 
 
 def _not_shown(found: Survey, tensor: Tensor) -> _Told:
     if not tensor.requires_grad:
-        return tensor, "none", "frozen", 0
+        return tensor, "none", "frozen"
     if any(hasattr(getattr(node, "call", None), "fn") for node in found.functions):
-        return (
-            tensor,
-            "later",
-            "inside a zbpp.checkpoint, which decides when it is recomputed; or not used",
-            0,
-        )
-    return tensor, "none", "not reached", 0
+        return tensor, "later", "inside a zbpp.checkpoint, which decides when it is recomputed; or not used"
+    return tensor, "none", "not reached"
 
 
 def _users(roots: Iterable[Edge], stops: frozenset[Edge]) -> _Users:
@@ -233,23 +188,3 @@ def _through(node: Node, chain: Iterable[Node]) -> str:
 def _counted(texts: Iterable[str]) -> str:
     counts = Counter(texts)
     return "; ".join(f"{text} ({count} uses)" if count > 1 else text for text, count in counts.items())
-
-
-def _x_bytes(uses: Iterable[WeightUse]) -> int:
-    """Bytes of the storages that W keeps, each counted once."""
-    uses = list(uses)
-    own = {storage._cdata for use in uses for storage in storages_of(use.leaf)}
-    storages = [storage for use in uses for tensor in use.tensors() for storage in storages_of(tensor)]
-    return sum({each._cdata: each.nbytes() for each in storages if each._cdata not in own}.values())
-
-
-def _dy_bytes(site: Any, use: WeightUse) -> int:
-    """Bytes of dy, the gradient of the site's output."""
-    meta = site._input_metadata[0]
-    num_shards = use.add.num_shards(use.leaf) if isinstance(use.add, AddOfParts) else 1
-    return math.prod(map(int, meta.shape)) * int(meta.dtype.itemsize) // num_shards
-
-
-def _bytes_here(leaf: Tensor) -> int:
-    """Bytes of a leaf on this rank: those of its shard, if it is a DTensor."""
-    return sum(part.nbytes for part in tensors_inside(leaf))

@@ -1,4 +1,4 @@
-"""Print for each weight of one stage whether W or B makes its gradient, why, and how many bytes wait for W.
+"""Print for each weight of one stage whether W or B makes its gradient, and why.
 
     zbpp explain model=llama_tiny num_stages=4 stage=1
     zbpp explain model=mlp data=regression num_stages=2 stage=0

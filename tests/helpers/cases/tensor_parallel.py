@@ -160,12 +160,11 @@ CASES = {
 
 
 class Outcome(NamedTuple):
-    """Whole gradients by name, those of inputs as x0 and x1; what W computed; bytes held, bytes explained."""
+    """Whole gradients by name, those of inputs as x0 and x1; what W computed; bytes held."""
 
     gradients: dict[str, Any]
     deferred: set[str]
     held_bytes: int
-    explained_bytes: int
 
 
 def alone(case):
@@ -182,13 +181,12 @@ def alone(case):
 
 def split(case, mesh):
     """The split on all ranks of the mesh, W of both microbatches late."""
-    module, found, later, explained = parallel(case, mesh), {}, [], 0
+    module, found, later = parallel(case, mesh), {}, []
     case.prepare(module)
     for microbatch in range(2):
         x = double(*case.x_shape, seed=microbatch).requires_grad_()
         output = module(x)
         dy = double(*output.shape, seed=10 + microbatch)
-        explained = explain(output, x, module.named_parameters()).held_bytes
         (found[f"x{microbatch}"],), weight_grads = backward_input(output, dy, x)
         later.append(weight_grads)
     assert all(parameter.grad is None for parameter in module.parameters())
@@ -197,7 +195,7 @@ def split(case, mesh):
     for weight_grads in later:
         weight_grads.accumulate()
         assert weight_grads.held_bytes == 0
-    return Outcome(found | gradients(module), deferred, held_bytes, explained)
+    return Outcome(found | gradients(module), deferred, held_bytes)
 
 
 def made(case):

@@ -14,7 +14,6 @@ from zbpp.autograd.compiled.aot_autograd import Joint, Source
 from zbpp.autograd.compiled.compiled_split import BGraph, CompiledSplit, FGraph, WGraph
 from zbpp.autograd.compiled.dynamo import CaptureError
 from zbpp.autograd.compiled.fx_graphs import (
-    bytes_of,
     call,
     extract,
     is_random,
@@ -77,7 +76,6 @@ def _b_graph(
         tangents=_tangents(joint),
         input_gradients=input_gradients,
         held=_held_inputs(names, cut),
-        held_bytes=bytes_of(cut.held),
     )
 
 

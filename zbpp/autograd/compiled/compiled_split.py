@@ -48,7 +48,6 @@ class BGraph(NamedTuple):
     tangents: tuple[tuple[int, tuple[int, ...]], ...]  # (output, strides of the output's gradient)
     input_gradients: tuple[int, ...]  # the arguments whose gradients B returns
     held: tuple[int, ...]  # places in B's pool of the values that are held for W as they are
-    held_bytes: int  # of all values held between B and W
 
 
 class WGraph(NamedTuple):
@@ -165,15 +164,14 @@ class _SplitFunction(torch.autograd.Function):
         return (None, None, None, *to_arguments)
 
 
-def _explained(split: CompiledSplit, tensors: Sequence[Tensor]) -> tuple[int, list[tuple[Tensor, str, str]]]:
-    """For `explain`: the bytes held between B and W; (parameter, where, why) for each trained parameter."""
-    rows = [
+def _explained(split: CompiledSplit, tensors: Sequence[Tensor]) -> list[tuple[Tensor, str, str]]:
+    """For `explain`: (parameter, where, why) for each trained parameter."""
+    return [
         (tensors[place], "B", "compiled: cheap, or not a product by itself")
         if place in split.w.computed_in_b
         else (tensors[place], "W", "compiled: its product is in W's graph")
         for place in split.w.trained
     ]
-    return split.b.held_bytes, rows
 
 
 def _in_layout(gradient: Tensor, strides: tuple[int, ...]) -> Tensor:

@@ -53,12 +53,6 @@ def call(graph: Graph, target: Any, *args: Any) -> Node:
     return node
 
 
-def bytes_of(nodes: Iterable[Node]) -> int:
-    """Bytes of the nodes' storages, each counted once."""
-    storages = [tensor.untyped_storage() for node in nodes if (tensor := tensor_of(node)) is not None]
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
-
-
 def tensor_of(node: Node) -> Tensor | None:
     """The fake tensor that stands for the node's value; None if it is no tensor."""
     value = node.meta.get("val")

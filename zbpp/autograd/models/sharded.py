@@ -23,7 +23,6 @@ The split imports nothing of torch.distributed: where a DTensor exists, its modu
 
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, NamedTuple
 
@@ -83,10 +82,6 @@ class AddOfShards(AddOfParts):
         if dy.placements != wanted:
             dy = dy.redistribute(placements=wanted)
         return OnMesh(dy, shard_of(dy))
-
-    def num_shards(self, leaf: Any) -> int:
-        """Over how many ranks dy is split."""
-        return math.prod(1 if dim is None else leaf.device_mesh.size(i) for i, dim in enumerate(self.dy_dims))
 
 
 def is_on_mesh(tensor: Any) -> bool:
