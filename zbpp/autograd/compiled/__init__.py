@@ -5,7 +5,7 @@ How a module's call is compiled, step by step:
     compiled_forward.py     `compile_stage`: a forward that runs compiled, and falls back to eager
     dynamo.py               Dynamo: the Python code of a call as a graph, with guards
     aot_autograd.py         AOTAutograd: the graphs of forward and backward
-    min_cut.py              the backward graph cut in two, B and W
+    backward_cut.py         the backward graph cut in two, B and W
     accumulate_in_place.py  W's graph adds its products to `.grad`
     build_split.py          these graphs compiled, and how values pass between them
     inductor.py             Inductor: a graph made callable
@@ -13,8 +13,7 @@ How a module's call is compiled, step by step:
     cache_keys.py           when two modules may share a result
     fx_graphs.py            small operations on FX graphs
 
-What lives between B and W is chosen by the cut: the values from which W can compute the weight gradients,
-and which take the fewest bytes.
+Between B and W live the x and the dy of each product whose result is a weight's gradient.
 """
 
 from zbpp.autograd.compiled.compiled_forward import SplitCache, compile_stage

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zbpp.autograd.compiled.backward_cut import contributions
 from zbpp.autograd.compiled.fx_graphs import call, placeholders, results
-from zbpp.autograd.compiled.min_cut import contributions
 
 aten = torch.ops.aten
 

@@ -63,7 +63,7 @@ def viewed(node: Node) -> Node | None:
     """The node that this node is a view of, or one of several views; None if its memory is its own."""
     made_by: Any = node.args[0] if node.target is operator.getitem else node
     is_view = isinstance(made_by.target, torch._ops.OpOverload) and made_by.target.is_view
-    return made_by.all_input_nodes[0] if is_view else None
+    return made_by.all_input_nodes[0] if is_view and made_by.all_input_nodes else None
 
 
 def is_random(node: Node) -> bool:

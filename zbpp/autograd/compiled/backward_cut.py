@@ -1,25 +1,23 @@
 """Cut a backward graph in two: B, which the previous stage waits for, and W.
 
-W gets the products whose results are gradients of weights, or terms of these gradients. B gets the expensive
-operations that the input gradients and the inputs of W's products are computed from. Every other operation
-goes to B, to W or to both, so that the fewest bytes are held from B to W. This is the minimum cut of a
-network in which holding a value of B costs its bytes.
+W gets the products whose results are gradients of weights, or terms of these gradients, and all that is
+computed from them. B gets the rest: the input gradients, and the x and dy of W's products, which are held
+from B to W.
 
-    saved, dy --> [ B: mm mul mm ... ] --held--> [ W: mul | mm -> dW ]
+    saved, dy --> [ B: mm mul mm ... ] --x, dy--> [ W: mm -> dW ]
                           |
                      input gradients
 
-Parameters cost nothing, since they stay in memory anyway. Of several cuts with the same price the one nearest
-to the weight gradients is taken: an operation that B can do without holding more is not left to W.
+What W can compute from the x and dy alone (a bias's sum), and B does not need, is left to W. Parameters are
+free to hold: they stay in memory anyway.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import networkx  # type: ignore[import-untyped]  # torch brings it along
 import torch
 from torch.fx import GraphModule, Node
 
@@ -34,15 +32,6 @@ PRODUCTS = {
     aten.convolution_backward.default,
     aten.embedding_dense_backward.default,
 }
-# Not pointwise, but as cheap.
-_CHEAP = {
-    aten.cat.default,
-    aten.clone.default,
-    aten.constant_pad_nd.default,
-    aten.full.default,
-    operator.getitem,
-}
-_INFINITE: dict[str, float] = {}  # networkx: an edge without a capacity can't be cut
 
 
 class BackwardCut(NamedTuple):
@@ -135,85 +124,37 @@ def _is_sum(node: Node) -> bool:
 def _held(
     backward: GraphModule, input_gradients: Sequence[Node], wanted: Sequence[Node], free: set[Node]
 ) -> list[Node]:
-    if not wanted:
-        return []
-    needed = needed_by(input_gradients)
-    products = {
-        term
+    """The values that are held between B and W."""
+    of_b = needed_by(input_gradients)
+    of_w = needed_by(wanted) - of_b
+    late = [node for node in backward.graph.nodes if node in of_w]
+    in_w: set[Node] = {
+        _origin(term)
         for gradient in wanted
         for term, _ in contributions(gradient)
-        if _origin(term).target in PRODUCTS and term not in needed
+        if _origin(term).target in PRODUCTS and not of_b & {term, _origin(term)}
     }
-    products |= {_origin(term) for term in products}
-    network = _network(backward, wanted, products, needed | needed_by(_inputs(products)), free)
-    _, (before, _) = networkx.minimum_cut(network, "source", "sink")
-    chosen = [node for node in backward.graph.nodes if (node, "in") in before and (node, "out") not in before]
-    held = [node for node in dict.fromkeys(map(_base, chosen)) if node not in free]
-    return sorted(held, key=lambda node: node.op != "placeholder")
+    for node in late:
+        if not in_w.isdisjoint(node.all_input_nodes):
+            in_w.add(node)
+    known = in_w | free | {_base(each) for node in in_w for each in node.all_input_nodes}
+    for node in late:
+        if (
+            node.op == "call_function"
+            and not is_random(node)
+            and known >= set(map(_base, node.all_input_nodes))
+        ):
+            in_w.add(node)
+            known.add(node)
+    ends = [*(each for node in in_w for each in node.all_input_nodes), *wanted]
+    held = {_base(each) for each in ends if each not in in_w and each.op != "get_attr"} - free
+    ordered = [node for node in backward.graph.nodes if node in held]
+    return sorted(ordered, key=lambda node: node.op != "placeholder")
 
 
 def _origin(node: Node) -> Node:
     """The node itself; for a node that picks one of several results, the node that computes them."""
     return node.args[0] if node.target is operator.getitem else node  # type: ignore[return-value]
-
-
-def _inputs(nodes: Iterable[Node]) -> set[Node]:
-    return {each for node in nodes for each in node.all_input_nodes if each not in set(nodes)}
-
-
-def _network(
-    backward: GraphModule, wanted: Sequence[Node], products: set[Node], early: set[Node], free: set[Node]
-) -> networkx.DiGraph:
-    """The network whose minimum cut says which values are held.
-
-    early: nodes from which B's results or the inputs of W's products are computed. The expensive ones among
-    them are done in B only.
-    """
-    network = networkx.DiGraph()
-    network.add_nodes_from(["source", "sink"])
-    storages = {_storage(node): node for node in placeholders(backward)}
-    for node in backward.graph.nodes:
-        if node.op == "output":
-            continue
-        network.add_edge((node, "in"), (node, "out"), **_price(node, free, storages))
-        if node.op == "placeholder" or (node in early and node not in products and not _is_cheap(node)):
-            network.add_edge("source", (node, "in"), **_INFINITE)
-        if node in products:
-            network.add_edge((node, "in"), "sink", **_INFINITE)
-        for user in node.users:
-            if user.op != "output":
-                network.add_edge((node, "out"), (user, "in"), **_INFINITE)
-    for node in wanted:
-        network.add_edge((node, "out"), "sink", **_INFINITE)
-    return network
-
-
-def _price(node: Node, free: set[Node], storages: dict[Any, Node]) -> dict[str, float]:
-    """What it costs to hold the node's value: its bytes. Only tensors can be held."""
-    tensor = tensor_of(node)
-    if node.op == "get_attr" or node in free:
-        return {"capacity": 0}
-    if tensor is None:
-        return _INFINITE
-    owner = storages.get(_storage(node))
-    if owner is None:
-        return {"capacity": tensor.numel() * tensor.element_size()}
-    return {"capacity": 0 if owner in free else tensor.untyped_storage().nbytes()}
-
-
-def _storage(node: Node) -> int | None:
-    tensor = tensor_of(node)
-    return None if tensor is None else tensor.untyped_storage()._cdata
-
-
-def _is_cheap(node: Node) -> bool:
-    """Whether W may compute the node again."""
-    target: Any = node.target
-    if node.op == "get_attr" or target in _CHEAP:
-        return True
-    if not isinstance(target, torch._ops.OpOverload) or is_random(node):
-        return False
-    return target.is_view or torch.Tag.pointwise in target.tags
 
 
 def _base(node: Node) -> Node:
