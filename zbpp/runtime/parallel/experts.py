@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,12 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd.models.exchange import Exchange
 from zbpp.job.errors import communicating
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Extra, OwnRank
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread
-
-if TYPE_CHECKING:
-    from zbpp.runtime.rank import Rank
 
 
 def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
@@ -134,7 +130,7 @@ class ExpertParallel(Extra):
         }
     )
 
-    def attach(self, rank: Rank) -> None:
+    def attach(self, rank: OwnRank) -> None:
         """See Extra. Raises ValueError on every process for stages whose experts can't be spread."""
         stages = [worker.module for worker in rank.workers.values()]
         spread_experts(stages, rank.place)
