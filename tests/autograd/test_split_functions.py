@@ -49,26 +49,6 @@ def test_what_is_deferred_runs_in_w_not_in_b(runs):
     torch.testing.assert_close(layer.weight.grad, torch.ones(5, 4).t() @ x.detach())
 
 
-def test_defer_works_in_a_stage_without_input_gradients():
-    """Stage 0: nothing but the weight needs the Function to run."""
-    facts = cases.deferring_function_on_stage_0().compare()
-    assert facts.deferred == {"weight"}
-
-
-def test_defer_on_a_weight_that_is_no_leaf_computes_at_once():
-    facts = cases.deferring_function_of_computed_weight().compare()
-    assert facts.computed == {"weight"}
-
-
-def test_a_weight_may_be_deferred_by_a_function_and_used_by_a_layer():
-    """Each part is added once: the layer's by W or B, the Function's by W."""
-    cases.weight_of_function_and_layer().compare()
-
-
-def test_a_weight_may_be_deferred_twice_by_functions():
-    assert cases.weight_of_function_used_twice().compare().deferred == {"weight"}
-
-
 def saving_activations():
     return SavedActivations(Copier(torch.device("cpu")), least_bytes=1).saving()
 

@@ -5,34 +5,9 @@ import torch
 from torch import nn
 
 from helpers.cases import precision as cases
-from helpers.cases.precision import Everything, network
-from helpers.split import grads_of, linear_weights
+from helpers.cases.precision import Everything
+from helpers.split import grads_of
 from zbpp import backward_input
-
-
-def test_weights_that_autocast_casts_are_deferred():
-    """Microbatches are rounded to bfloat16 one by one in either backward, then summed in float32."""
-    facts = cases.linear_layers_under_autocast().compare()
-    assert facts.deferred == linear_weights(network())
-    assert {grad.dtype for grad in facts.grads.values()} == {torch.float32}
-
-
-def test_a_convolution_under_autocast_is_deferred():
-    facts = cases.convolution_under_autocast().compare()
-    assert "weight" in facts.deferred
-
-
-def test_a_weight_that_autocast_casts_once_for_two_uses_is_right():
-    """Autocast caches the cast: both sites share its node."""
-    facts = cases.weight_cast_once_for_two_uses().compare()
-    assert "weight" in facts.deferred
-
-
-def test_parameters_in_bfloat16_have_gradients_in_bfloat16():
-    facts = cases.parameters_in_bfloat16().compare()
-    assert facts.deferred == linear_weights(network())
-    assert {grad.dtype for grad in facts.grads.values()} == {torch.bfloat16}
-
 
 # ---------------------------------------------------------------- grad_dtype
 

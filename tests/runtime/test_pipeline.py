@@ -421,8 +421,7 @@ def step_with_misfits(rank):
 
 def test_stages_that_do_not_chain_are_named_with_their_shapes():
     lines = failures(step_with_misfits, 2)
-    assert "the forward was given what stage 0 returned, (float64[2, 7])" in lines[1]
-    assert "shapes cannot be multiplied (2x7 and 8x1)" in lines[1]  # torch 2.15 says addmm before
+    assert lines[1] == "the forward was given what stage 0 returned, (float64[2, 7])"
     assert lines[0].startswith("zbpp.job.errors.CommunicationError: rank 0, instruction ")
 
 
