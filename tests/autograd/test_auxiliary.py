@@ -65,10 +65,6 @@ def expected(g):
 # ---------------------------------------------------------------- blocks
 
 
-def test_outside_a_block_nothing_happens():
-    assert auxiliary_loss("z", ONE) is None
-
-
 def test_values_of_one_name_are_summed_in_the_innermost_block():
     with auxiliary_losses() as outer:
         auxiliary_loss("z", ONE)
@@ -163,17 +159,6 @@ def test_a_recompute_inside_the_block_adds_nothing_to_it(call):
     assert "layers.2.linear.weight" not in grads_of(module)
 
 
-@pytest.mark.parametrize("backward", [torch.autograd.backward, split])
-def test_outside_a_block_a_checkpoint_trains_what_a_plain_call_trains(backward):
-    """No zeros for branches that only an auxiliary loss uses."""
-    found = stack(checkpoint), stack()
-    for module in found:
-        backward([module(double(5, 4))], [double(5, 4, seed=1)])
-    checkpointed, plain = map(grads_of, found)
-    assert_close(checkpointed, plain)
-    assert "layers.0.branch.weight" not in plain
-
-
 # ---------------------------------------------------------------- compilers
 
 
@@ -191,25 +176,3 @@ def test_a_module_that_reports_stays_eager_when_compiled_with_the_reason_and_its
     assert_close(grads_of(module), grads_of(plain))
     assert "stage 1 is not compiled, it stays eager: it calls zbpp.auxiliary_loss, which" in caplog.text
     assert "stage 0 is not compiled" not in caplog.text
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch.compile's
-@pytest.mark.parametrize("first", ["inside", "outside"])
-def test_torch_compile_reports_with_and_without_a_block(first):
-    """What it was compiled with does not matter."""
-    g = double(5, 4, seed=1)
-    _, sums, grads = expected(g)
-    module = stack()
-    torch._dynamo.reset()
-    compiled = torch.compile(module, backend="eager")
-    if first == "outside":
-        compiled(double(5, 4))
-    for _ in range(2):
-        module.zero_grad()
-        with auxiliary_losses() as found:
-            y = compiled(double(5, 4))
-        torch.autograd.backward([y, *found.values()], [g, *(torch.tensor(0.5).double() for _ in found)])
-        assert {name: value.item() for name, value in found.items()} == pytest.approx(sums, rel=1e-14)
-        assert_close(grads_of(module), grads)
-    compiled(double(5, 4))
-    assert {name: value.item() for name, value in found.items()} == pytest.approx(sums, rel=1e-14)

@@ -222,17 +222,6 @@ def test_w_adds_products_in_place_and_computes_nothing_else_but_sums():
     assert operations.names - {"view", "permute", "_unsafe_view", "alias"} == {"addmm_", "add", "copy_"}
 
 
-def test_b_changes_no_grad_and_a_second_w_is_refused():
-    stage = llama()
-    compile_stage(stage, backend="eager")
-    _, weight_grads = split_of(stage, leaf(2, 8, 16))
-    assert all(parameter.grad is None for parameter in stage.parameters())
-    weight_grads.accumulate()
-    assert all(parameter.grad is not None for parameter in stage.parameters())
-    with pytest.raises(RuntimeError, match="called before"):
-        weight_grads.accumulate()
-
-
 # ---------------------------------------------------------------- parameters
 
 
@@ -275,18 +264,6 @@ def test_main_grad_is_added_to():
         split_of(side, x)[1].accumulate()
         assert side.layer_1.mlp.up.weight.grad is None
     assert_close(grads_of(compiled), grads_of(eager), 1e-5)
-
-
-def test_of_named_parameters_only_those_get_a_gradient():
-    x = leaf(2, 8, 16)
-    _, compiled = both_sides()
-    chosen = compiled.layer_1.mlp.up.weight
-    y = compiled(x)
-    _, weight_grads = backward_input(y, torch.ones_like(y), x, [chosen])
-    weight_grads.accumulate()
-    assert [name for name, p in compiled.named_parameters() if p.grad is not None] == [
-        "layer_1.mlp.up.weight"
-    ]
 
 
 def test_a_plain_backward_passes_through_a_frozen_stage():
@@ -346,21 +323,6 @@ class Numbered(nn.Module):
 
     def forward(self, x):
         return x + self.second(torch.tanh(self.first(x))) * self.factor
-
-
-class Renamed(Numbered):
-    """Another class of the same graphs."""
-
-
-def test_layers_of_the_same_graphs_are_compiled_once_and_others_apart(made):
-    def make():
-        return nn.Sequential(Numbered(0), Numbered(1), Renamed(2), Numbered(3, factor=2.0))
-
-    stage = make()
-    compile_stage(stage, backend="eager", whole=False)
-    stage(leaf(2, 4))
-    assert made() == (3, 2)  # of 0 and 1 the guards know that they are alike
-    equals_plain(make, lambda: leaf(2, 4), how={"whole": False})
 
 
 # ---------------------------------------------------------------- retreats

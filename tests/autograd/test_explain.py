@@ -1,8 +1,5 @@
 """explain() says beforehand what backward_input then does, and why."""
 
-import gc
-import weakref
-
 import pytest
 import torch
 import torch.utils.checkpoint
@@ -171,53 +168,3 @@ def test_a_checkpoint_hides_its_parameters_until_it_is_recomputed():
     rows = {row.name: (row.where, row.why) for row in told.rows}
     assert rows["first.weight"] == ("W", "AddmmBackward0 through TBackward0")
     assert rows["second.weight"][0] == "later"
-
-
-def test_unreached_and_unnamed_parameters_have_rows():
-    used, unused = nn.Linear(4, 4, bias=False), nn.Linear(4, 2, bias=False)
-    x = torch.randn(3, 4, requires_grad=True)
-    told = explain(used(x), x, [("unused", unused.weight)])
-    assert [(row.name, row.where) for row in told.rows] == [("unused", "none"), ("[4, 4] float32", "W")]
-
-
-def test_a_subclass_is_computed_in_b():
-    class Wrapped(torch.Tensor):
-        @staticmethod
-        def __new__(cls, data):
-            return torch.Tensor._make_subclass(cls, data, True)
-
-        def __tensor_flatten__(self):  # what marks a wrapper
-            return [], None
-
-    weight = Wrapped(torch.randn(4, 4))
-    (row,) = explain(torch.randn(3, 4) @ weight, (), {"weight": weight}).rows
-    assert row.where == "B"
-    assert "a tensor subclass" in row.why
-
-
-def test_explaining_changes_and_keeps_nothing():
-    """No gradient, no freed graph, and what was saved dies with the output as before."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
-    hidden = module[:2](torch.randn(3, 4))
-    output, alive = module[2](hidden), weakref.ref(hidden)
-    told = explain(output, (), module.named_parameters())
-    assert all(parameter.grad is None for parameter in module.parameters())
-    backward_input(output, torch.ones_like(output), ())
-    gc.disable()
-    try:
-        del output, hidden
-        assert alive() is None
-    finally:
-        gc.enable()
-    assert len(told.rows) == 4
-
-
-def test_the_table_is_aligned():
-    module = nn.Sequential(nn.Linear(32, 64), nn.RMSNorm(64))
-    text = str(explain(module(torch.randn(8, 32)), (), module.named_parameters()))
-    assert text.splitlines() == [
-        "parameter  KiB  in  why",
-        "0.weight   8.0  W   AddmmBackward0 through TBackward0",
-        "0.bias     0.2  W   AddmmBackward0",
-        "1.weight   0.2  B   used by MulBackward0, which has no rule",
-    ]

@@ -83,39 +83,6 @@ def test_a_second_b_of_the_same_graph_is_refused():
     assert_close(found, grads_of(module))
 
 
-def test_a_second_b_is_refused_where_no_rule_looks_at_the_graph():
-    """Then the engine notices."""
-    x = double(5).requires_grad_()
-    output = (x * x).sum()
-    backward_input(output, None, x)
-    with pytest.raises(RuntimeError, match="has been gone through before"):
-        backward_input(output, None, x)
-
-
-def test_a_second_b_of_stage_0s_lowest_layer_is_right_or_refused():
-    """Its node has not run, but its dy is spent all the same: a second B is either right or refused."""
-    linear = nn.Linear(4, 3).double()
-    x, dy = double(5, 4), double(5, 3)
-    output = linear(x)
-    _, weight_grads = backward_input(output, dy, ())
-    try:
-        backward_input(output, dy, ())
-    except RuntimeError as error:
-        assert "has been gone through before" in str(error)  # noqa: PT017  # either is right
-    weight_grads.accumulate()
-    torch.testing.assert_close(linear.weight.grad, dy.t() @ x)
-
-
-def test_a_second_w_is_refused():
-    module, x = module_and_input()
-    _, weight_grads = backward_input(module(x), double(5, 3), x)
-    weight_grads.accumulate()
-    before = grads_of(module)
-    with pytest.raises(RuntimeError, match=r"accumulate\(\) was called before"):
-        weight_grads.accumulate()
-    assert_close(grads_of(module), before, tolerance=0)
-
-
 def test_a_backward_that_fails_adds_nothing():
     """B computes all before W adds any."""
 

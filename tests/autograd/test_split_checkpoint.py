@@ -11,7 +11,6 @@ from helpers.cases import checkpoint as cases
 from helpers.cases.checkpoint import (
     Block,
     Checkpointed,
-    FirstOfTwo,
     Nested,
     plainly,
     torchs,
@@ -19,11 +18,9 @@ from helpers.cases.checkpoint import (
 from helpers.split import (
     CountCalls,
     assert_close,
-    assert_equals_plain,
     double,
     float64,
     grads_of,
-    leaf,
 )
 from zbpp import backward_input, checkpoint
 
@@ -66,48 +63,6 @@ def test_checkpoints_may_be_nested(forwards):
     weight_grads.accumulate()
     # Three in F; in B the outer's three again, then the inner's own once more.
     assert len(forwards) == 3 + 3 + 1
-
-
-class Tagged(torch.Tensor):
-    """A subclass without anything of its own: torch's functions return it again."""
-
-
-class Tags(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        self.layers, self.how = nn.ModuleList(nn.Linear(8, 8) for _ in range(3)), how
-
-    def forward(self, x):
-        first, second, third = self.layers
-        tagged = self.how(lambda x: second(x).as_subclass(Tagged), first(x))
-        return self.how(third, tagged).as_subclass(torch.Tensor)
-
-
-def test_a_subclass_of_tensor_may_pass_between_checkpoints():
-    """The layers before it got no gradient, without an error."""
-    found = assert_equals_plain(lambda: Tags(checkpoint), lambda: leaf(5, 8))
-    assert_close(found.grads, assert_equals_plain(lambda: Tags(plainly), lambda: leaf(5, 8)).grads)
-    x = torch.randn(5, 8).as_subclass(Tagged).requires_grad_()
-    layer = nn.Linear(8, 8)
-    (grad,), _ = backward_input(layer(x), torch.ones(5, 8), [x])
-    assert_close({"x": grad.as_subclass(torch.Tensor)}, {"x": torch.ones(5, 8) @ layer.weight.detach()})
-
-
-def test_an_output_may_be_left_unused():
-    facts = cases.unused_output().compare()
-    expected = assert_equals_plain(lambda: FirstOfTwo(plainly), lambda: leaf(5, 8))
-    assert_close({name: grad for name, grad in facts.grads.items() if grad.abs().max() > 0}, expected.grads)
-
-
-def test_nothing_to_train_and_nothing_to_pass_on_costs_no_recompute(forwards):
-    """A wholly frozen block below all that trains."""
-    frozen, trained = Block().requires_grad_(False), Block()
-    output = trained(checkpoint(frozen, torch.randn(5, 8)))
-    assert len(forwards) == 2
-    _, weight_grads = backward_input(output, torch.ones(5, 8), ())
-    weight_grads.accumulate()
-    assert len(forwards) <= 3
-    assert len(grads_of(trained)) == 6
 
 
 def test_only_chosen_parameters_inside_a_checkpoint_get_gradients():

@@ -37,18 +37,6 @@ def test_defer_hands_work_to_w(runs):
     assert runs == ["backward", "compute", "backward", "compute"]
 
 
-def test_what_is_deferred_runs_in_w_not_in_b(runs):
-    layer = Layer(Deferring)
-    x = torch.randn(5, 4, requires_grad=True)
-    _, weight_grads = backward_input(layer(x), torch.ones(5, 4), x)
-    assert runs == ["backward"]
-    assert layer.weight.grad is None
-    assert weight_grads.held_bytes == 4 * (5 * 4 + 5 * 4)
-    weight_grads.accumulate()
-    assert runs == ["backward", "compute"]
-    torch.testing.assert_close(layer.weight.grad, torch.ones(5, 4).t() @ x.detach())
-
-
 def saving_activations():
     return SavedActivations(Copier(torch.device("cpu")), least_bytes=1).saving()
 
@@ -88,18 +76,6 @@ def test_defer_obeys_the_chosen_parameters(hooks):
     )
     weight_grads.accumulate()
     assert grads_of(module).keys() == {"1.weight", "2.weight"}
-
-
-def test_defer_holds_no_graph(runs):
-    """Tensors that carry history are detached."""
-    cases.function_that_saves_history().compare()
-    assert set(runs) == {None}
-
-
-def test_a_function_may_have_unused_outputs(runs):
-    facts = cases.function_with_two_outputs().compare()
-    assert facts.computed == {"weight"}
-    assert len(runs) == 4
 
 
 def test_a_function_of_the_weight_alone_is_a_chain_that_b_never_runs(runs):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from helpers.split import CountProducts, draw_grads, tensors_of
-from helpers.watch import MODULES, Block, Squashed, Watch
+from helpers.watch import MODULES, Block, Watch
 from zbpp import backward_input
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
 
@@ -73,33 +73,6 @@ def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
         weight_grads.accumulate()
 
 
-def test_what_chosen_parameters_do_not_need_is_gone_after_b():
-    """Nodes that B did not run keep what they saved: W must not hold them."""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with without_garbage_collection(), Watch() as watch:
-        output = module(torch.randn(5, 4))
-        _, weight_grads = backward_input(output, torch.ones(5, 4), (), parameters=[module[4].weight])
-        del output
-        kept = x_and_dy_only(weight_grads)
-        assert {key: what for key, what in watch.alive().items() if key not in kept} == {}
-
-
-@pytest.mark.parametrize("with_hooks", [False, True])
-def test_an_output_that_its_caller_keeps_keeps_nothing_else(with_hooks):
-    """A loss, kept to be printed. (On stage 0 it keeps the lowest layers' x: their nodes never run.)"""
-    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
-    with without_garbage_collection(), Watch() as watch:
-        x = torch.randn(5, 4, requires_grad=True)
-        hidden = module[0](x)
-        if with_hooks:
-            hidden.register_hook(lambda grad: grad * 2)
-        loss = module[1:](hidden).square().mean()
-        del hidden
-        backward_input(loss, None, x)[1].accumulate()
-    wanted = {each.untyped_storage()._cdata for each in (x, loss, *(p.grad for p in module.parameters()))}
-    assert {key: what for key, what in watch.alive().items() if key not in wanted} == {}
-
-
 def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
     """Counted after every operation, in bytes."""
 
@@ -152,16 +125,6 @@ def test_held_bytes_counts_each_storage_once():
     assert weight_grads.held_bytes == 4 * 5 * (8 + 8 + 4 + 4)
 
 
-def test_held_bytes_counts_what_a_chain_to_the_weight_has_saved():
-    """Of x * x and dy, and tanh and sigmoid of the weight; not the weight itself."""
-    layer, x = Squashed(8, 4, bias=False), torch.randn(5, 8)
-    _, weight_grads = backward_input(layer(x * x), torch.ones(5, 4), ())
-    assert weight_grads.held_bytes == 4 * (5 * 8 + 5 * 4 + 2 * 4 * 8)
-    squared = nn.Parameter(torch.randn(8, 4))
-    _, weight_grads = backward_input(x @ squared.square(), torch.ones(5, 4), ())
-    assert weight_grads.held_bytes == 4 * (5 * 8 + 5 * 4)
-
-
 def test_w_makes_no_temporary_the_size_of_a_weight():
     """Once there is a `.grad`, the product accumulates into it."""
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False), nn.Embedding(64, 64))
@@ -174,21 +137,6 @@ def test_w_makes_no_temporary_the_size_of_a_weight():
     gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
     made = [size for key, (_, size, _) in watch.storages.items() if key not in gradients]
     assert max(made, default=0) < 4 * 64 * 64
-
-
-def test_w_drops_each_x_and_dy_when_it_is_done_with_it():
-    """Not at its end: a hook on the last parameter finds the memory of the others gone."""
-    module = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(3)))
-    with without_garbage_collection(), Watch() as watch:
-        output = module(torch.randn(5, 4))
-        (dy,) = draw_grads([output])
-        _, weight_grads = backward_input(output, dy, ())
-        del output, dy
-        alive = []
-        module[0].weight.register_post_accumulate_grad_hook(lambda p: alive.append(watch.alive()))
-        weight_grads.accumulate()
-    gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
-    assert [key for key in alive[0] if key not in gradients] == []
 
 
 # ---------------------------------------------------------------- nothing runs twice

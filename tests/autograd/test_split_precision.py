@@ -32,17 +32,6 @@ def with_main_grads(module):
     return module
 
 
-def test_a_main_grad_takes_the_gradients_and_grad_stays_empty():
-    torch.manual_seed(0)
-    module = with_main_grads(Everything().bfloat16())
-    output = module(torch.randint(11, (3, 5)))
-    _, weight_grads = backward_input(output, torch.randn_like(output), ())
-    assert all(parameter.main_grad.abs().max() == 0 for parameter in module.parameters())
-    weight_grads.accumulate()
-    assert all(parameter.grad is None for parameter in module.parameters())
-    assert all(parameter.main_grad.abs().max() > 0 for parameter in module.parameters())
-
-
 def test_a_main_grad_sums_more_exactly_than_bfloat16_can():
     """64 equal microbatches; a sum in bfloat16 stands still long before."""
     num_microbatches = 64

@@ -1,19 +1,15 @@
 """A recompute finds what the forward found, or says that it can't; what it is attached to may be copied."""
 
 import copy
-import pickle
-import weakref
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
 from zbpp import auxiliary_loss, auxiliary_losses, backward_input, checkpoint
 from zbpp.autograd import recompute
-from zbpp.benchmark.interleaved_timing import without_garbage_collection
 
 
 class Block(nn.Module):
@@ -172,75 +168,7 @@ def test_a_forward_may_use_and_replace_a_moving_average():
     assert_close(*sides)
 
 
-class Lazy(Moving):
-    """Its forward makes the average in the first microbatch: of None, or of no buffer at all."""
-
-    def __init__(self, is_registered):
-        super().__init__()
-        del self.mean
-        if is_registered:
-            self.register_buffer("mean", None)
-
-    def forward(self, x):
-        if getattr(self, "mean", None) is None:
-            self.register_buffer("mean", self.layer(x).detach().mean(0))
-        elif float(self.mean[0]) == 0.0:
-            del self.mean  # a buffer may go, too
-            return self.layer(x)
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("is_registered", [True, False])
-def test_a_forward_may_make_its_buffer_when_it_is_needed_first(is_registered):
-    """The recompute of the first microbatch found the buffer, and computed with it."""
-    sides = []
-    for how in (plainly, checkpoint):
-        module = made(lambda: Lazy(is_registered))
-        outputs = [how(module, double(5, 4, seed=microbatch)) for microbatch in range(2)]
-        assert "mean" in dict(module.named_buffers())
-        for output in outputs:
-            split_backward(output)
-        sides.append(grads_of(module) | {"mean": module.mean})
-        module.mean = torch.zeros(4)
-        split_backward(how(module, double(5, 4)))
-        assert "mean" not in dict(module.named_buffers())
-        sides[-1] |= {f"{name} without it": grad for name, grad in grads_of(module).items()}
-    assert_close(*sides)
-
-
-class Queue(nn.Module):
-    """Its forward reads a large buffer and then writes into it."""
-
-    def __init__(self, is_written):
-        super().__init__()
-        self.layer, self.is_written = nn.Linear(4, 4), is_written
-        self.register_buffer("queue", torch.ones(4096, 4))
-
-    def forward(self, x):
-        y = self.layer(x) * self.queue.mean(0)
-        if self.is_written:
-            self.queue[: len(x)] = x.detach()
-        return y
-
-
-def test_a_large_buffer_that_changes_is_an_error():
-    output = checkpoint(made(lambda: Queue(is_written=True)), double(5, 4))
-    with pytest.raises(RuntimeError, match=r"buffer of shape \(4096, 4\) was changed in place"):
-        split_backward(output)
-
-
 # ---------------------------------------------------------------- recompute(module)
-
-
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
-def test_a_copy_of_a_recomputed_module_trains_its_own_weights(duplicate):
-    plain, module = made(), made()
-    recompute(module)
-    copied = duplicate(nn.Sequential(module))[0]
-    plain_backward(plain(double(5, 4)))
-    split_backward(copied(double(5, 4)))
-    assert grads_of(module) == {}
-    assert_close(grads_of(copied), grads_of(plain))
 
 
 # ---------------------------------------------------------------- hooks
@@ -340,36 +268,3 @@ def test_a_forward_that_asks_for_gradients_computes_the_same_under_recompute(kin
 
 def split_several(outputs, gradients):
     backward_input(outputs, gradients, ())[1].accumulate()
-
-
-class Stores(torch.autograd.Function):
-    """Stores a tensor on its node, which then lives as long as the graph."""
-
-    @staticmethod
-    def forward(ctx, x, stored):
-        ctx.stored = x.exp()
-        stored.append(weakref.ref(ctx.stored))
-        return x * 1
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
-
-
-def test_f_keeps_no_graph_and_saved_tensor_hooks_do_not_see_it():
-    """A node that lives after F would hold activations; offload would move them."""
-    stored, packed = [], []
-    block, x = made(), double(5, 4).requires_grad_()
-
-    def pack(tensor):
-        packed.append(tensor.shape)
-        return tensor
-
-    with without_garbage_collection(), saved_tensors_hooks(pack, lambda tensor: tensor):
-        output = checkpoint(lambda x: Stores.apply(block(x), stored), x)
-        assert [each() for each in stored] == [None]
-        assert packed == [x.shape]  # the argument alone
-        x.exp()
-        assert len(packed) > 1  # the hooks are on again
-    output.add_(1)  # an output is no view: it may be changed in place
-    split_backward(output)

@@ -3,13 +3,12 @@
 import torch
 from torch import nn
 
-from helpers.cases.sharing import Mixed, WithSum
+from helpers.cases.sharing import WithSum
 from helpers.split import (
     assert_close,
     double,
     float64,
     grads_of,
-    output_grads,
 )
 from zbpp import backward_input
 
@@ -62,35 +61,3 @@ def test_an_input_gradient_changed_by_its_owner_does_not_disturb_w():
 
 
 # ---------------------------------------------------------------- gradients that exist already
-
-
-def test_gradients_are_added_in_place():
-    """Data parallelism looks at the same memory."""
-    with float64():
-        torch.manual_seed(0)
-        module = Mixed()
-    buffers = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
-    for name, parameter in module.named_parameters():
-        parameter.grad = buffers[name]
-    _, weight_grads = backward_input(module(double(4, 4)), double(4, 4), ())
-    weight_grads.accumulate()
-    for name, parameter in module.named_parameters():
-        assert parameter.grad is buffers[name]
-        assert buffers[name].abs().max() > 0
-
-
-def test_w_may_come_in_any_order():
-    with float64():
-        torch.manual_seed(0)
-        module, expected = Mixed(), Mixed()
-    expected.load_state_dict(module.state_dict())
-    later = []
-    for microbatch in range(3):
-        x = double(4, 4, seed=microbatch)
-        output = module(x)
-        grads = output_grads(output, microbatch)
-        expected(x).backward(grads)
-        later.append(backward_input(output, grads, ())[1])
-    for microbatch in (1, 0, 2):
-        later[microbatch].accumulate()
-    assert_close(grads_of(module), grads_of(expected))

@@ -14,7 +14,7 @@ from helpers.moe import SIZE, Moe
 from helpers.processes import run_ranks
 from helpers.split import assert_close, grads_of
 from helpers.tensors import drawn
-from zbpp import Pipeline, auxiliary_loss, auxiliary_losses, plan
+from zbpp import Pipeline, auxiliary_loss, plan
 from zbpp.autograd import recompute
 from zbpp.runtime import StageWorker
 from zbpp.runtime.call import Feed, summed
@@ -178,25 +178,6 @@ def test_gradients_and_values_are_those_of_plain_autograd(case, kind, is_recompu
     assert all(torch.equal(found[0][name], found[1][name]) for name in expected)
 
 
-def test_weights_that_only_an_auxiliary_loss_uses_wait_for_w():
-    module = OnDetached()
-    worker = worker_for(module, "between")
-    x, g, _ = data(0)
-    worker.forward(0, (x.requires_grad_(),))
-    worker.backward_input(0, (g,))
-    assert grads_of(module) == {}
-    worker.backward_weight(0)
-    assert {"router.weight", "router.bias"} <= grads_of(module).keys()
-    worker.end()
-
-
-def test_a_last_stage_may_train_by_its_auxiliary_loss_alone():
-    module = OnlyAuxiliary()
-    for frozen in (module.second, module.single):
-        frozen.requires_grad_(False)
-    assert "first.weight" in run(module, "last", ORDERS[0])[0]
-
-
 # ---------------------------------------------------------------- losses that are dicts
 
 
@@ -274,16 +255,6 @@ def test_a_microbatch_that_reports_nothing_counts_as_zero():
     assert pipeline.auxiliary_losses() == {"z": 1.5}
     pipeline.step(x, target=target)
     assert pipeline.auxiliary_losses() == {}
-
-
-def test_a_block_around_a_step_or_an_evaluation_stays_empty_but_for_the_callers_own():
-    x, _, target = data(0)
-    pipeline = one_rank(mean_square, OnTheWay())
-    with auxiliary_losses() as found:
-        pipeline.step(x, target=target)
-    assert found == {}
-    pipeline.evaluate(x, target=target)
-    assert pipeline.evaluation_losses.means() == {}
 
 
 # ---------------------------------------------------------------- a mixture of experts on real processes

@@ -15,7 +15,6 @@ from helpers.split import assert_close
 from helpers.tensors import drawn
 from zbpp import Pipeline, PlanError, per_microbatch, plan
 from zbpp.planning import SCHEDULES
-from zbpp.runtime import BoundaryError
 
 SIZE = 6
 
@@ -274,34 +273,6 @@ def test_negative_and_conjugate_views_arrive_as_the_numbers_that_they_show():
     assert_equals_plain(run_ranks(run_spectral, 2, 2), spectral, even(), 2)
 
 
-@pytest.mark.parametrize(
-    ("turn", "message"),
-    [
-        (
-            lambda y: y.to_sparse(),
-            r"stage 0 returned a sparse tensor; .*: return y.to_dense\(\), or its indi",
-        ),
-        (
-            lambda y: torch.nested.as_nested_tensor(list(y)),
-            r"stage 0 returned a nested tensor; .*to_padded_ten",
-        ),
-    ],
-)
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
-def test_sparse_and_nested_tensors_at_a_boundary_say_what_to_return(turn, message):
-    """Also between two stages of one rank, where no message is sent."""
-
-    class Turned(nn.Module):
-        def forward(self, x):
-            return turn(x)
-
-    pipeline = Pipeline({0: Turned(), 1: linear(0)}, plan("zb_v", 1, 2), F.mse_loss)
-    x = drawn(4, SIZE)
-    for call in (pipeline.step, pipeline.evaluate):
-        with pytest.raises(BoundaryError, match=message):
-            call(x, target=x)
-
-
 # ---------------------------------------------------------------- outputs that share memory
 
 
@@ -341,19 +312,3 @@ def test_a_change_in_place_of_one_output_never_reaches_another_on_one_rank_eithe
         expected = F.mse_loss(second(y) + (y + 1), target[rows])
         for each in found:
             torch.testing.assert_close(each, expected.detach(), rtol=1e-12, atol=0)
-
-
-def test_a_loss_that_is_a_module_is_evaluated_in_eval_mode():
-    class Normed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(SIZE, dtype=torch.float64)
-
-        def forward(self, output, target):
-            return F.mse_loss(self.norm(output), target)
-
-    loss_fn = Normed()
-    pipeline = Pipeline({0: linear(0)}, plan("zb_h1", 1, 2), loss_fn)
-    pipeline.evaluate(drawn(4, SIZE, seed=1), target=drawn(4, SIZE, seed=2))
-    assert loss_fn.norm.num_batches_tracked == 0
-    assert loss_fn.training

@@ -49,13 +49,6 @@ def test_of_two_ranks_in_different_calls_the_later_is_told_at_once_and_the_earli
         earlier.check()
 
 
-def test_a_batch_of_other_rows_than_the_neighbours_is_seen():
-    first, second = two_ranks()
-    first.begin("step", 8)
-    with pytest.raises(AgreementError, match=r"step\(\) got 4 rows on rank 1 and 8 on rank 0"):
-        second.begin("step", 4)
-
-
 CASES = {
     "other first call": (("evaluate", "step"), ("step", "evaluate")),
     "other later call": (("step", "step", "evaluate", "step"), ("step", "step", "step", "evaluate")),

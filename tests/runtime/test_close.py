@@ -68,25 +68,6 @@ def test_closed_pipelines_leave_no_process_groups_and_no_files_open(num_processe
         assert [told for told, *_ in rounds] == [first] * 4
 
 
-def out_of_order(rank):
-    """Of one rank each and of both: some are closed while others go on, then there are new ones."""
-    both, alone = [pipeline_of(rank) for _ in range(2)], [pipeline_of(0, 1) for _ in range(2)]
-    first = losses(both[0]), losses(alone[0])
-    both[0].close()
-    alone[0].close()
-    both[0], alone[0] = pipeline_of(rank), pipeline_of(0, 1)
-    told = [(losses(one), losses(other)) for one, other in zip(both, alone, strict=True)]
-    for pipeline in (*alone[::-1], *both):
-        pipeline.close()
-    return first, told, open_things()[0]
-
-
-def test_pipelines_may_be_closed_in_any_order_and_new_ones_made():
-    for first, told, num_groups in run_ranks(out_of_order, 2):
-        assert told == [first, first]
-        assert num_groups == 1
-
-
 def after_closing(rank):
     pipeline = pipeline_of(rank)
     step(pipeline)
@@ -162,18 +143,3 @@ def test_an_error_inside_with_ends_the_pipeline_on_all_ranks_at_once(tmp_path):
     assert first.startswith("an earlier call failed (CommunicationError: rank 0, ")
     assert second == "an error ended the pipeline (KeyError: 'planted'): make a new Pipeline"
     assert (groups, others) == (1, 1)
-
-
-def deserted(rank):
-    pipeline = pipeline_of(rank)
-    step(pipeline)
-    if rank == 0:
-        with pytest.raises(CommunicationError, match="rank 0, gathering from all ranks"):
-            pipeline.close()
-        return open_things()[0]
-    dist.destroy_process_group()
-    return 1
-
-
-def test_closing_when_another_rank_is_gone_says_so_and_closes():
-    assert run_ranks(deserted, 2) == [1, 1]

@@ -59,19 +59,6 @@ def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_pat
     assert (record["why"], record["gave_up"]) == ("ValueError: planted", False)
 
 
-def test_a_long_step_has_its_last_instructions_in_the_record(tmp_path):
-    flight = recorder(tmp_path)
-    flight.begin(STEP)
-    for microbatch in range(1000):
-        flight.bind(Action(0, Op.F, microbatch), lambda message: message)(())
-    flight.write()
-    record = record_in(tmp_path)
-    assert record["call"] == "step 1"
-    assert len(record["last"]) == 1024
-    assert record["last"][-1][:2] == ["done", "0F999"]
-    flight.close()
-
-
 def test_a_rank_for_which_nobody_waits_writes_nothing(tmp_path):
     flight = recorder(tmp_path, num_ranks=1)
     flight.fail(ValueError("planted"))

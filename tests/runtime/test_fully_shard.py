@@ -6,11 +6,10 @@ import re
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import zbpp
@@ -293,68 +292,6 @@ def test_bfloat16_weights_sum_their_gradients_in_float32():
         for name, grad in grads.items():
             whole = expected[name]
             torch.testing.assert_close(grad, whole, rtol=0.01, atol=0.01 * whole.abs().max().item())
-
-
-def counted(action):
-    """How many all-gathers an action makes."""
-    count, name = 0, "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
-    gather = getattr(dist, name)
-
-    def counting(*args, **kwargs):
-        nonlocal count
-        count += 1
-        return gather(*args, **kwargs)
-
-    setattr(dist, name, counting)
-    try:
-        action()
-    finally:
-        setattr(dist, name, gather)
-    return count
-
-
-def gathered_bytes(pipeline):
-    """What gathered weights take up now, beside the shards."""
-    weights = [param._unsharded_param for param in fsdp_params(pipeline)]
-    return sum(each.untyped_storage().nbytes() for each in weights)
-
-
-def fsdp_params(pipeline):
-    modules = [each for stage in pipeline.stages.values() for each in stage.modules()]
-    states = [each._get_fsdp_state() for each in modules if isinstance(each, FSDPModule)]
-    groups = filter(None, (state._fsdp_param_group for state in states))
-    return [param for group in groups for param in group.fsdp_params]
-
-
-def gathers(rank, reshard):
-    """All-gathers and gathered bytes of steps and evaluations, and whether weights are the optimizer's."""
-    both, seen = blocks(4, torch.float64), []
-    stages = {rank // 2: nn.Sequential(*both[rank // 2 * 2 :][:2])}
-    loss_fn = F.mse_loss
-    with Pipeline(
-        stages, "zb_h1", loss_fn, num_microbatches=3, mesh=make_mesh(shard=2), reshard=reshard
-    ) as pipeline:
-        x, target = torch.ones(3, HIDDEN).double(), torch.zeros(3, HIDDEN).double()
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=0.1)
-        step = functools.partial(pipeline.step, x, target=target)
-        evaluate = functools.partial(pipeline.evaluate, x, target=target)
-        for action in (step, evaluate, step, optimizer.step, evaluate, evaluate, step):
-            if action is step:
-                optimizer.zero_grad()
-            seen.append((counted(action), gathered_bytes(pipeline)))
-        return seen
-
-
-GATHERS = {  # two blocks: step, evaluate, step, optimizer, evaluate, evaluate, step; three microbatches
-    "step": [(2, 0), (2, 0), (2, 0), (0, 0), (2, 0), (2, 0), (2, 0)],
-    "microbatch": [(12, 0), (6, 0), (12, 0), (0, 0), (6, 0), (6, 0), (12, 0)],
-}
-
-
-@pytest.mark.parametrize("reshard", GATHERS)
-def test_weights_are_gathered_and_freed_as_reshard_says(reshard):
-    for seen in run_ranks(gathers, 4, reshard):
-        assert seen == GATHERS[reshard]
 
 
 def refused(make):

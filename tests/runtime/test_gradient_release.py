@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 
 from helpers.processes import run_ranks
 from helpers.toy_lm import HIDDEN, ROWS, VOCAB, ToyLm, batch
-from zbpp import GradientRelease, Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp import GradientRelease, Pipeline, Timetable, clip_grad_norm_, make_mesh
 from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
 
 M, STEPS = 4, 5
@@ -154,34 +154,6 @@ def test_an_optimizer_that_may_update_parameters_together_is_refused(make):
     with pytest.raises(ValueError, match="none of torch.optim's or torch-optimi's.*write per_parameter=True"):
         pipeline.use(GradientRelease(make(pipeline.parameters())))
     assert pipeline.released is None
-
-
-def test_an_optimizer_of_ones_own_is_taken_at_its_owners_word():
-    sides = []
-    for is_released in (True, False):
-        pipeline = on_one_rank()
-        optimizer = Scaled(pipeline.parameters(), lr=0.1)
-        if is_released:
-            pipeline.use(GradientRelease(optimizer, per_parameter=True))
-            pipeline = pipeline.with_timetable(plan("interleaved_zb", 1, M, stages_per_rank=2))
-        sides.append(trained(pipeline, optimizer, released=is_released))
-    same(*sides)
-
-
-def test_sparse_gradients_are_released():
-    def trained_embedding(is_released):
-        torch.manual_seed(0)
-        stage = nn.Sequential(
-            nn.Embedding(VOCAB, HIDDEN, sparse=True), nn.Flatten(), nn.Linear(4 * HIDDEN, 1)
-        )
-        stage[2].requires_grad_(False)
-        with Pipeline({0: stage}, "zb_h1", lambda y, _: y.square().mean(), num_microbatches=M) as pipeline:
-            optimizer = torch.optim.SparseAdam([stage[0].weight], lr=0.1)
-            if is_released:
-                pipeline.use(GradientRelease(optimizer))
-            return trained(pipeline, optimizer, released=is_released)
-
-    same(trained_embedding(True), trained_embedding(False))
 
 
 def test_what_needs_all_gradients_is_refused_before_anything_runs():

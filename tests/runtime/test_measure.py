@@ -1,6 +1,5 @@
 """Measured timelines of EMULATED stages, whose true times are known, and costs made of timelines."""
 
-import threading
 import time
 
 import pytest
@@ -10,9 +9,8 @@ from helpers.processes import run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.runtime import measured_costs
-from zbpp.runtime.measure import Recorder, StepRecord, measured_timeline
+from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.schedule import Action, Op, Recv, Send, Value
-from zbpp.schedule.reductions import Reduction
 
 CPU = torch.device("cpu")
 TIMES = {"f": 10.0, "b": 20.0, "w": 30.0}  # ms of one stage
@@ -59,21 +57,6 @@ def test_each_action_is_recorded_in_order_without_overlap(recorded):
         assert len(row) == len(start) == len(end)
         assert (end >= start).all()
         assert (start[1:] >= end[:-1]).all()
-
-
-def test_a_timeline_fits_into_the_steps_wall_time(recorded):
-    _, results = recorded
-    starts, ends, _, _ = results[0]
-    for start, end, (*_, wall) in zip(starts, ends, results, strict=True):
-        assert 0 < end[-1] - start[0] <= wall
-
-
-def test_each_action_takes_at_least_as_long_as_it_slept(recorded):
-    timetable, results = recorded
-    slept = {Op.F: 10.0, Op.B: 20.0, Op.W: 30.0, Op.BW: 50.0}
-    starts, ends, _, _ = results[0]
-    for row, start, end in zip(timetable.rows, starts, ends, strict=True):
-        assert all(took >= slept[action.op] for action, took in zip(row, (end - start).tolist(), strict=True))
 
 
 def test_a_value_is_used_after_it_was_made(recorded):
@@ -154,49 +137,3 @@ def clock(monkeypatch):
     now = [0.0]
     monkeypatch.setattr("zbpp.runtime.measure.record._now", lambda: float(now[0]))
     return now
-
-
-def reduced(clock, *moments):
-    """The timeline of one rank whose stages 0 and 1 begin and end to reduce at these moments (stage, ms)."""
-    timetable = Timetable.parse("0F0 1F0 1BW0 0BW0")
-    record, ends = StepRecord(CPU), {}
-    mark = record.begin(timetable.rows[0])
-    for time_now in (100, 110, 110, 120, 120, 130, 130, 140):
-        clock[0] = time_now
-        mark()
-    for stage, clock[0] in moments:
-        if stage in ends:
-            in_a_thread(ends.pop(stage))
-        else:
-            ends[stage] = record.reduction(stage)
-    return measured_timeline(record, timetable)
-
-
-def in_a_thread(function):
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
-
-
-def test_a_measured_reduction_starts_once_the_one_before_it_has_ended(clock):
-    timeline = reduced(clock, (1, 130), (0, 140), (1, 145), (0, 153))
-    assert timeline.reductions == (Reduction(1, 0, 30, 45), Reduction(0, 0, 45, 53))
-    assert timeline.makespan == 53
-    assert timeline.tail == 13
-    assert measured_costs(timeline).reduce == [8, 15]
-
-
-def test_measured_reductions_are_medians_over_steps(clock):
-    steps = [reduced(clock, (1, 130), (1, 130 + time)) for time in (4, 5, 90)]
-    assert measured_costs(*steps).reduce == [0, 5]
-
-
-def test_a_new_record_forgets_the_reductions_of_the_last_one(clock):
-    record = StepRecord(CPU)
-    record.begin([])
-    record.reduction(0)()
-    late = record.reduction(1)
-    assert [stage for stage, *_ in record.reductions()] == [0]
-    record.begin([])
-    late()
-    assert record.reductions() == []

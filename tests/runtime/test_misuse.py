@@ -81,8 +81,3 @@ def test_a_bound_of_a_norm_is_a_number_that_is_not_negative(bound):
     if bound is not None:
         with pytest.raises(ValueError, match="clip_norm=.*: write a number above 0"):
             zbpp.PostValidation(made, torch.optim.AdamW(made.parameters()), clip_norm=bound)
-
-
-def test_a_complex_loss_is_refused():
-    with pytest.raises(ValueError, match="the loss is complex"):
-        pipeline(lambda output, _: output.sum() * 1j).step(X, target=X)

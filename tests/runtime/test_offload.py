@@ -13,7 +13,6 @@ from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory.activation_offload import offload_of
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.schedule import choose_offload
-from zbpp.schedule.families import FAMILIES
 
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512
@@ -123,56 +122,6 @@ def test_a_step_of_a_v_holds_less_and_nothing_after_it(on_two_ranks):
     _, without, level, *_ = on_two_ranks[0]["zb_v", "auto"]
     assert level.after == 0
     assert without - level.highest > ROWS * WIDE * 4  # at least one of a block's wide tensors
-
-
-def behind_frozen_stages(rank):
-    """{(family, first stage): (whether all with offload equals all without, the bytes that left)}.
-
-    Without offload, all families of one cut have equal results: gpipe and looped_bfs stand for them.
-    """
-    without, found = {}, {}
-    for name in sorted(FAMILIES, key=["looped_bfs", "gpipe"].__contains__, reverse=True):
-        timetable = plan(name, 2, M)
-        cut = timetable.rank_of
-        torch.manual_seed(0)  # every family has the same first stage
-        for first in (Block().requires_grad_(False), nn.Identity()):
-            kind = type(first).__name__
-            if (cut, kind) not in without:
-                without[cut, kind] = two_steps(timetable, None, half_frozen(rank, timetable, first))
-            losses, gradients, _ = without[cut, kind]
-            own_losses, own, left = two_steps(timetable, EVERYTHING, half_frozen(rank, timetable, first))
-            found[name, kind] = losses == own_losses and all(map(_same, gradients, own)), left
-    return found
-
-
-def half_frozen(rank, timetable, first):
-    """Stages without dropout, whose stage 1's W reads the received x, and its B the output."""
-    stages = {stage: module.eval() for stage, module in stages_for(rank, timetable).items()}
-    own = {0: first.eval(), 1: nn.Sequential(nn.Linear(SIZE, SIZE), nn.Tanh())}
-    return {stage: own.get(stage, module) for stage, module in stages.items()}
-
-
-def two_steps(timetable, offload, stages):
-    """Losses, gradients, and the bytes that left of each stage."""
-    x = batch()
-    with Pipeline(stages, timetable, F.mse_loss, extras=[*filter(None, [offload])]) as pipeline:
-        losses = [each.item() for _ in range(2) for each in pipeline.step(x, target=x)]
-        left = bytes_that_left(pipeline)
-        return losses, [each.grad for each in pipeline.parameters()], left
-
-
-def _same(one, other):
-    return (one is None) == (other is None) and (one is None or torch.equal(one, other))
-
-
-def test_behind_a_first_stage_without_gradients_all_gradients_are_equal_to_the_last_bit():
-    """Under every family: which stages share a rank with the first differs, and what waits for how long."""
-    both = run_ranks(behind_frozen_stages, 2)
-    for found in both:
-        assert [each for each, (is_equal, _) in found.items() if not is_equal] == []
-    stays = {name for name, kind in both[0] if not both[0][name, kind][1] + both[1][name, kind][1]}
-    # Where the first stage saves nothing, and the last one's B follows its F.
-    assert stays <= {"1f1b", "zb_h1", "zb_h2"}
 
 
 def on_one_rank(offload=None, make=None):

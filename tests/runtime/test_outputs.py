@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, per_microbatch, plan
+from zbpp import Pipeline, plan
 
 M, ROWS, SIZE, NUM_CLASSES = 4, 8, 5, 3
 
@@ -79,17 +79,6 @@ def test_the_last_stages_owner_gets_outputs_and_metrics_of_the_whole_batch():
     assert accuracies == {"accuracy": float(accuracy(expected, target)["accuracy"]), "rows": ROWS / M}
 
 
-def test_microbatches_of_different_sizes_count_by_their_rows():
-    pipeline = Pipeline({0: Classifier()}, plan("1f1b", 1, 2), loss_fn)
-    x, target = batch()
-    pieces = [(x[:1], target[:1]), (x[1:], target[1:])]
-    inputs, targets = (per_microbatch(each) for each in zip(*pieces, strict=True))
-    _, outputs, metrics = pipeline.evaluate(inputs, target=targets, return_outputs=True, metrics=accuracy)
-    expected = accuracy(Classifier()(x), target)["accuracy"]
-    assert metrics["accuracy"] == pytest.approx(float(expected), rel=1e-14)
-    assert len(outputs.logits) == ROWS
-
-
 class Reused(nn.Module):
     """Writes each output into the same memory."""
 
@@ -106,17 +95,6 @@ def test_outputs_in_one_memory_are_those_of_their_microbatches():
     losses, outputs = Pipeline({0: Reused()}, plan("1f1b", 1, M)).evaluate(x, return_outputs=True)
     assert losses == []
     assert torch.equal(outputs, x)
-
-
-def test_a_module_that_returns_its_loss_gives_it_as_loss_and_output():
-    pipeline = Pipeline({0: Total()}, plan("1f1b", 1, M))
-    losses, outputs = pipeline.evaluate(torch.ones(ROWS, SIZE), return_outputs=True)
-    assert torch.equal(torch.stack(losses), outputs)
-
-
-class Total(nn.Module):
-    def forward(self, x):
-        return x.sum()
 
 
 @pytest.mark.parametrize(

@@ -136,26 +136,6 @@ def test_keywords_reach_every_stage_split_replicated_or_as_they_are():
     assert_close(found, plain({**KEYWORDS, "offset": OFFSET}))
 
 
-def step_twice_on_top_of(rank, timetable, start):
-    """Gradients that were there before, one step's alone, and their sum as step makes it."""
-    stages = stages_for(timetable, rank)
-    pipeline = Pipeline(stages, timetable, F.mse_loss)
-    x, target = batch()
-    pipeline.step(x, target=target)
-    alone = gradients(stages)
-    for stage in stages.values():
-        for p in stage.parameters():
-            p.grad = torch.full_like(p, start)
-    pipeline.step(x, target=target)
-    return alone, gradients(stages)
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_gradients_are_added_to_what_was_there(schedule):
-    for alone, together in run_ranks(step_twice_on_top_of, 2, plan(schedule, 2, 4), 1.5):
-        assert_close(together, {name: gradient + 1.5 for name, gradient in alone.items()})
-
-
 def delayed(method, rng):
     """A method of StageWorker that begins 0 to 3 ms late."""
 
@@ -190,27 +170,6 @@ def test_any_timetable_and_placement_gives_the_same_bits(first_seed):
         losses = [rank[number][0] for rank in results if rank[number][0] != [[]]]
         assert losses == [expected_losses], str(timetable)
         assert_equal(merged(rank[number][1] for rank in results), expected)
-
-
-def test_only_the_last_stages_owner_gets_losses():
-    results = run_ranks(piped, 2, plan("zb_v", 2, 4))
-    assert [len(losses[0]) for losses, _ in results] == [4, 0]
-    results = run_ranks(piped, 2, plan("zb_h1", 2, 4))
-    assert [len(losses[0]) for losses, _ in results] == [0, 4]
-
-
-def step_with_own_arguments_only(rank, timetable):
-    stages = stages_for(timetable, rank)
-    pipeline = Pipeline(stages, timetable, F.mse_loss)
-    x, target = batch()
-    last = timetable.num_stages - 1
-    pipeline.step(*((x,) if 0 in stages else ()), **({"target": target} if last in stages else {}))
-    return gradients(stages)
-
-
-def test_other_ranks_may_pass_neither_inputs_nor_targets():
-    found = merged(run_ranks(step_with_own_arguments_only, 3, plan("1f1b", 3, 4)))
-    assert_close(found, plain())
 
 
 def in_a_subgroup(rank, timetable):
@@ -282,17 +241,6 @@ def test_dropout_depends_on_seed_step_stage_and_microbatch():
     first, again, other = run(0), run(0), run(1)
     assert first == again
     assert len({*first, *other}) == 2 * (2 * 2 * 4)  # every mask is another one
-
-
-def test_the_callers_random_numbers_go_on_undisturbed():
-    timetable = plan("1f1b", 1, 4)
-    pipeline = Pipeline(stages_for(timetable, 0, dropout=0.5), timetable, F.mse_loss)
-    x, target = batch()
-    torch.manual_seed(5)
-    before = torch.get_rng_state()
-    pipeline.step(x, target=target)
-    pipeline.evaluate(x, target=target)
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---------------------------------------------------------------- evaluation
@@ -498,13 +446,3 @@ def test_arguments_that_do_not_fit_are_refused_in_words(args, keywords, message)
     pipeline = Pipeline(stages_for(timetable, 0), timetable, F.mse_loss)
     with pytest.raises(ValueError, match=message):
         pipeline.step(*args, **keywords)
-
-
-def test_loss_scale_multiplies_gradients_and_leaves_losses_alone():
-    stage, x, target = nn.Linear(4, 4), torch.randn(4, 4), torch.randn(4, 4)
-    pipeline = Pipeline({0: stage}, plan("zb_h1", 1, 2), nn.functional.mse_loss)
-    losses = pipeline.step(x, target=target)
-    expected, stage.weight.grad = stage.weight.grad, None
-    pipeline.loss_scale = 1024.0  # a power of two scales exactly
-    assert pipeline.step(x, target=target) == losses
-    assert torch.equal(stage.weight.grad, 1024 * expected)

@@ -36,24 +36,6 @@ def test_a_timeline_is_of_the_last_step_inside_recording():
     assert recorder.timeline().starts[0].tolist() == second.starts[0].tolist()
 
 
-def test_without_a_recorded_step_there_is_no_timeline():
-    pipeline = pipeline_of("zb_h1")
-    step(pipeline)
-    with pipeline.using(Recorder()) as recorder:
-        pass
-    with pytest.raises(RuntimeError, match="no step was recorded: run one inside `with pipeline.using"):
-        recorder.timeline()
-
-
-def test_recording_ends_with_its_block_also_after_an_error():
-    pipeline = pipeline_of("zb_h1")
-    with pytest.raises(ValueError, match="pass the batch's inputs"), pipeline.using(Recorder()) as recorder:
-        pipeline.step()
-    step(pipeline)
-    with pytest.raises(RuntimeError, match="no step was recorded"):
-        recorder.timeline()
-
-
 # ---------------------------------------------------------------- with_timetable
 
 

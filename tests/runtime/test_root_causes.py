@@ -1,7 +1,6 @@
 """Where an error comes from: said by the rank that raised it, and by the ranks that it ended."""
 
 import os
-import re
 import signal
 import traceback
 
@@ -99,12 +98,3 @@ def test_an_error_names_its_action_on_its_rank_and_the_other_rank_what_it_waited
     assert ("in the loss function" in on_1) == (case == "loss")
     assert "CommunicationError: rank 0, instruction " in on_0[0]
     assert " from 1): " in on_0[0]
-
-
-def test_a_killed_rank_is_named_by_the_rank_that_waited_for_it(told):
-    (shown,) = told[0]["killed"]
-    assert re.search(
-        r"CommunicationError: rank 0, instruction \d+ of its program \(.* (from|to) 1\): ", shown
-    )
-    assert "GLHF" not in shown
-    assert ".cc:" not in shown

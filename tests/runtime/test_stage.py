@@ -100,23 +100,6 @@ def test_every_order_gives_the_same_bits():
         assert all(torch.equal(weights[name], results[0][1][name]) for name in weights)
 
 
-def test_b_adds_nothing_to_the_weights_gradients_w_all():
-    module = layers()
-    worker = middle(module)
-    ((x, g), *_) = inputs_and_output_gradients()
-    worker.forward(0, (x,))
-    worker.backward_input(0, (g,))
-    assert gradients(module) == {}
-    worker.backward_weight(0)
-    assert gradients(module).keys() == dict(module.named_parameters()).keys()
-
-
-def test_what_f_returns_carries_no_graph_but_says_that_it_needs_a_gradient():
-    (output,) = middle(layers()).forward(0, (drawn(ROWS, SIZE).requires_grad_(),))
-    assert (output.grad_fn, output.requires_grad) == (None, True)
-    assert torch.equal(output, layers()(drawn(ROWS, SIZE)))
-
-
 # ---------------------------------------------------------------- what is left over
 
 
@@ -177,15 +160,6 @@ def test_an_output_that_the_next_stage_ignored_has_no_gradient_and_gives_none():
     assert of_a is None
     assert of_b is not None
     assert gradients(module).keys() == {"second.weight", "second.bias"}
-
-
-def test_no_gradient_at_all_is_none_for_every_input():
-    worker = middle(Branches())
-    a, b = drawn(ROWS, SIZE, seed=1).requires_grad_(), drawn(ROWS, SIZE, seed=2).requires_grad_()
-    worker.forward(0, (a, b))
-    assert worker.backward_input(0, (None, None, None)) == (None, None)
-    worker.backward_weight(0)
-    worker.end()
 
 
 @pytest.mark.parametrize("shape", [(), (0, SIZE), (1, 2, 3)])
@@ -278,69 +252,6 @@ def test_a_forward_that_overwrites_what_a_w_will_read_is_an_error_that_names_the
     assert caught.value.__notes__ == ["the weight is layer.weight of stage 1"]
 
 
-def test_a_change_through_one_of_two_inputs_that_share_memory_is_seen_through_the_other():
-    class Two(nn.Module):
-        def forward(self, a, b):
-            return b.sin() + a.mul_(2)
-
-    worker, h = middle(Two()), drawn(ROWS, SIZE)
-    worker.forward(0, (h.detach().requires_grad_(), h.detach().requires_grad_()))
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        worker.backward(0, (torch.ones(ROWS, SIZE).double(),))
-
-
-def test_a_gradient_that_leaves_a_stage_has_no_graph():
-    class Scale(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, factor):
-            ctx.save_for_backward(factor)
-            return x * factor
-
-        @staticmethod
-        def backward(ctx, grad):
-            with torch.enable_grad():
-                return grad * ctx.saved_tensors[0], None
-
-    factor = nn.Parameter(torch.tensor(2.0))
-    module = nn.Module()
-    module.forward = lambda x: Scale.apply(x, factor)
-    worker = middle(module)
-    worker.forward(0, (drawn(ROWS, SIZE).requires_grad_(),))
-    (dx,) = worker.backward(0, (torch.ones(ROWS, SIZE).double(),))
-    assert not dx.requires_grad
-    assert dx.grad_fn is None
-
-
-def test_hooks_of_the_callers_own_graph_are_seen():
-    """The context of the one microbatch was computed, and hooked, before the step."""
-
-    class Added(nn.Module):
-        def forward(self, x, context):
-            return x + context
-
-    torch.manual_seed(0)
-    encoder = nn.Sequential(nn.Linear(SIZE, SIZE), nn.Linear(SIZE, SIZE))
-    x, target, found = torch.randn(4, SIZE), torch.randn(4, SIZE), []
-    pipeline = Pipeline({0: Added()}, plan("zb_h1", 1, 1), nn.functional.mse_loss)
-    for run in (
-        lambda context: nn.functional.mse_loss(x + context, target).backward(),
-        lambda context: pipeline.step(x, target=target, context=context),
-    ):
-        encoder.zero_grad()
-        context = encoder(x)
-        context.register_hook(lambda grad: 3 * grad)
-        run(context)
-        found.append([parameter.grad.clone() for parameter in encoder.parameters()])
-    torch.testing.assert_close(*found)
-
-
-def test_a_stage_may_return_its_input():
-    worker = middle(nn.Identity())
-    x, g = drawn(ROWS, SIZE).requires_grad_(), drawn(ROWS, SIZE, seed=1)
-    worker.forward(0, (x,))
-    assert torch.equal(worker.backward(0, (g,))[0], g)
-
-
 # ---------------------------------------------------------------- the last stage
 
 
@@ -348,15 +259,6 @@ def last(module, loss_fn, targets, num_microbatches=M):
     worker = StageWorker(2, module, is_last=True, loss_fn=loss_fn)
     worker.begin(feed(num_microbatches, targets=targets))
     return worker
-
-
-def test_the_backward_starts_from_one_tensor_for_all_microbatches():
-    worker = last(layers(), F.mse_loss, [drawn(ROWS, SIZE)] * M)
-    (first,), (second,) = (worker.forward(m, (drawn(ROWS, SIZE).requires_grad_(),)) for m in range(2))
-    assert first is second
-    assert (first.item(), first.requires_grad) == (1 / M, False)
-    worker.abandon()
-    assert worker.loss_grads == {}
 
 
 def test_the_last_stages_f_returns_the_gradient_of_the_mean_loss():
@@ -374,15 +276,6 @@ def test_the_last_stages_f_returns_the_gradient_of_the_mean_loss():
     assert not any(loss.requires_grad for loss in worker.losses)
     for name, gradient in gradients(expected).items():
         torch.testing.assert_close(gradients(module)[name], gradient, rtol=1e-12, atol=1e-14)
-
-
-@pytest.mark.parametrize("work", ["forward", "evaluate"])
-def test_a_kept_loss_holds_no_more_memory_than_a_number(work):
-    """mse_loss's scalar sits in a storage of the size of its input."""
-    worker = last(nn.Identity(), F.mse_loss, [drawn(ROWS, SIZE)] * M)
-    getattr(worker, work)(0, (drawn(ROWS, SIZE, seed=1).requires_grad_(),))
-    assert F.mse_loss(drawn(ROWS, SIZE), drawn(ROWS, SIZE)).untyped_storage().nbytes() > 8
-    assert worker.losses[0].untyped_storage().nbytes() == 8
 
 
 # ---------------------------------------------------------------- what doesn't fit

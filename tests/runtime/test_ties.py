@@ -1,6 +1,5 @@
 """Tied parameters: one gradient and one value in all their places, as one Parameter in one process has."""
 
-import re
 import time
 
 import pytest
@@ -298,13 +297,6 @@ def test_ties_that_are_impossible_are_refused(ranks, message):
     assert message in refusal(*ranks)
 
 
-def test_a_name_in_tied_that_no_stage_has_is_refused():
-    assert refusal({0: linear()}, named={"head.weight": "a.weight"}) == (
-        "tied() ties head.weight to a.weight, but no stage has head.weight: write names that "
-        "named_parameters() of the stages gives"
-    )
-
-
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_a_rank_that_has_all_places_gets_one_parameter(num_stages):
     """In a V and inside of a stage: as many parameters as in one process, with the first place's values."""
@@ -341,13 +333,6 @@ class TiedLm:
 
     def loss(self, output, target):
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
-
-
-class Tokens:
-    def batch(self, step):
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, (2 * M, 7), generator=generator)
-        return tokens[:, :-1], tokens[:, 1:]
 
 
 # ---------------------------------------------------------------- found by building on the meta device
@@ -390,113 +375,3 @@ def test_a_model_that_shares_nothing_is_not_refused_and_no_random_number_is_draw
 
 
 # ---------------------------------------------------------------- two ranks: refusals, and a step that fails
-
-
-class LossWithEmbedding(nn.Module):
-    """Keeps the embedding small."""
-
-    def __init__(self, embedding):
-        super().__init__()
-        self.weight = embedding.weight
-
-    def forward(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten()) + self.weight.square().mean()
-
-
-class TiedLoss(TiedLm):
-    """The loss has a parameter of the first stage, and the last stage has it only if the head is tied."""
-
-    def __init__(self, is_head_tied):
-        super().__init__()
-        if not is_head_tied:
-            self.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
-        self.loss = LossWithEmbedding(self.embedding)
-
-
-class Refused(TiedLm):
-    def __init__(self, tied):
-        super().__init__()
-        self.tied = tied
-
-
-def stages_of(rank, declared=None):
-    model = TiedLm()
-    model.head.weight = nn.Parameter(torch.zeros(VOCAB, HIDDEN))
-    stage = model.build_stage(rank, 2)
-    if rank == 1:
-        stage.tied_parameters = {"head.weight": "embedding.weight"} if declared is None else declared
-    return {rank: stage}
-
-
-def failing(rank):
-    if rank == 1:
-        raise KeyError("tied() fails on one rank")
-    return {}
-
-
-def with_two_ranks(rank):
-    """What is said on this rank; then the gradients after a step that failed and one that did not."""
-    said, timetable = [], plan("zb_h1", 2, M)
-    for given in (
-        lambda: stages_of(rank, declared={"head.weight": "elsewhere"}),
-        lambda: stages_of(rank, declared={"head.weight": 3}),
-        lambda: Refused(lambda: failing(rank)),
-        lambda: Refused(lambda: {"head.weight": "elsewhere"}),
-        lambda: TiedLoss(is_head_tied=False),
-    ):
-        try:
-            Pipeline(given(), timetable, TiedLm().loss)
-        except ValueError as error:
-            said.append(str(error))
-    stages = stages_of(rank)
-    inputs, target = Tokens().batch(0)
-    if rank == 1:
-        stages[1].head.weight.main_grad = torch.zeros(VOCAB, HIDDEN, dtype=torch.float64)
-    try:
-        Pipeline(stages, timetable, TiedLm().loss).step(inputs, target=target)
-    except ValueError as error:
-        said.append(str(error))
-    stages[rank].zero_grad()
-    if rank == 1:
-        del stages[1].head.weight.main_grad
-    try:
-        Pipeline(stages, timetable, lambda output, target: output.nothing).step(inputs, target=target)
-    except (AttributeError, RuntimeError):
-        stages[rank].zero_grad()
-    with Pipeline(TiedLoss(is_head_tied=True), timetable) as pipeline:
-        pipeline.step(inputs, target=target)
-        of_loss = pipeline.stages[rank][0 if rank == 0 else -1].weight.grad
-    alone = Pipeline({0: nn.Linear(2, 2)}, plan("gpipe", 1, 2 + rank), F.mse_loss)  # of this process only
-    alone = alone.with_timetable(plan("1f1b", 1, 2 + rank))
-    alone.step(torch.zeros(6, 2), target=torch.zeros(6, 2))
-    with Pipeline(stages, timetable, TiedLm().loss) as pipeline:
-        pipeline.step(inputs, target=target)
-        return said, {name: each.grad for name, each in pipeline.named_parameters()}, of_loss
-
-
-def test_ties_are_refused_on_every_rank_and_a_step_that_failed_leaves_nothing():
-    (first, grads, of_loss), (second, others, _) = run_ranks(with_two_ranks, 2)
-    assert first == second
-    for said, message in zip(
-        first,
-        (
-            "stage 1 declares head.weight to be tied to elsewhere, which no other stage has",
-            "stage 1 declares head.weight to be tied to 3, which no other stage has",
-            "ties of Refused: KeyError: 'tied() fails on one rank'",
-            "tied() ties head.weight to elsewhere, but no stage has elsewhere",
-            "embedding.weight of stage 0 is a parameter of the loss, too, which rank 1 computes: choose a",
-            "different gradients of tied parameters:\n  embedding.weight of stage 0 and head.weight of "
-            "stage 1: 'torch.float32' on rank 0; 'torch.float64' on rank 1",
-        ),
-        strict=True,
-    ):
-        assert re.search(re.escape(message), said)
-    model, (inputs, target) = TiedLm(), Tokens().batch(0)
-    whole = model.build_stage(0, 1)
-    model.loss(whole(inputs), target).backward()
-    expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
-    assert_close(grads | others, expected, tolerance=1e-4)
-    tied_loss = TiedLoss(is_head_tied=True)
-    whole = tied_loss.build_stage(0, 1)
-    tied_loss.loss(whole(inputs), target).backward()
-    torch.testing.assert_close(of_loss, whole.embedding.weight.grad, rtol=1e-4, atol=1e-7)

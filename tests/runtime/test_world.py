@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers.processes import outcomes, run_ranks
-from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
+from zbpp.job.agreement import broadcast, check_agreement, gather
 from zbpp.job.world import world
 from zbpp.runtime import AgreementError, CommunicationError, DeviceError
 
@@ -43,12 +42,6 @@ def test_equal_values_are_no_error():
     assert run_ranks(complaint, 3, [{"a": [1, None], "b": {"c": 2.0}}] * 3) == [None] * 3
 
 
-def test_a_difference_names_processes_by_the_ranks_that_the_caller_gives():
-    """A group of ranks 0 and 3 of a pipeline: its second process is rank 3."""
-    with pytest.raises(AgreementError, match="'cafe' on rank 0; 'babe' on rank 3"):
-        check_equal("configs", ["cafe", "babe"], ranks=(0, 3))
-
-
 def talk(rank):
     return gather({"rank": rank}), broadcast(f"from {rank}")
 
@@ -75,18 +68,6 @@ def test_a_peer_that_left_is_a_communication_error():
 
 
 # ---------------------------------------------------------------- one rank
-
-
-def test_one_process_agrees_with_itself():
-    check_agreement("configs", {"a": 1})
-    assert (gather(3), broadcast("x")) == ([3], "x")
-
-
-def test_without_torchrun_the_world_is_one_rank_and_no_group(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-    with world(device="cpu") as here:
-        assert (here.rank, here.size, here.device) == (0, 1, torch.device("cpu"))
-        assert not dist.is_initialized()
 
 
 def test_an_unknown_device_is_refused():

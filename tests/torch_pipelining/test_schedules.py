@@ -17,7 +17,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from helpers.processes import open_things, outcomes, run_ranks
+from helpers.processes import open_things, run_ranks
 from zbpp import torch_pipelining as door
 from zbpp import torchtitan
 from zbpp.models.layers import token_loss
@@ -250,22 +250,6 @@ def test_fully_shard_around_tensor_parallel_stages():
             torch.testing.assert_close(grad, (plain[0][key] + plain[1][key]) / 2, rtol=1e-12, atol=1e-12)
 
 
-def with_keyword(rank):
-    """The gradient of a keyword that each rank passes, on both runtimes."""
-    found = []
-    for source in (pipelining, door):
-        schedule, stages = made(source, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
-        scale = torch.full((ROWS, 1), 1.5, dtype=torch.float64, requires_grad=True)
-        stepped(schedule, stages, *batch(), scale=scale)
-        found.append(scale.grad)
-    return found
-
-
-def test_a_keywords_gradient_is_torchs():
-    for theirs, ours in run_ranks(with_keyword, 2):
-        assert_alike(theirs, ours)
-
-
 def with_a_language_model(rank):
     """A step whose loss overwrites logits where nobody else reads them."""
     torch.manual_seed(0)
@@ -282,28 +266,6 @@ def with_a_language_model(rank):
 def test_outputs_are_those_of_the_model_though_a_loss_overwrites_logits():
     out, expected = run_ranks(with_a_language_model, 2)[1]
     assert_alike(expected, out)
-
-
-def with_a_newer_seam(rank):
-    """A torch whose step has an argument more."""
-    schedule, _stages = made(pipelining, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
-    of_torch, seen = pipelining.Schedule1F1B._step_microbatches, []
-    pipelining.Schedule1F1B._step_microbatches = lambda self, *args, newer, **more: (
-        seen.append(newer),
-        of_torch(self, *args, **more),
-    )
-    door.install()
-    x, y = (list(each.chunk(MICROBATCHES)) for each in batch())
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        schedule._step_microbatches([(each,) for each in x] if rank == 0 else None, None, y, [], newer=1)
-    return seen, door.fallbacks
-
-
-def test_a_newer_seam_runs_on_torchs_runtime():
-    for seen, listed in run_ranks(with_a_newer_seam, 2, fresh=True):
-        assert seen == [1]
-        assert listed == ["this torch's steps have newer, which zbpp does not know"]
 
 
 def without_target(rank):
@@ -370,39 +332,6 @@ def test_a_pipeline_that_is_given_up_leaves_no_groups_and_no_sockets(by_plan):
         (groups, sockets), (groups_later, sockets_later) = counts[1], counts[3]
         assert groups_later == groups
         assert sockets_later < sockets + 5  # sockets close late; a pipeline has ten
-
-
-def in_torchs_lowered_order(rank):
-    """An order with messages, UNSHARD and RESHARD, as torch's runtime lowers it."""
-    blocks = [Block(each) for each in range(4)]
-    made_by_torch, stages = made(door, "ScheduleInterleavedZeroBubble", rank, 2, blocks)
-    runtime = torchs._PipelineScheduleRuntime(stages, MICROBATCHES, loss_fn=made_by_torch._loss_fn)
-    runtime._prepare_schedule_with_comms(made_by_torch.pipeline_order)
-    assert not runtime.pipeline_order
-    door.install()
-    try:
-        return stepped(runtime, stages, *batch())[1], door.fallbacks
-    finally:
-        door.uninstall()
-
-
-def test_an_order_that_torch_has_lowered_runs_here():
-    expected = plain_losses([Block(each) for each in range(4)], *batch())
-    for rank, (losses, listed) in enumerate(run_ranks(in_torchs_lowered_order, 2, fresh=True)):
-        assert listed == []
-        assert_alike(losses, expected if rank else [])
-
-
-def with_a_wrong_plan(rank):
-    schedule, stages = made(door, "Schedule1F1B", rank, 2, [Block(0), Block(1)])
-    door.use_plan(schedule, "zb_v")
-    stepped(schedule, stages, *batch())
-
-
-def test_a_plan_that_places_stages_elsewhere_is_refused_on_all_ranks():
-    for succeeded, text in outcomes(with_a_wrong_plan, 2):
-        assert not succeeded
-        assert "zb_v places its stages on the ranks [0, 1, 1, 0]" in text
 
 
 def test_names_are_torchs_names():
