@@ -21,6 +21,9 @@ SHAPES = {  # schedule, number of microbatches of each data part, mesh
     "pp2 x shard2": ("zb_h1", 2, {"shard": 2}),
     "pp2 x tensor2": ("zb_v", 4, {"tensor": 2}),
     "shard2 x tensor2": ("1f1b", 2, {"shard": 2, "tensor": 2}),
+    "experts pp2 x expert2": ("zb_h1", 2, {"replicate": 2, "expert": 2}),
+    "experts expert4": ("1f1b", 1, {"replicate": 4, "expert": 4}),
+    "experts pp1": ("1f1b", 4, {}),
 }
 
 
@@ -43,11 +46,12 @@ class Run:
             num_heads=2,
             sequence_length=TIME,
             tie_embeddings=True,
+            experts=4 if "experts" in shape else None,
         )
         ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         rank = torch.distributed.get_rank() if ranks > 1 else 0
-        for degree in degrees.values():
-            ranks //= degree
+        for name, degree in degrees.items():
+            ranks //= 1 if name == "expert" else degree
         rank = mesh.get_local_rank("pipeline") if mesh else rank
         timetable = zbpp.plan(schedule, ranks, num_microbatches)
         stages = {
@@ -107,10 +111,10 @@ def groups():
     return {*dist.distributed_c10d._world.pg_names.values()}
 
 
-def resumed_runs(rank, folder, shapes):
+def resumed_runs(rank, folder, shapes, origins):
     """Per shape that was saved and per shape that goes on: the losses after the checkpoint."""
     found = {}
-    for origin in ORIGINS:
+    for origin in origins:
         for shape in shapes:
             run = Run(shape)
             assert run.load(folder / origin) == SAVED
@@ -120,9 +124,10 @@ def resumed_runs(rank, folder, shapes):
     return found
 
 
-def saved_and_resumed_runs(rank, folder, shapes):
+def saved_and_resumed_runs(rank, folder, shapes, origins):
     """Both in one launch of processes; the runs that go on read everything from the files."""
-    return {origin: saved_run(folder, origin) for origin in ORIGINS}, resumed_runs(rank, folder, shapes)
+    whole = {origin: saved_run(folder, origin) for origin in origins}
+    return whole, resumed_runs(rank, folder, shapes, origins)
 
 
 ORIGINS = ["pp4 zb_h1", "shard2 x tensor2"]
@@ -133,9 +138,9 @@ FOUR = ["pp4 zb_h1", "pp2 x replicate2", "pp2 x shard2", "pp2 x tensor2", "shard
 def runs(tmp_path_factory):
     """Losses of whole runs, and of those that go on, on four ranks, two and one."""
     folder = tmp_path_factory.mktemp("checkpoints")
-    whole, found = run_ranks(saved_and_resumed_runs, 4, folder, FOUR)[0]
-    found |= run_ranks(resumed_runs, 2, folder, ["pp2 zb_v"])[0]
-    return whole, found | resumed_runs(0, folder, ["pp1"])
+    whole, found = run_ranks(saved_and_resumed_runs, 4, folder, FOUR, ORIGINS)[0]
+    found |= run_ranks(resumed_runs, 2, folder, ["pp2 zb_v"], ORIGINS)[0]
+    return whole, found | resumed_runs(0, folder, ["pp1"], ORIGINS)
 
 
 @pytest.mark.parametrize("shape", [*FOUR, "pp2 zb_v", "pp1"])
@@ -145,3 +150,14 @@ def test_a_run_goes_on_under_any_other_shape(runs, origin, shape):
     assert found[origin, shape] == pytest.approx(whole[origin][SAVED:], rel=1e-6)
     if shape == origin:
         assert found[origin, shape] == whole[origin][SAVED:]
+
+
+EXPERTS = ["experts pp2 x expert2", "experts expert4"]
+
+
+def test_experts_go_on_on_another_number_of_processes(tmp_path):
+    """Saved by two, which hold half of them each, and by four; loaded by one, two and four."""
+    whole, found = run_ranks(saved_and_resumed_runs, 4, tmp_path, EXPERTS, EXPERTS)[0]
+    found |= resumed_runs(0, tmp_path, ["experts pp1"], EXPERTS)
+    for origin, shape in found:
+        assert found[origin, shape] == pytest.approx(whole[origin][SAVED:], rel=1e-6)
