@@ -31,6 +31,7 @@ from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_
 from zbpp.runtime.memory.gradient_release import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.parallel.experts import as_if_spread, no_experts
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
@@ -56,14 +57,14 @@ def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
     With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for
     stages that can't run.
     """
-    with _tensor_mesh(config.parallel) as mesh:
+    with _inner_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
         try:
             return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
         except ConfigError:
             raise
         except Exception as error:  # whatever an operator without a fake form raises
-            if mesh is not None:
+            if config.parallel.tensor > 1:
                 raise ConfigError(
                     f"the stages can't run on fake tensors ({_first_line(error)}), and parts of layers can't "
                     "run alone: write parallel.tensor=1"
@@ -75,13 +76,14 @@ def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
 
 
 @contextmanager
-def _tensor_mesh(parallel: ParallelConfig) -> Iterator[Any]:
-    """A mesh with the config's tensor dimension, over processes that don't exist; None for size 1."""
-    if parallel.tensor == 1:
+def _inner_mesh(parallel: ParallelConfig) -> Iterator[Any]:
+    """A mesh with the config's tensor or expert dimension, over processes that don't exist; None without."""
+    degrees = ParallelConfig(tensor=parallel.tensor, expert=parallel.expert, replicate=parallel.expert)
+    if degrees.tensor * degrees.expert == 1:
         yield None
         return
-    with fake_world(parallel.tensor):
-        yield build_mesh(ParallelConfig(tensor=parallel.tensor), "cpu")
+    with fake_world(degrees.tensor * degrees.expert):
+        yield build_mesh(degrees, "cpu")
 
 
 class _Stages:
@@ -95,6 +97,7 @@ class _Stages:
         self._data = build_data(config.data, rows, config.seed)
         self._is_sharded = config.parallel.shard > 1
         self.batch_bytes = 0, 0
+        self._has_experts = False
 
     def measured(self, fake: FakeTensorMode | None) -> tuple[list[StageBytes], list[WeightBytes]]:
         """The bytes of each stage. fake: the mode to run the stages in; None: they run on the CPU."""
@@ -114,6 +117,8 @@ class _Stages:
                     alike[key] = self._stage_bytes(index, stage, args, target)
                 each, weights, args = alike[key]
                 found.append((each, weights))
+        if self._config.parallel.expert > 1 and not self._has_experts:
+            raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
         return [each for each, _ in found], [weights for _, weights in found]
 
     def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[tuple[Any, ...], Any]:
@@ -135,6 +140,7 @@ class _Stages:
         _cast(stage, self._precision.compute if self._is_sharded else self._precision.stored)
         with naming("model"):
             parallelize(self._model, {index: stage}, self._mesh)
+            self._has_experts |= as_if_spread(stage, self._mesh)
         return stage
 
     def _likeness(self, index: int, stage: nn.Module, args: tuple[Any, ...]) -> Any:

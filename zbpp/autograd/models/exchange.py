@@ -15,7 +15,8 @@ exchanges in the same order, in forward and in backward.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -57,12 +58,16 @@ class Exchange(nn.Module):
             return rows
         return _apply(_Exchanged, rows, self, send_counts, receive_counts)
 
-    def counts(self, mine: Tensor) -> Tensor:
-        """Rows per expert, [processes, experts of each]: of mine for all experts -> of all for mine."""
-        if self.transfer is None:
-            return mine
+    def sizes(self, mine: Tensor, num_rows: int) -> tuple[Tensor, list[int], list[int]]:
+        """(rows for each expert here from each process, how many rows to send, how many to receive).
+
+        mine: this process's rows for each expert, int64 [processes, experts of each], num_rows in all.
+        """
+        assert self.transfer is not None
         ones = [1] * self.num_processes
-        return self.transfer(mine.contiguous(), ones, ones).wait()
+        theirs = self.transfer(mine.contiguous(), ones, ones).wait()
+        send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
+        return theirs, send, receive
 
     def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
         """`forward` without autograd."""
@@ -71,6 +76,36 @@ class Exchange(nn.Module):
         if self.meanwhile is not None:
             self.meanwhile(pending)
         return pending.wait()
+
+
+class BalancedExchange(Exchange):
+    """Moves nothing, as if each process sent to each as many rows as it receives: to measure memory with.
+
+    Asks for no values: tensors may be fake.
+    """
+
+    def __init__(self, num_processes: int) -> None:
+        super().__init__()
+        self.num_processes = num_processes
+        self.transfer = lambda rows, send_counts, receive_counts: _Arrived(rows)
+
+    def sizes(self, mine: Tensor, num_rows: int) -> tuple[Tensor, list[int], list[int]]:
+        """See Exchange."""
+        ends = [num_rows * n // self.num_processes for n in range(self.num_processes + 1)]
+        parts = [end - begin for begin, end in pairwise(ends)]
+        return mine, parts, parts
+
+
+class _Arrived(NamedTuple):
+    """A Pending that is done."""
+
+    rows: Tensor
+
+    def is_done(self) -> bool:
+        return True
+
+    def wait(self) -> Tensor:
+        return self.rows
 
 
 def _apply(function: Any, *args: Any) -> Any:
@@ -126,12 +161,11 @@ def counts_of(chosen: Tensor, num_experts: int) -> Tensor:
 
 def _exchanged(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Compute) -> Tensor:
     """`compute` on the processes that have the experts; rows and the result are sorted by expert."""
-    theirs = exchange.counts(counts)
-    send, receive = torch.stack([counts.sum(1), theirs.sum(1)]).tolist()
+    theirs, send, receive = exchange.sizes(counts, len(rows))
     received = exchange(rows, send, receive)
     # Received rows are sorted by source first. Those of an expert stay in the order of their sources.
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
-    order = experts.repeat_interleave(theirs.flatten()).argsort(stable=True)
+    order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)
     y = _apply(_PutBack, compute(_apply(_Taken, received, order, 1), theirs.sum(0)), order)
     sent_back: Tensor = exchange(y, receive, send)
     return sent_back

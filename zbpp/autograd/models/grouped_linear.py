@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zbpp.autograd.capture import Capture, HeldTensors, add_or_copy, is_kept
 from zbpp.autograd.collector import refuse_create_graph
@@ -36,9 +37,11 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
 
 
 def _product(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    y = x.new_empty(len(x), weight.shape[2])
+    if isinstance(x, FakeTensor):  # a prediction of memory: no values
+        return y
     if _has_kernel(x, weight):
         return F.grouped_mm(x, weight, offs=_ends(counts))
-    y = x.new_empty(len(x), weight.shape[2])
     for rows, expert in _per_expert(counts):
         torch.mm(x[rows], weight[expert], out=y[rows])
     return y
@@ -105,13 +108,15 @@ def _product_of_weight(node: Any, operand: int) -> Capture | None:
 def _add_grouped_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     x, counts = held
     dy = dy.contiguous()
+    if isinstance(dy, FakeTensor):
+        return None
     if target.dtype == dy.dtype and _has_kernel(x, dy):
-        add_or_copy(target, F.grouped_mm(x.t(), dy, offs=_ends(counts)), fresh)
-        return
+        return add_or_copy(target, F.grouped_mm(x.t(), dy, offs=_ends(counts)), fresh)
     if fresh:
         target.zero_()
     for rows, expert in _per_expert(counts):
         add_product(target[expert], x[rows].t(), dy[rows], False)
+    return None
 
 
 class _ProductOfInput(torch.autograd.Function):

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.autograd.models.exchange import Exchange
+from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Extra, OwnRank
 from zbpp.runtime.parallel.groups import close_groups, group_like
@@ -38,15 +38,42 @@ def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
         if refusal:
             raise ValueError(refusal)
     if not any(has_experts for _, has_experts in told):
-        raise ValueError(
-            f"expert={num}, but no stage has experts that can be spread: write expert=1, or for llama "
-            "model.experts=8"
-        )
+        raise ValueError(no_experts(num))
     for holder in holders:
-        for name, parameter in holder.named_parameters(recurse=False):
-            if not is_spread(parameter):
-                setattr(holder, name, _part(parameter, mesh[EXPERT]))
+        _take_part(holder, mesh[EXPERT])
         _connect(holder, place.expert_groups[EXPERT])
+
+
+def as_if_spread(stage: nn.Module, mesh: DeviceMesh | None) -> bool:
+    """Let a stage hold a process's part of the experts, and exchange nothing: to measure memory with.
+
+    Returns whether it has experts. Raises ValueError as `spread_experts` does.
+    """
+    spread, holders = experts_mesh(mesh), list(_holders(stage))
+    if spread is None:
+        return bool(holders)
+    if refusal := _refusal(holders, spread[EXPERT].size()):
+        raise ValueError(refusal)
+    for holder in holders:
+        _take_part(holder, spread[EXPERT])
+        for name, child in holder.named_children():
+            if isinstance(child, Exchange):
+                setattr(holder, name, BalancedExchange(spread[EXPERT].size()))
+    return bool(holders)
+
+
+def _take_part(holder: nn.Module, mesh: DeviceMesh) -> None:
+    for name, parameter in holder.named_parameters(recurse=False):
+        if not is_spread(parameter):
+            setattr(holder, name, _part(parameter, mesh))
+
+
+def no_experts(num: int) -> str:
+    """The error message for a model whose stages have no experts."""
+    return (
+        f"expert={num}, but no stage has experts that can be spread: write expert=1, or for llama "
+        "model.experts=8"
+    )
 
 
 def _holders(stage: nn.Module) -> Iterator[nn.Module]:
