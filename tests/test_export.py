@@ -56,7 +56,7 @@ def test_a_run_without_final_weights_gives_its_newest_whole_checkpoint(tmp_path,
     pipeline.close()
     (run / "config.yaml").write_text(json.dumps({"model": node}))
     spoiled_file = next((run / "checkpoints" / "step-3").glob("*.distcp"))
-    spoiled_file.write_bytes(spoiled_file.read_bytes()[:-1] + b"?")
+    spoiled_file.write_bytes(spoiled_file.read_bytes()[:-1])
     for source, step in ((run, 2), (run / "checkpoints" / "step-1", 1)):
         assert export.main([str(source), str(tmp_path / str(step))]) == 0
         found = reference(tmp_path / str(step))(TOKENS).logits
