@@ -30,7 +30,7 @@ class Collector:
 
     inputs: the inputs of this B. wanted: as in `survey`. is_hooked: as in `split`.
     large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
-    that hold them may run right after B, see `split`.
+    that hold them may run right after B, see `apart`.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
@@ -58,16 +58,20 @@ class Collector:
 
     def added_to(
         self, grads: Gradients, tasks: list[Task]
-    ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Task]]:
-        """The input gradients and tasks that B found, with the collected ones; apart, those with `large`."""
-        grads, tasks = tuple(map(_sum, zip(grads, *self.input_grads, strict=True))), tasks + self.tasks
-        if not self.large:
-            return grads, tasks, []
-        memory = {storage._cdata for each in self.large for storage in storages_of(each)}
-        parts: tuple[list[Task], list[Task]] = [], []
-        for each in tasks:
-            parts[not memory.isdisjoint(_memory_of(each))].append(each)
-        return grads, *parts
+    ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
+        """The input gradients and tasks that B found, with the collected ones; and `large`."""
+        if self.input_grads:
+            grads = [*map(_sum, zip(grads, *self.input_grads, strict=True))]
+        return tuple(grads), tasks + self.tasks, self.large
+
+
+def apart(tasks: list[Task], large: list[Tensor]) -> tuple[list[Task], list[Task]]:
+    """The tasks that hold none of these tensors, and those that hold one."""
+    memory = {storage._cdata for each in large for storage in storages_of(each)}
+    parts: tuple[list[Task], list[Task]] = [], []
+    for each in tasks:
+        parts[not memory.isdisjoint(_memory_of(each))].append(each)
+    return parts
 
 
 def _memory_of(task: Task) -> Iterator[int]:

@@ -80,8 +80,8 @@ def backward_input(
     roots, root_grads = roots_and_grads(outputs, output_grads)
     inputs = tuple(as_list(inputs))
     wanted = leaf_ids(parameters)
-    grads, tasks, large = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0)
-    return grads, WeightGrads(tasks + large)
+    grads, tasks, _ = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0)
+    return grads, WeightGrads(tasks)
 
 
 def split(
@@ -91,11 +91,11 @@ def split(
     wanted: set[int] | None,
     *,
     is_hooked: bool,
-) -> tuple[tuple[Tensor | None, ...], list[Task], list[Task]]:
-    """`backward_input` after its checks. Returns the inputs' gradients and the tasks of W.
+) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
+    """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
-    Apart are the tasks of W that hold more memory than others, such as those of a language model's head
-    (`Collector.large`): a caller may run them at once.
+    The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
+    may run these tasks at once, see `apart`.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
     looking for hooks takes time.
     """

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
 from zbpp.autograd import WeightGrads, auxiliary_losses
+from zbpp.autograd.collector import apart
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
@@ -210,9 +211,9 @@ class StageWorker:
             return (None,) * len(inputs), None
         grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
         if large and self.head_at_once:
-            self._accumulate(microbatch, WeightGrads(large))
-        else:
-            deferred += large
+            deferred, at_once = apart(deferred, large)
+            large.clear()  # W frees what it has used
+            self._accumulate(microbatch, WeightGrads(at_once))
         return tuple([detach_gradient(grad) for grad in grads]), WeightGrads(deferred)
 
     def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:

@@ -13,11 +13,14 @@ With keep_logits the product is an ordinary linear layer, and one Function compu
 Without keep_logits nothing of size [T, V] outlives an action. Then two Functions share the work, since the
 backward of one can't know whether W computes its weight's gradient: `_WeightOfHead` leads to the weight
 alone and has a rule, `_InputOfHead` above it leads to x.
+
+If the weight is a DTensor, each rank has some words. With keep_logits the ranks exchange two numbers per
+token in F, see `_Loss.joined`, and the product sums dx over the ranks in B. W communicates nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +29,7 @@ from torch import Tensor
 
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
+from zbpp.autograd.models.sharded import WordShard, is_on_mesh, word_shard
 from zbpp.autograd.rules import add_product, rule
 
 _CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
@@ -69,7 +73,9 @@ def linear_cross_entropy(
     tokens, labels = (x, target) if x.dim() == 2 else (x.flatten(0, -2), target.flatten())
     with torch.autocast(x.device.type, enabled=False):
         if keep_logits:
-            losses = _apply(_LossesOfLogits, F.linear(tokens, weight), labels, loss)
+            losses = _losses(F.linear(tokens, weight), labels, loss)
+        elif is_on_mesh(weight):
+            raise ValueError("keep_logits=False goes with no DTensor as weight: leave keep_logits out")
         else:
             wants_dx = x.requires_grad and torch.is_grad_enabled()
             losses, dx = _apply(_WeightOfHead, weight, tokens.detach(), labels, loss, wants_dx)
@@ -89,7 +95,17 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = 
     """
     _check_target("the logits", logits, target)
     loss = _Loss(ignore_index, 0.0, 0.0, 2**26)
-    return _apply(_LossesOfLogits, logits.flatten(0, -2), target.flatten(), loss).view(target.shape)
+    return _losses(logits.flatten(0, -2), target.flatten(), loss).view(target.shape)
+
+
+def _losses(logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
+    """The losses of logits [T, V], which may be a DTensor."""
+    shard = None
+    if is_on_mesh(logits):
+        logits, shard = word_shard(logits)
+    if shard and loss.smoothing:
+        raise ValueError("label_smoothing goes with no logits that are sharded along the words")
+    return _apply(_LossesOfLogits, logits, target, loss._replace(shard=shard))
 
 
 def _check_target(name: str, x: Tensor, target: Tensor) -> None:
@@ -107,27 +123,41 @@ def _num_holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
+_HOLDERS_OF_NEW = _num_holders(torch.empty(1))
+
+
 def _is_last_holder(logits: Tensor) -> bool:
     """Whether nobody else can read this memory, so that it may be overwritten.
 
     Another holder is a hook, a metric that keeps the logits, or another node of the graph.
     """
-    return logits.is_contiguous() and _num_holders(logits) == _num_holders(torch.empty(1))
+    return logits.is_contiguous() and _num_holders(logits) == _HOLDERS_OF_NEW
 
 
 class _Loss(NamedTuple):
-    """The options of `linear_cross_entropy`. chunk: the bytes of logits that a chunk of tokens may have."""
+    """The options of `linear_cross_entropy`. chunk: the bytes of logits that a chunk of tokens may have.
+
+    shard: the words whose logits there are; None: all.
+    """
 
     ignored: int
     smoothing: float
     z_loss: float
     chunk: int
+    shard: WordShard | None = None
 
-    def labels(self, target: Tensor) -> tuple[Tensor, Tensor]:
-        """(a word for each token [T, 1], which tokens are ignored [T, 1])."""
+    def labels(self, target: Tensor, num_words: int) -> tuple[Tensor, Tensor, Tensor]:
+        """For each token a word among those here, whether it is ignored, whether its target is not here.
+
+        All are [T, 1]. num_words: of those here.
+        """
         target = target[:, None]
         is_ignored = target == self.ignored
-        return target.masked_fill(is_ignored, 0), is_ignored
+        if self.shard is None:
+            return target.masked_fill(is_ignored, 0), is_ignored, is_ignored
+        target = target - self.shard.first
+        is_elsewhere = is_ignored | (target < 0) | (target >= num_words)
+        return target.masked_fill(is_elsewhere, 0), is_ignored, is_elsewhere
 
     def chunks(self, num_words: int, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
         """The tensors [T, ...], some tokens at a time, each time with memory for logits [., V]."""
@@ -135,8 +165,10 @@ class _Loss(NamedTuple):
         dtype = _precise(first)
         rows = max(1, self.chunk // (num_words * dtype.itemsize))
         memory = first.new_empty(min(rows, len(first)), num_words, dtype=dtype)
-        split = [(each,) if rows >= len(first) else each.split(rows) for each in of_tokens]
-        for parts in zip(*split, strict=True):
+        if rows >= len(first):
+            yield memory, *of_tokens
+            return
+        for parts in zip(*[each.split(rows) for each in of_tokens], strict=True):
             yield memory[: len(parts[0])], *parts
 
     def products(self, weight: Tensor, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -146,41 +178,56 @@ class _Loss(NamedTuple):
             buffer = x.new_empty(memory.shape) if buffer is None else buffer
             yield memory, torch.mm(x, weight.T, out=buffer[: len(x)]), x, *others
 
-    def forward(self, memory: Tensor, logits: Tensor, labels: Tensor, losses: Tensor, lse: Tensor) -> None:
-        """Write the losses, and logsumexp of the logits; both [T, 1]."""
+    def forward(self, memory: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses without z_loss, and logsumexp of the logits; both [T, 1]."""
         torch.log_softmax(logits, -1, dtype=memory.dtype, out=memory)
         picked = memory.gather(1, labels)
-        torch.sub(logits.gather(1, labels), picked, out=lse)
-        torch.neg(picked, out=losses)
-        if self.smoothing:
-            losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing)
+        lse = logits.gather(1, labels) - picked
+        losses = picked.neg_()
+        return losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing) if self.smoothing else losses, lse
+
+    def for_b(
+        self, losses: Tensor, lse: Tensor, is_ignored: Tensor, is_elsewhere: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The losses over the words of all ranks, and two columns for `backward`: `at_target` and the scale.
+
+        The scale is for losses whose gradient is 1.
+        """
+        scale = torch.ones_like(losses)
+        if self.shard is not None:
+            losses = losses.masked_fill(is_elsewhere, torch.inf)  # one rank has the target
+            lses, all_losses = self.shard.gather(torch.cat([lse, losses], 1)).split(1, -1)
+            total = lses.logsumexp(0)
+            losses = (all_losses + (total - lses)).amin(0)
+            scale, lse = (lse - total).exp_().clamp_(min=1e-30), total
         if self.z_loss:
-            losses.add_(self.z_loss * lse.square())
+            losses = losses + self.z_loss * lse.square()
+            scale.mul_(1 + 2 * self.z_loss * lse)
+        at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
+        return losses.masked_fill(is_ignored, 0), at_target, scale.masked_fill_(is_ignored, 0)
 
     def backward(
-        self, memory: Tensor, logits: Tensor, labels: Tensor, lse: Tensor, dy: Tensor, dz: Tensor
+        self, memory: Tensor, logits: Tensor, labels: Tensor, at_target: Tensor, scale: Tensor, dz: Tensor
     ) -> None:
-        """Write the logits' gradient to dz, which may be the logits. dy [T, 1]: of the losses."""
+        """Write (softmax + at_target at the target) * scale to dz, which may be the logits.
+
+        In 16 bits only the result is rounded: softmax - 1 of a token that is nearly sure would be 0.
+        """
         torch.softmax(logits, -1, dtype=memory.dtype, out=memory)
-        scale = dy * (1 + 2 * self.z_loss * lse) if self.z_loss else dy
-        # In 16 bits, softmax - 1 would be 0 for a token that is nearly sure.
-        at_label = memory.gather(1, labels).mul_(scale).sub_(dy, alpha=1 - self.smoothing)
         if self.smoothing:
-            everywhere = dy * (self.smoothing / logits.shape[1])
-            at_label.sub_(everywhere)
-            torch.sub(memory.mul_(scale), everywhere, out=dz)
-        else:
-            torch.mul(memory, scale, out=dz)
-        dz.scatter_(1, labels, at_label.to(dz.dtype))
+            memory.add_(at_target * (self.smoothing / logits.shape[1]))
+            at_target = at_target * (1 - self.smoothing)
+        torch.mul(memory.scatter_add_(1, labels, at_target), scale, out=dz)
 
 
 def _precise(like: Tensor) -> torch.dtype:
     return torch.promote_types(like.dtype, torch.float32)
 
 
-def _column(like: Tensor) -> Tensor:
-    """Memory for a number per token, [T, 1]."""
-    return like.new_empty(len(like), 1, dtype=_precise(like))
+def _cat(rows: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
+    """The columns of several chunks of tokens, joined."""
+    rows = [*rows]
+    return [*rows[0]] if len(rows) == 1 else [*map(torch.cat, zip(*rows, strict=True))]
 
 
 class _LossesOfLogits(torch.autograd.Function):
@@ -192,26 +239,26 @@ class _LossesOfLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
         if logits.device.type == "cpu":
             loss = loss._replace(chunk=min(loss.chunk, _CPU_CACHE))
-        labels, is_ignored = loss.labels(target)
-        losses, lse = _column(logits), _column(logits)
-        for each in loss.chunks(logits.shape[1], logits, labels, losses, lse):
-            loss.forward(*each)
+        num_words = logits.shape[1]
+        labels, *masks = loss.labels(target, num_words)
+        columns = _cat(loss.forward(*each) for each in loss.chunks(num_words, logits, labels))
+        losses, *for_b = loss.for_b(*columns, *masks)
         ctx.loss = loss
         # Detached: a tensor of the graph's own, beside which each other holder counts.
-        ctx.save_for_backward(logits.detach(), labels, is_ignored, lse)
-        return losses.masked_fill_(is_ignored, 0)[:, 0]
+        ctx.save_for_backward(logits.detach(), labels, *for_b)
+        return losses[:, 0]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
-        logits, labels, is_ignored, lse = ctx.saved_tensors
-        dy = dy[:, None].masked_fill(is_ignored, 0)
+        logits, labels, at_target, scale = ctx.saved_tensors
+        scale = scale * dy[:, None]
         collector = collector_of(ctx)
         may_overwrite = collector is not None and _is_last_holder(logits)
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)
-        for each in ctx.loss.chunks(logits.shape[1], logits, labels, lse, dy, dz):
+        for each in ctx.loss.chunks(logits.shape[1], logits, labels, at_target, scale, dz):
             ctx.loss.backward(*each)
         return dz, None, None
 
@@ -223,21 +270,23 @@ class _WeightOfHead(torch.autograd.Function):
     def forward(
         ctx: Any, weight: Tensor, x: Tensor, target: Tensor, loss: _Loss, wants_dx: bool
     ) -> tuple[Tensor, Tensor]:
-        labels, is_ignored = loss.labels(target)
+        labels, *masks = loss.labels(target, len(weight))
         dx = torch.empty_like(x) if wants_dx else x.new_empty(len(x), 0)
-        losses, lse = _column(x), _column(x)
-        dy = torch.ones_like(losses).masked_fill_(is_ignored, 0)
-        for memory, logits, _, *parts in loss.products(weight, x, labels, losses, lse, dy, dx):
-            some_labels, some_losses, some_lse, some_dy, some_dx = parts
-            loss.forward(memory, logits, some_labels, some_losses, some_lse)
+        found = []
+        for memory, logits, _, some_labels, *some_masks, some_dx in loss.products(
+            weight, x, labels, *masks, dx
+        ):
+            columns = loss.for_b(*loss.forward(memory, logits, some_labels), *some_masks)
             if wants_dx:
-                loss.backward(memory, logits, some_labels, some_lse, some_dy, logits)
+                loss.backward(memory, logits, some_labels, *columns[1:], logits)
                 torch.mm(logits, weight, out=some_dx)
+            found.append(columns)
+        losses, *for_b = _cat(found)
         ctx.loss = loss
-        ctx.save_for_backward(weight, x, target, lse)
+        ctx.save_for_backward(weight, x, labels, *for_b)
         ctx.mark_non_differentiable(dx)
         ctx.set_materialize_grads(False)  # dx has none
-        return losses.masked_fill_(is_ignored, 0)[:, 0], dx
+        return losses[:, 0], dx
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -263,12 +312,10 @@ class _AddHeadGradient:
         self.loss = loss
 
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-        weight, x, indices, lse = held
-        labels, is_ignored = self.loss.labels(indices)
-        dy = dy[:, None].masked_fill(is_ignored, 0)
-        for memory, logits, some_x, *parts in self.loss.products(weight, x, labels, lse, dy):
-            some_labels, some_lse, some_dy = parts
-            self.loss.backward(memory, logits, some_labels, some_lse, some_dy, logits)
+        weight, x, labels, at_target, scale = held
+        columns = labels, at_target, scale * dy[:, None]
+        for memory, logits, some_x, *parts in self.loss.products(weight, x, *columns):
+            self.loss.backward(memory, logits, *parts, logits)
             add_product(target, logits.T, some_x, fresh)
             fresh = False
 

@@ -200,7 +200,8 @@ class _Checkpoint(torch.autograd.Function):
         inputs = (*tensors, *returned, *collector.inputs)
         with _without_hooks(leaf for leaf in returned if leaf is not None):
             grads, tasks, large = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
-        collector.tasks += tasks + large
+        collector.tasks += tasks
+        collector.large += large
         num_own = len(tensors) + len(returned)
         collector.input_grads.append(grads[num_own:])
         return (None, None, *grads[:num_own])

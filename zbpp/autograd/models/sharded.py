@@ -24,6 +24,7 @@ The split imports nothing of torch.distributed: where a DTensor exists, its modu
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -82,6 +83,40 @@ class AddOfShards(AddOfParts):
         if dy.placements != wanted:
             dy = dy.redistribute(placements=wanted)
         return OnMesh(dy, shard_of(dy))
+
+
+class WordShard(NamedTuple):
+    """The words whose logits this rank has: those from `first` on.
+
+    gather(numbers) -> the numbers of all ranks that share the words, in an additional first dimension.
+    """
+
+    first: int
+    gather: Callable[[Tensor], Tensor]
+
+
+def word_shard(logits: Any) -> tuple[Tensor, WordShard | None]:
+    """This rank's logits of a DTensor [T, V], and which words they are of; None if they are of all words.
+
+    Raises ValueError unless the logits are sharded along the words, over one dimension of the mesh, or whole.
+    """
+    dims = _dims(logits.placements)
+    if dims is None or dims.count(1) > 1 or not {*dims} <= {None, 1}:
+        raise ValueError(
+            f"logits are placed as {logits.placements}: shard them along the words, or not at all"
+        )
+    local = logits.to_local()
+    if 1 not in dims:
+        return local, None
+    mesh, dim = logits.device_mesh, dims.index(1)
+    group, num_ranks, num_words = mesh.get_group(dim), mesh.size(dim), logits.shape[1]
+
+    def gather(numbers: Tensor) -> Tensor:
+        found = numbers.new_empty(num_ranks, *numbers.shape)
+        sys.modules["torch.distributed"].all_gather_into_tensor(found, numbers.contiguous(), group)
+        return found
+
+    return local, WordShard(min(mesh.get_local_rank(dim) * -(-num_words // num_ranks), num_words), gather)
 
 
 def is_on_mesh(tensor: Any) -> bool:
