@@ -20,6 +20,11 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
 
 The forward of any stage may add to the loss: `zbpp.auxiliary_loss("balance", value)`.
 
+The last stage may compute the loss itself, so that no logits of a whole microbatch need exist. Then the model
+marks its `loss` with `by_last_stage`, and the last stage has forward(..., head=True) and a method
+loss(hidden, target): with head=False, forward returns what `loss` takes. Training calls the two, and so does
+an evaluation without outputs and metrics. All else, and a Pipeline with another loss_fn, gets whole outputs.
+
 A parameter that is tied is trained as one: all its places start with the values of the first stage's, and get
 the sum of all gradients. Stages of one rank (zb_v: the first and the last) get one Parameter; each other rank
 has a copy, with a gradient and optimizer states of its own.
@@ -37,7 +42,7 @@ has the same losses under all schedules of one cut; a model without dropout also
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -75,6 +80,17 @@ def widens_itself(function: Function) -> Function:
     """
     function.widens_itself = True  # type: ignore[attr-defined]  # a function takes attributes
     return function
+
+
+def by_last_stage(function: Function) -> Function:
+    """Mark a model's loss(output, target): the last stage's own `loss`, if it has one, computes the same."""
+    function.by_last_stage = True  # type: ignore[attr-defined]
+    return function
+
+
+def own_loss(stage: nn.Module, loss_fn: object) -> Callable[..., Any] | None:
+    """The last stage's own loss(hidden, target), if it takes the place of `loss_fn`."""
+    return getattr(stage, "loss", None) if getattr(loss_fn, "by_last_stage", False) else None
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

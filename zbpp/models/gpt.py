@@ -15,9 +15,11 @@ from zbpp.models.layers import (
     Block,
     Blueprint,
     DocumentStage,
+    Head,
     check_divides,
     check_length,
     check_positive,
+    last_stage,
     merge_heads,
     split_heads,
     token_accuracy,
@@ -25,7 +27,7 @@ from zbpp.models.layers import (
     transformer_std,
 )
 from zbpp.models.tensor_parallel import BlockPlan, ShardedDropout, parallelize
-from zbpp.stage_api import widens_itself
+from zbpp.stage_api import by_last_stage, widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +38,7 @@ class Gpt:
 
     `dropout` is a probability: after the embedding, in attention, and after each residual branch. Which
     numbers are dropped depends on the cut, not on the schedule. `sequence_parallel`: see `parallelize`.
-    `tie_embeddings`: the head has the embedding's weight.
+    `tie_embeddings`: the head has the embedding's weight. `head`: see HEADS in layers.py.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -53,6 +55,7 @@ class Gpt:
         dropout: float = 0.0,
         sequence_parallel: bool = False,
         tie_embeddings: bool = False,
+        head: str = "auto",
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -75,7 +78,7 @@ class Gpt:
             layer=lambda number: gpt_block(hidden_size, num_heads, dropout),
             last={
                 "norm": lambda: nn.LayerNorm(hidden_size),
-                "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
+                "head": lambda: Head(hidden_size, vocab_size, keeps_logits=head != "recompute"),
             },
             last_cost=head_in_layers(
                 layer_parameters=12 * hidden_size**2,  # q, k, v, output; up and down, four times as wide
@@ -89,6 +92,7 @@ class Gpt:
             std=transformer_std(num_layers),
             seed=seed,
             stage=DocumentStage,
+            last_stage=last_stage(head),
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
@@ -114,6 +118,7 @@ class Gpt:
         """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
         return self._blueprint.layer_counts(num_stages)
 
+    @by_last_stage
     @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""

@@ -12,11 +12,12 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
+from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 
@@ -35,7 +36,7 @@ class Blueprint:
 
     last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. tied: {name of a
     parameter: other name of the same one}; a stage with the first name alone has a copy. stage: the class of
-    a stage, which gets its parts.
+    a stage, which gets its parts; last_stage: that of the last one, if it is another.
     """
 
     layer: Callable[[int], nn.Module]
@@ -48,6 +49,7 @@ class Blueprint:
     last_cost: float = 0.0
     tied: Mapping[str, str] = field(default_factory=dict)
     stage: type[nn.Sequential] = nn.Sequential
+    last_stage: type[nn.Sequential] | None = None
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
         """Stage `index` on the CPU with its initial weights; nothing of the others is allocated.
@@ -62,7 +64,8 @@ class Blueprint:
         # On the meta device the modules' own initialisation costs nothing and draws no random numbers.
         with torch.device("meta"):
             parts = OrderedDict(self._parts(index, num_stages, layers[index]))
-        stage = self.stage(parts)
+        is_last = index == num_stages - 1
+        stage = ((is_last and self.last_stage) or self.stage)(parts)
         initialise(stage, self.seed, self.std, self.tied)
         return stage
 
@@ -161,12 +164,66 @@ def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor
     zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have different numbers of
     targets, is the mean over all targets.
     """
+    return _mean(partial(logits_cross_entropy, logits, ignore_index=_IGNORED), target)
+
+
+def _mean(losses: Callable[..., Tensor], target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """`token_loss` of losses(target=labels), one for each token."""
     labels = target if isinstance(target, Tensor) else target[0]
-    total = logits_cross_entropy(logits, labels, ignore_index=_IGNORED).sum()
+    total = losses(target=labels).sum()
     if isinstance(target, Tensor):
         return total / (target != _IGNORED).sum().clamp(min=1)
     num_targets, num_rows = target[1][0].clamp(min=1).to(total.dtype)
     return total * num_rows / (num_targets * len(labels))
+
+
+HEADS = ("auto", "whole", "recompute")
+"""How the last stage computes the loss.
+
+auto: as `zbpp.linear_cross_entropy` does. recompute: with keep_logits=False. whole: the stage returns logits,
+and the loss is a function of them.
+"""
+
+
+class Head(nn.Linear):
+    """The last layer of a language model: hidden states [..., H] -> logits; with a target, losses.
+
+    keeps_logits: as keep_logits of `zbpp.linear_cross_entropy`.
+    """
+
+    def __init__(self, hidden_size: int, vocab_size: int, *, keeps_logits: bool = True) -> None:
+        super().__init__(hidden_size, vocab_size, bias=False)
+        self.keeps_logits = keeps_logits
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        if target is None:
+            return super().forward(x)
+        return linear_cross_entropy(
+            x, self.weight, target, ignore_index=_IGNORED, keep_logits=self.keeps_logits
+        )
+
+
+def head_loss(head: nn.Module, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    """`token_loss` of the logits that a head makes of hidden states.
+
+    A Head computes the losses itself, unless it has hooks: these are given logits.
+    """
+    if not isinstance(head, Head) or _has_hooks(head):
+        return token_loss(head(hidden), target)
+    return _mean(partial(head, hidden), target)
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of somebody else than torch's parallelism."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    is_foreign = any(not str(each.__module__).startswith("torch.distributed.") for each in hooks)
+    return is_foreign or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def check_head(head: str) -> None:
+    """Raises ValueError for a value that is not among HEADS."""
+    if head not in HEADS:
+        raise ValueError(f"head={head}: write one of {', '.join(HEADS)}")
 
 
 def token_accuracy(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
@@ -218,15 +275,16 @@ class DocumentStage(nn.Sequential):
     """
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None
+        self, input_ids: Tensor, position_ids: Tensor | None = None, *, head: bool = True
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = input_ids
+        modules = [module for name, module in self.named_children() if head or name != "head"]
         if position_ids is None:
-            for module in self:
+            for module in modules:
                 x = module(x)
             return x
         mask = document_mask(position_ids)
-        for module in self:
+        for module in modules:
             if getattr(module, "takes_mask", False):
                 x = module(x, position_ids, mask)
             elif getattr(module, "takes_positions", False):
@@ -234,6 +292,20 @@ class DocumentStage(nn.Sequential):
             else:
                 x = module(x)
         return x if "head" in self._modules else (x, position_ids)
+
+
+class LastStage(DocumentStage):
+    """The last stage, which computes the loss itself: see zbpp/stage_api.py."""
+
+    def loss(self, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """`token_loss` of the logits."""
+        return head_loss(self.get_submodule("head"), hidden, target)
+
+
+def last_stage(head: str) -> type[DocumentStage]:
+    """The class of the last stage. head: one of HEADS. Raises ValueError for another value."""
+    check_head(head)
+    return DocumentStage if head == "whole" else LastStage
 
 
 def document_mask(position_ids: Tensor) -> Tensor:

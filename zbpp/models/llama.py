@@ -7,10 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from zbpp.models.layers import Blueprint, DocumentStage, token_accuracy, token_loss, transformer_std
+from zbpp.models.layers import (
+    Blueprint,
+    DocumentStage,
+    Head,
+    last_stage,
+    token_accuracy,
+    token_loss,
+    transformer_std,
+)
 from zbpp.models.llama_layer import LlamaSizes, default_intermediate
 from zbpp.models.tensor_parallel import BlockPlan, parallelize
-from zbpp.stage_api import widens_itself
+from zbpp.stage_api import by_last_stage, widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,6 +52,7 @@ class Llama:
     `tie_embeddings`: the head has the embedding's weight.
     `experts`: SwiGLUs of each layer (None: one, without a router), of which each token takes the
     `experts_per_token` that its router prefers; `balance_loss`: the weight of the loss that balances them.
+    `tie_embeddings`: the head has the embedding's weight. `head`: see HEADS in layers.py.
     `layers_per_stage`: how many layers each stage gets; by default the heaviest stage, with the head counted,
     is as light as possible. Initial weights depend on `seed` and on their names only. Raises ValueError for
     sizes that don't fit each other, and when a stage gets a sequence longer than `sequence_length`.
@@ -66,6 +75,7 @@ class Llama:
         experts: int | None = None,
         experts_per_token: int = 2,
         balance_loss: float = 0.01,
+        head: str = "auto",
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
@@ -99,7 +109,7 @@ class Llama:
             layer=lambda number: sizes.block(),
             last={
                 "norm": lambda: nn.RMSNorm(hidden_size, eps=norm_eps),
-                "head": lambda: nn.Linear(hidden_size, vocab_size, bias=False),
+                "head": lambda: Head(hidden_size, vocab_size, keeps_logits=head != "recompute"),
             },
             last_cost=sizes.head_in_layers(),
             tied={"head.weight": "embedding.weight"} if tie_embeddings else {},
@@ -108,6 +118,7 @@ class Llama:
             std=transformer_std(num_layers),
             seed=seed,
             stage=DocumentStage,
+            last_stage=last_stage(head),
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
@@ -148,6 +159,7 @@ class Llama:
         leaf = _EXPERTS.get(leaf, leaf)
         return f"model.layers.{part.removeprefix('layer_')}.{_LIBRARY_NAMES[module]}.{leaf}"
 
+    @by_last_stage
     @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""

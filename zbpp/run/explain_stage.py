@@ -15,6 +15,7 @@ from zbpp.config import ExplainConfig, naming
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, explained_as_data
 from zbpp.run.stages import compile_stages
+from zbpp.stage_api import own_loss
 from zbpp.training.batches import batch_for
 
 
@@ -42,8 +43,9 @@ def explain_stage(config: ExplainConfig) -> Explanation:
             args = _outputs_before(first, map(build, range(1, index)), args)
         compile_stages({index: stage}, config.compile, budget=1.0)
         with auxiliary_losses() as auxiliary:
-            output = stage(*args)
-            root = model.loss(output, target) if index == last else output
+            own = own_loss(stage, model.loss) if index == last else None
+            output = stage(*args) if own is None else stage(*args, head=False)
+            root = output if index < last else (own or model.loss)(output, target)
         return explain([*as_list(root), *auxiliary.values()], args, stage.named_parameters())
 
 

@@ -37,6 +37,7 @@ from zbpp.runtime.boundary import (
 )
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.layout import Message, describe, layout_of
+from zbpp.stage_api import own_loss
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
@@ -67,7 +68,8 @@ class StageWorker:
     """Runs one stage.
 
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
-    its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss.
+    its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss. The
+    module's own loss may take its place (stage_api.py).
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
 
     run_w: how W adds a microbatch's gradients. around_w: a context for each W, such as gathered weights;
@@ -171,7 +173,7 @@ class StageWorker:
         observe(output, None if targets is None else targets[microbatch])
         has_loss = _is_loss(output) if self.loss_fn is None else targets is not None
         if has_loss:
-            self._keep_loss(self._loss(microbatch, output))
+            self._keep_loss(self._loss(microbatch, output, self.loss_fn))
         return ()
 
     def backward_input(self, microbatch: int, message: Message) -> Message:
@@ -255,26 +257,30 @@ class StageWorker:
 
     def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The module's outputs as a tuple, None where it returned None; on the last stage the loss."""
-        output = self._run_module(microbatch, inputs)
-        return (self._loss(microbatch, output),) if self._is_last else checked_outputs(self.index, output)
+        if not self._is_last:
+            return checked_outputs(self.index, self._run_module(microbatch, inputs))
+        own = own_loss(self.module, self.loss_fn)
+        if own is not None:
+            return (self._loss(microbatch, self._run_module(microbatch, inputs, head=False), own),)
+        return (self._loss(microbatch, self._run_module(microbatch, inputs), self.loss_fn),)
 
-    def _run_module(self, microbatch: int, inputs: tuple[Any, ...]) -> Any:
+    def _run_module(self, microbatch: int, inputs: tuple[Any, ...], **options: Any) -> Any:
         self.seed_generator(self.device, self._feed.seeds[microbatch])
         try:
-            return self.module(*inputs, **self._feed.kwargs[microbatch])
+            return self.module(*inputs, **self._feed.kwargs[microbatch], **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.index and not is_out_of_memory(error):
                 given = describe(layout_of(inputs))
                 error.add_note(f"the forward was given what stage {self.index - 1} returned, {given}")
             raise
 
-    def _loss(self, microbatch: int, output: Any) -> Tensor:
+    def _loss(self, microbatch: int, output: Any, loss_fn: Loss | None) -> Tensor:
         if output is None:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
-        if self.loss_fn is not None:
+        if loss_fn is not None:
             assert self._feed.targets is not None  # `begin` refuses a step without a target
             try:
-                output = self.loss_fn(output, self._feed.targets[microbatch])
+                output = loss_fn(output, self._feed.targets[microbatch])
             except Exception as error:
                 error.add_note("in the loss function")
                 raise

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
-from zbpp.autograd.models.sharded import WordShard, is_on_mesh, word_shard
+from zbpp.autograd.models.sharded import WordShard, is_on_mesh, replicated, word_shard
 from zbpp.autograd.rules import add_product, rule
 
 _CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
@@ -100,12 +100,12 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = 
 
 def _losses(logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
     """The losses of logits [T, V], which may be a DTensor."""
-    shard = None
-    if is_on_mesh(logits):
-        logits, shard = word_shard(logits)
+    if not is_on_mesh(logits):
+        return _apply(_LossesOfLogits, logits, target, loss)
+    local, shard = word_shard(logits)
     if shard and loss.smoothing:
         raise ValueError("label_smoothing goes with no logits that are sharded along the words")
-    return _apply(_LossesOfLogits, logits, target, loss._replace(shard=shard))
+    return replicated(_apply(_LossesOfLogits, local, target, loss._replace(shard=shard)), logits)
 
 
 def _check_target(name: str, x: Tensor, target: Tensor) -> None:
@@ -315,7 +315,7 @@ class _AddHeadGradient:
         weight, x, labels, at_target, scale = held
         columns = labels, at_target, scale * dy[:, None]
         for memory, logits, some_x, *parts in self.loss.products(weight, x, *columns):
-            self.loss.backward(memory, logits, *parts, logits)
+            self.loss.backward(memory, logits, *parts, dz=logits)
             add_product(target, logits.T, some_x, fresh)
             fresh = False
 

@@ -96,16 +96,15 @@ class WordShard(NamedTuple):
 
 
 def word_shard(logits: Any) -> tuple[Tensor, WordShard | None]:
-    """This rank's logits of a DTensor [T, V], and which words they are of; None if they are of all words.
+    """This rank's logits of a DTensor [T, V], and which words they are of; None: of all words.
 
-    Raises ValueError unless the logits are sharded along the words, over one dimension of the mesh, or whole.
+    They are of all words unless one dimension of the mesh shards the words, and the others shard nothing.
     """
     dims = _dims(logits.placements)
-    if dims is None or dims.count(1) > 1 or not {*dims} <= {None, 1}:
-        raise ValueError(
-            f"logits are placed as {logits.placements}: shard them along the words, or not at all"
-        )
-    local = logits.to_local()
+    if dims is None or sorted(dims, key=str) != [1, *[None] * (len(dims) - 1)]:
+        dims = (None,) * len(logits.placements)
+        logits = logits.redistribute(placements=_placements(dims, logits))
+    local: Tensor = logits.to_local()
     if 1 not in dims:
         return local, None
     mesh, dim = logits.device_mesh, dims.index(1)
@@ -117,6 +116,13 @@ def word_shard(logits: Any) -> tuple[Tensor, WordShard | None]:
         return found
 
     return local, WordShard(min(mesh.get_local_rank(dim) * -(-num_words // num_ranks), num_words), gather)
+
+
+def replicated(tensor: Tensor, like: Any) -> Tensor:
+    """A tensor that is equal on all ranks, as a DTensor on the mesh of another one."""
+    placements = _placements((None,) * len(like.placements), tensor)
+    whole: Tensor = type(like).from_local(tensor, like.device_mesh, placements, run_check=False)
+    return whole
 
 
 def is_on_mesh(tensor: Any) -> bool:

@@ -24,12 +24,22 @@ from zbpp.models.hf.calls import (
     record,
     refuse_what_is_made_later,
 )
-from zbpp.models.hf.cut import Cut, CutError, FirstStage, LibraryError, Stage, layers_at
+from zbpp.models.hf.cut import (
+    Cut,
+    CutError,
+    FirstStage,
+    LastStage,
+    LibraryError,
+    OnlyStage,
+    Stage,
+    layers_at,
+)
 from zbpp.models.hf.init import constants_of, initialise
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.masks import Kind, refused_kinds
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
 from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
+from zbpp.models.layers import token_loss
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -73,7 +83,9 @@ def _find_cut(
     refuse_what_is_made_later(whole, path, calls, recorded, layers)
     hidden = recorded[0].leaves[calls[0].carried[0]]
     owners = owners_of(whole, path, tokens, calls, layers)
-    cut = Cut(path, tuple(layers), owners, calls, batch_and_time(whole, hidden), token, constants, {})
+    head = head_of(whole, tokens)
+    sizes = batch_and_time(whole, hidden)
+    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, constants, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
 
@@ -85,9 +97,11 @@ def build_stage(
     seed: int,
     weights: FolderWeights | None = None,
     dtype: torch.dtype = torch.float32,
+    head: str = "auto",
 ) -> Stage:
     """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
 
+    head: one of layers.HEADS; the last stage computes the loss itself if it can.
     weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
     tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
     parameters that the cut names.
@@ -107,7 +121,7 @@ def build_stage(
 
     if weights is None:
         initialise(model, seed, is_own, cut.constants)
-        return (Stage if index else FirstStage)(model, cut, index)
+        return _stage(model, cut, index, head)
     initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
     if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
         weights.load(
@@ -115,7 +129,31 @@ def build_stage(
         )
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
-    return (Stage if index else FirstStage)(model, cut, index)
+    return _stage(model, cut, index, head)
+
+
+def _stage(model: PreTrainedModel, cut: Cut, index: int, head: str) -> Stage:
+    if index < len(cut.layers) - 1 or head == "whole" or not cut.head:
+        return (Stage if index else FirstStage)(model, cut, index)
+    return (LastStage if index else OnlyStage)(model, cut, index, keeps_logits=head != "recompute")
+
+
+def head_of(model: PreTrainedModel, tokens: Tensor) -> tuple[str, str]:
+    """(name of the linear layer whose product with hidden states the logits are, ""), or ("", why not)."""
+    head: Any = model.get_output_embeddings()
+    if type(head) is not nn.Linear or head.bias is not None:
+        return "", "its head is no linear layer without bias"
+    calls: list[tuple[Any, ...]] = []
+    handle = head.register_forward_hook(lambda module, args, output: calls.append(args))
+    with torch.no_grad():
+        logits = model(input_ids=tokens, return_dict=True).logits
+    handle.remove()
+    if [len(args) for args in calls] != [1]:
+        return "", "it calls its head several times, or with several arguments"
+    product = nn.functional.linear(calls[0][0], head.weight)
+    if product.shape != logits.shape or not torch.equal(product.to(logits.dtype), logits):
+        return "", "its logits are not what its head returns: scaled, capped or cut"
+    return next(name for name, module in model.named_modules() if module is head), ""
 
 
 def _compare(
@@ -136,6 +174,7 @@ def _compare(
     logits = whole(input_ids=tokens, return_dict=True).logits
     (output,) = _chained(stages, tokens)
     _refuse_difference(whole, "logits", output, logits)
+    _compare_own_loss(whole, stages, tokens, logits)
     generator = torch.Generator().manual_seed(seed_of(seed, "gradient of logits"))
     gradient = torch.rand(logits.shape, generator=generator, dtype=logits.dtype) + 0.5
     whole.zero_grad()
@@ -149,6 +188,16 @@ def _compare(
     for module in (whole, *stages):
         module.train(False)
     return refused_kinds(whole, lambda *batch: _output(stages, batch), tokens, _is_close)
+
+
+def _compare_own_loss(whole: PreTrainedModel, stages: Sequence[Any], tokens: Tensor, logits: Tensor) -> None:
+    """Raises CutError if the last stage's own loss is not the loss of the logits."""
+    if hasattr(stages[-1], "loss"):
+        with torch.no_grad():
+            *before, last = stages
+            (message,) = _messages(before, tokens)
+            found = last.loss(last(*message, head=False), tokens)
+            _refuse_difference(whole, "the loss", found, token_loss(logits, tokens))
 
 
 def _compare_calls(
@@ -181,11 +230,16 @@ def _output(stages: Sequence[nn.Module], batch: Any) -> Tensor:
 
 def _chained(stages: Sequence[nn.Module], *batches: Tensor) -> list[Tensor]:
     """The logits of each batch. Every stage runs all batches before the next stage runs any."""
+    return [logits for (logits,) in _messages(stages, *batches)]
+
+
+def _messages(stages: Sequence[nn.Module], *batches: Tensor) -> list[Any]:
+    """What the last of these stages returns for each batch."""
     messages: list[Any] = [(tokens,) for tokens in batches]
     for stage in stages:
         outputs = [stage(*message) for message in messages]
         messages = [output if isinstance(output, tuple) else (output,) for output in outputs]
-    return [logits for (logits,) in messages]
+    return messages
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zbpp.models.hf.masks import Given, Kind, keywords, kind_of, merged, refuse
 from zbpp.models.hf.ties import names_of
+from zbpp.models.layers import Head, head_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +69,8 @@ class Cut(NamedTuple):
     calls: Sequence[Call]
     batch_and_time: tuple[int, int]
     token: int  # one that is not padding, for stages that have no tokens
+    head: str  # the name of the head, see `head_of` in check.py; "" if logits are more than its product
+    no_head: str  # why
     constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
     refused: Mapping[Kind, str]  # batches that the family can't be trained with, and why
 
@@ -75,26 +78,39 @@ class Cut(NamedTuple):
 class PatchedModel:
     """A model that can be run with other layers, and with zeros in place of some parameters.
 
-    others: the names of these parameters.
+    others: the names of these parameters. head: the name of a module at which a run may end.
     """
 
-    def __init__(self, model: PreTrainedModel, path: str, others: Collection[str] = ()) -> None:
-        self.model, self.path = model, path
+    def __init__(
+        self, model: PreTrainedModel, path: str, others: Collection[str] = (), head: str = ""
+    ) -> None:
+        self.model, self.path, self.head = model, path, head
         self.shapes: dict[str, dict[str, torch.Size]] = {}
         for name in others:
             owner, _, leaf = name.rpartition(".")
             self.shapes.setdefault(owner, {})[leaf] = model.get_parameter(name).shape
-        self.copied = {name for each in (path, *self.shapes) for name in _above(each)} | set(self.shapes)
+        self.copied = {name for each in (path, *self.shapes, head) for name in _above(each)} | {*self.shapes}
 
     def run(
-        self, tokens: Tensor, layers: Sequence[Any], like: Tensor, *, training: bool, **given: Tensor
+        self,
+        tokens: Tensor,
+        layers: Sequence[Any],
+        like: Tensor,
+        *,
+        training: bool,
+        ends_at_head: bool = False,
+        **given: Tensor,
     ) -> Tensor:
         """Run the model and return its logits.
 
         layers: called instead of the model's own. like: a tensor with the dtype and device of the zeros.
-        given: further arguments of the model, such as attention_mask.
+        ends_at_head: the call of the head raises HeadReached. given: further arguments of the model, such as
+        attention_mask.
         """
         model = self._copy(self.model, "", layers, like, training)
+        if ends_at_head:
+            path, _, name = self.head.rpartition(".")
+            model.get_submodule(path)._modules[name] = LastLeave()  # type: ignore[assignment]  # no module
         logits: Tensor = model(input_ids=tokens, **given, return_dict=True).logits
         return logits
 
@@ -136,7 +152,8 @@ class Stage(nn.Module):
         super().__init__()
         self._cut, self._index = cut, index
         others = [name for name in names_above_layers(model, cut.path) if cut.owners[name] != index]
-        self._patched = PatchedModel(model, cut.path, others)
+        head = cut.head if index == len(cut.layers) - 1 else ""
+        self._patched = PatchedModel(model, cut.path, others, head)
         for path, shapes in self._patched.shapes.items():
             for name in shapes:
                 del model.get_submodule(path)._parameters[name]
@@ -173,13 +190,19 @@ class Stage(nn.Module):
                 module._modules[name] = child
 
     def forward(
-        self, *received: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
+        self,
+        *received: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        head: bool = True,
     ) -> Tensor | tuple[Tensor | None, ...]:
         count = len(self._cut.calls[self._cut.layers[self._index].start].carried)
         given = merged(received[count:], (attention_mask, position_ids))
-        return self._run(received[:count], given)
+        return self._run(received[:count], given, head)
 
-    def _run(self, received: tuple[Tensor, ...], given: Given) -> Tensor | tuple[Tensor | None, ...]:
+    def _run(
+        self, received: tuple[Tensor, ...], given: Given, head: bool
+    ) -> Tensor | tuple[Tensor | None, ...]:
         first, last = self._index == 0, self._index == len(self._cut.layers) - 1
         is_given, kind = given != (None, None), type(self._patched.model).__name__
         if is_given:
@@ -188,7 +211,10 @@ class Stage(nn.Module):
         like = self._like() if first else received[0]
         tokens = received[0] if first else self._tokens(received[0])
         try:
-            logits = self._patched.run(tokens, layers, like, training=self.training, **keywords(given))
+            options = {"training": self.training, "ends_at_head": not head}
+            output = self._patched.run(tokens, layers, like, **options, **keywords(given))
+        except HeadReached as reached:
+            (output,) = reached.args
         except StageDone as done:
             sent = (*done.args, *given) if is_given else done.args
             return sent if len(sent) > 1 else sent[0]
@@ -199,7 +225,7 @@ class Stage(nn.Module):
                 f"{kind} has not called layer {number}, where a stage begins: "
                 "write config.layerdrop=0, if it has one"
             )
-        return logits
+        return output
 
     def _like(self) -> Tensor:
         """A plain tensor of the stage's dtype and device; its parameters may be sharded over a mesh."""
@@ -237,8 +263,32 @@ class FirstStage(Stage):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
+        *,
+        head: bool = True,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        return self._run((input_ids,), (attention_mask, position_ids))
+        return self._run((input_ids,), (attention_mask, position_ids), head)
+
+
+class _OwnsLoss(Stage):
+    """A last stage that computes the loss itself, see zbpp/stage_api.py. keeps_logits: see `Head`."""
+
+    def __init__(self, model: PreTrainedModel, cut: Cut, index: int, *, keeps_logits: bool) -> None:
+        super().__init__(model, cut, index)
+        head = self.get_submodule(cut.head)
+        head.__class__ = Head  # it was an nn.Linear without bias
+        cast(Head, head).keeps_logits = keeps_logits
+
+    def loss(self, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """`token_loss` of the logits."""
+        return head_loss(self.get_submodule(self._cut.head), hidden, target)
+
+
+class LastStage(_OwnsLoss):
+    """The last stage of several."""
+
+
+class OnlyStage(_OwnsLoss, FirstStage):
+    """The one stage of a model that is not cut."""
 
 
 def repeated(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
@@ -258,6 +308,17 @@ def names_above_layers(model: nn.Module, path: str) -> list[str]:
 
 class StageDone(Exception):
     """Raised to end a stage's forward; its arguments are the tensors for the next stage."""
+
+
+class HeadReached(Exception):
+    """Raised where the model calls its head; its argument are the hidden states."""
+
+
+class LastLeave:
+    """Stands in place of the head."""
+
+    def __call__(self, hidden: Tensor) -> Any:
+        raise HeadReached(hidden)
 
 
 class LayerProxy:

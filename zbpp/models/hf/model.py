@@ -24,9 +24,9 @@ from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.parallel import parallelize_stage
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.ties import aliases_of
-from zbpp.models.layers import check_positive, token_loss
+from zbpp.models.layers import check_head, check_positive, token_loss
 from zbpp.partition import split_layers
-from zbpp.stage_api import widens_itself
+from zbpp.stage_api import by_last_stage, widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -45,6 +45,7 @@ class HuggingFace:
     Or path: a folder with config.json and safetensors. Each stage reads its own tensors only. overrides:
     values for keys of that config.json. dtype: what parameters are read as; bfloat16 goes with
     precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are refused.
+    head: see HEADS in layers.py; auto is whole where logits are more than the product of a head without bias.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
     embeddings, or the library ties other parameters, a stage has copies of parameters of earlier stages.
@@ -62,12 +63,14 @@ class HuggingFace:
         strict: bool = True,
         vocab_size: int | None = None,
         sequence_length: int | None = None,
+        head: str = "auto",
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
         data = {"vocab_size": vocab_size, "max_position_embeddings": sequence_length}
         sizes = {name: size for name, size in data.items() if size is not None}
         check_positive(**sizes)
+        check_head(head)
         _check_sources(config, path, overrides, dtype)
         self.path = None if path is None else Path(path)
         self._dtype = _DTYPES[dtype]
@@ -83,7 +86,7 @@ class HuggingFace:
             for name in (*self._weights.missing, *self._weights.surplus):
                 _log.warning("%s: %s is not in both the model and the files", self.path, name)
         self._config = without_cache(self._library_config)
-        self._layers_per_stage, self._seed = layers_per_stage, seed
+        self._layers_per_stage, self._seed, self._head = layers_per_stage, seed, head
         self._cuts: dict[int, Cut] = {}
         self._degrees_tried: set[int] = set()
 
@@ -98,7 +101,10 @@ class HuggingFace:
             raise ValueError(
                 f"stage {index} does not exist: with num_stages={num_stages} write 0 to {num_stages - 1}"
             )
-        return build_stage(self._config, cut, index, self._seed, self._weights, self._dtype)
+        is_real = torch.get_default_device().type != "meta"  # else somebody looks for shared parameters only
+        if index == num_stages - 1 and is_real and self._head == "auto" and not cut.head:
+            _log.warning("%s: head=whole, since %s", self._kind, cut.no_head)
+        return build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
 
     def tied(self) -> dict[str, str]:
         """{name of a tied parameter: its first name}, as the library ties them; see zbpp/stage_api.py."""
@@ -119,6 +125,7 @@ class HuggingFace:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))
 
+    @by_last_stage
     @widens_itself
     def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
@@ -140,6 +147,11 @@ class HuggingFace:
                 lambda num_layers: split_layers(num_layers, num_stages, self._layers_per_stage),
                 self._seed,
             )
+            if self._head == "recompute" and not self._cuts[num_stages].head:
+                raise ValueError(
+                    f"{self._kind}: head=recompute can't be, since {self._cuts[num_stages].no_head}: write "
+                    "head=whole"
+                )
             seconds = time.perf_counter() - start
             _log.info("%s in %d stages: tried on a small copy, %.1f s", self._kind, num_stages, seconds)
         return self._cuts[num_stages]

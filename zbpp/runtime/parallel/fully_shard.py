@@ -71,6 +71,10 @@ class FullyShardedStage:
         self._trained: list[Any] = []
         self._before: list[Tensor | None] = []  # per trained parameter, its `.grad` before the reduction
         self._is_missing: list[bool] = []  # per trained parameter, whether this step gave no gradient here
+        if "loss" not in vars(stage) and callable(getattr(stage, "loss", None)):
+            from torch.distributed.fsdp import register_fsdp_forward_method
+
+            register_fsdp_forward_method(stage, "loss")  # it reads weights, as forward does
         self._stage.set_reshard_after_forward(self.frees_before_w)
         self._stage.set_requires_all_reduce(True)
         self._set_prefetch()
