@@ -99,9 +99,10 @@ def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> t
     except TypeError as error:
         raise ValueError(f"a batch has the inputs {', '.join(inputs)}, but stage 0: {error}") from None
     bound.apply_defaults()
-    if bound.kwargs:
+    by_name = ", ".join(name for name in bound.kwargs if name in inputs)
+    if by_name:
         raise ValueError(
-            f"stage 0 takes {', '.join(bound.kwargs)} by name only, but a pipeline passes them by position: "
+            f"stage 0 takes {by_name} by name only, but a pipeline passes them by position: "
             "let its forward take them as ordinary arguments"
         )
     return bound.args[1:]

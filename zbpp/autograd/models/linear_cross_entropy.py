@@ -207,7 +207,7 @@ class _Loss(NamedTuple):
         return losses.masked_fill(is_ignored, 0), at_target, scale.masked_fill_(is_ignored, 0)
 
     def backward(
-        self, memory: Tensor, logits: Tensor, labels: Tensor, at_target: Tensor, scale: Tensor, dz: Tensor
+        self, memory: Tensor, logits: Tensor, dz: Tensor, labels: Tensor, at_target: Tensor, scale: Tensor
     ) -> None:
         """Write (softmax + at_target at the target) * scale to dz, which may be the logits.
 
@@ -258,7 +258,7 @@ class _LossesOfLogits(torch.autograd.Function):
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)
-        for each in ctx.loss.chunks(logits.shape[1], logits, labels, at_target, scale, dz):
+        for each in ctx.loss.chunks(logits.shape[1], logits, dz, labels, at_target, scale):
             ctx.loss.backward(*each)
         return dz, None, None
 
@@ -278,7 +278,7 @@ class _WeightOfHead(torch.autograd.Function):
         ):
             columns = loss.for_b(*loss.forward(memory, logits, some_labels), *some_masks)
             if wants_dx:
-                loss.backward(memory, logits, some_labels, *columns[1:], logits)
+                loss.backward(memory, logits, logits, some_labels, *columns[1:])
                 torch.mm(logits, weight, out=some_dx)
             found.append(columns)
         losses, *for_b = _cat(found)
@@ -314,8 +314,8 @@ class _AddHeadGradient:
     def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
         weight, x, labels, at_target, scale = held
         columns = labels, at_target, scale * dy[:, None]
-        for memory, logits, some_x, *parts in self.loss.products(weight, x, *columns):
-            self.loss.backward(memory, logits, *parts, dz=logits)
+        for memory, logits, some_x, *some_columns in self.loss.products(weight, x, *columns):
+            self.loss.backward(memory, logits, logits, *some_columns)
             add_product(target, logits.T, some_x, fresh)
             fresh = False
 

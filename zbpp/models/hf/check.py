@@ -140,15 +140,15 @@ def _stage(model: PreTrainedModel, cut: Cut, index: int, head: str) -> Stage:
 
 def head_of(model: PreTrainedModel, tokens: Tensor) -> tuple[str, str]:
     """(name of the linear layer whose product with hidden states the logits are, ""), or ("", why not)."""
-    head: Any = model.get_output_embeddings()
-    if type(head) is not nn.Linear or head.bias is not None:
+    head: Any = model.get_output_embeddings()  # type: ignore[no-untyped-call]  # the library's
+    if type(head) is not nn.Linear or getattr(head, "bias", None) is not None:
         return "", "its head is no linear layer without bias"
     calls: list[tuple[Any, ...]] = []
     handle = head.register_forward_hook(lambda module, args, output: calls.append(args))
     with torch.no_grad():
         logits = model(input_ids=tokens, return_dict=True).logits
     handle.remove()
-    if [len(args) for args in calls] != [1]:
+    if len(calls) != 1 or len(calls[0]) != 1:
         return "", "it calls its head several times, or with several arguments"
     product = nn.functional.linear(calls[0][0], head.weight)
     if product.shape != logits.shape or not torch.equal(product.to(logits.dtype), logits):

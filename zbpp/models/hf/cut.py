@@ -211,8 +211,9 @@ class Stage(nn.Module):
         like = self._like() if first else received[0]
         tokens = received[0] if first else self._tokens(received[0])
         try:
-            options = {"training": self.training, "ends_at_head": not head}
-            output = self._patched.run(tokens, layers, like, **options, **keywords(given))
+            output = self._patched.run(
+                tokens, layers, like, training=self.training, ends_at_head=not head, **keywords(given)
+            )
         except HeadReached as reached:
             (output,) = reached.args
         except StageDone as done:
