@@ -165,7 +165,7 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ),
         (
             "optimizer.kahan_sum=true precision=mixed_bfloat16",
-            "kahan_sum=true is for weights in bfloat16, but precision=mixed_bfloat16: write precision=bf",
+            "optimizer.kahan_sum=true doesn't go with precision=mixed_bfloat16: it is for weights in",
         ),
         ("optimizer.learning_rate=0", "optimizer.learning_rate=0.0: write a number, above 0"),
         ("finetune.lora.target_modules=[q_proj]", "finetune.lora.r is not set"),
@@ -180,10 +180,10 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
             "cuda_graphs=true doesn't go with memory.recompute=block: write memory.recompute=none",
         ),
         ("memory.budget=2", "memory.budget=2.0: write a number, 0 to 1"),
-        ("memory.budget=0.5", "memory.budget=0.5 works with compile=stage or layer only"),
+        ("memory.budget=0.5", "memory.budget=0.5 doesn't go with compile=none: write compile=stage"),
         (
             "compile=stage memory.recompute=block",
-            "memory.recompute=block doesn't go with compile=stage: write a memory.budget",
+            "compile=stage doesn't go with memory.recompute=block: write a memory.budget",
         ),
         (
             "memory.offload_weights=true compile=stage",
@@ -195,11 +195,11 @@ def test_unknown_keys_wrong_types_and_unknown_choices_are_named(override, words)
         ),
         (
             "memory.offload_weights=true parallel.replicate=2",
-            "memory.offload_weights=true doesn't go with parallel.replicate, shard or tensor: leave",
+            "memory.offload_weights=true doesn't go with parallel.replicate=2: leave",
         ),
         (
             "memory.gradient_release=step",
-            "and optimizer.clip_norm needs it: write optimizer.clip_norm=null, with optimizer=stab",
+            "memory.gradient_release=step doesn't go with optimizer.clip_norm=1.0: it needs",
         ),
         (
             "memory.gradient_release=step optimizer.clip_norm=null precision=mixed_float16",

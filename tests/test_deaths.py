@@ -94,7 +94,7 @@ def here(tmp_path, monkeypatch):
 
 def train(overrides):
     config = composed(overrides)
-    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    return app.train(configs.Composed.of(config))
 
 
 @pytest.mark.slow

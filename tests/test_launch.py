@@ -34,7 +34,7 @@ from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_curves
 from zbpp.render.style import headline
 from zbpp.run import app, results
-from zbpp.run import app as trainer_parts
+from zbpp.run import trainer as trainer_parts
 from zbpp.schedule import PlanError, to_csv
 from zbpp.training.run_folder import FolderError
 
@@ -58,7 +58,7 @@ def train(overrides):
     """app.train in this process, from overrides as `zbpp train` gets them."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose("train", overrides=overrides)
-    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    return app.train(configs.Composed.of(config))
 
 
 def losses_of(run):

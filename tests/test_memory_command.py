@@ -10,7 +10,7 @@ from torch import nn
 from helpers.configs import FREE_COPIES, composed
 from zbpp.config import ConfigError
 from zbpp.models.mlp import Mlp
-from zbpp.prediction.predictor import FAKE, Predictor, predict
+from zbpp.prediction.predictor import FAKE, predict
 from zbpp.prediction.switches import Switches, memory_text, title_of
 
 MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64", "parallel.num_processes=2"]
@@ -43,25 +43,20 @@ def test_shards_hold_a_part_of_weights_and_states_and_gather_the_rest():
     assert part.reduced == pytest.approx(whole.gradients / 2)
 
 
-def test_it_says_what_fits_and_the_least_that_does():
-    config = composed(*MLP)
-    with pytest.raises(ConfigError, match="memory.limit=1e-05: no combination of switches fits") as caught:
-        list(memory_text(replace(config, memory=replace(config.memory, limit=1e-5))))
-    least, switches = re.findall(r"memory.limit=([\d.]+) with (.*)$", str(caught.value))[0]
-    *_, last = memory_text(replace(config, memory=replace(config.memory, limit=float(least))))
-    assert "everything fits" in last or switches in last
-
-
-def test_a_combination_that_fits_really_fits_and_what_is_not_listed_does_not():
-    switches = Switches(composed(*MLP, "microbatch_size=512"), Predictor())
-    own, (_, least) = switches.row(), switches.fitting(1)
-    limit = (own.peak + least.peak) / 2
-    assert not own.fits(limit)
-    fitting, _ = switches.fitting(limit)
-    assert least.changes in [each.changes for each in fitting]
-    assert [each.step for each in fitting] == sorted(each.step for each in fitting)
-    for each in fitting:
-        assert max(rank.peak for rank in each.prediction.ranks) <= limit
+def test_it_says_which_switches_make_it_fit_or_which_one_has_the_lowest_peak():
+    config = composed(*MLP, "microbatch_size=512")
+    own, *others = Switches(config).single()
+    least = min(others, key=lambda each: each.peak)
+    limited = [
+        replace(config, memory=replace(config.memory, limit=each / 2**30)) for each in (1e4, own.peak - 1)
+    ]
+    with pytest.raises(ConfigError, match="no switch makes it fit by itself.*" + re.escape(least.title)):
+        list(memory_text(limited[0]))
+    *_, last = memory_text(limited[1])
+    fitting = [each for each in others if each.fits(own.peak - 1)]
+    assert least in fitting
+    listed = re.findall(r"^  (.*?)   \(", last, flags=re.M)
+    assert listed == [each.title for each in sorted(fitting, key=lambda each: (each.step, each.peak))][:5]
 
 
 class Choosy(Mlp):

@@ -9,6 +9,7 @@ from zbpp.prediction.predictor import Predictor
 from zbpp.run import app
 from zbpp.run.plan import build_timetable, costs_of
 from zbpp.run.stages import prepare_stages
+from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]
@@ -50,12 +51,10 @@ REPORTED = [
 def trainer_of(rank, config):
     """A Trainer whose last step's memory is reported."""
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
-    plan = app.Plan(timetable, costs_of(config.schedule, timetable))
+    plan = Plan(timetable, costs_of(config.schedule, timetable))
     parts = app.build_parts(config, timetable, rank)
     prepare_stages(config, parts, timetable, None, torch.device("cpu"))
-    trainer = app.build_trainer(
-        config, parts, plan, app.build_pipeline(config, plan, parts.model, parts.stages)
-    )
+    trainer = build_trainer(config, parts, plan, build_pipeline(config, plan, parts.model, parts.stages))
     trainer.num_recorded = 0
     return trainer
 

@@ -75,7 +75,7 @@ def losses(folder, *more):
         found = compose(
             "train", overrides=command_line.arguments([*given, *more, f"run_dir={folder}"], "train")
         )
-    figures = app.train(configs.typed(found), configs.flat(found), configs.as_yaml(found))
+    figures = app.train(configs.Composed.of(found))
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line)["loss"] for line in lines], figures
 

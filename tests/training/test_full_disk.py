@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from helpers.installed import ROOT
 from zbpp import config as configs
 from zbpp.run import app
+from zbpp.run import trainer as trainer_of_run
 from zbpp.training.callbacks import Callback
 from zbpp.training.run_folder import FolderError, write_whole
 
@@ -56,7 +57,7 @@ def train(monkeypatch, folder, *callbacks, **values):
     """A run of eight steps in this process, with further callbacks."""
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(app, "build_own_callbacks", lambda config: list(callbacks))
+    monkeypatch.setattr(trainer_of_run, "build_own_callbacks", lambda config: list(callbacks))
     given = {
         "run_dir": folder,
         "steps": 8,
@@ -74,7 +75,7 @@ def train(monkeypatch, folder, *callbacks, **values):
     ]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, *(f"{key}={value}" for key, value in given.items())])
-    return app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    return app.train(configs.Composed.of(config))
 
 
 def curve(folder):

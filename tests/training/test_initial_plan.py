@@ -4,13 +4,22 @@ import json
 
 import pytest
 
+from zbpp.config import ScheduleConfig
 from zbpp.planning import plan
-from zbpp.run.plan import plan_by_name, plan_from_file
+from zbpp.run.plan import build_timetable
 from zbpp.schedule import Costs, PlanError, Timetable, simulate, to_csv
 
 P, M = 2, 6
 ODD = Timetable.parse("0F0 0F1 0B0 0B1 0W0 0W1\n1F0 1B0 1F1 1B1 1W0 1W1")  # of no family
 MEASURED = {"f": [3, 2], "b": [2, 3], "w": [1, 2], "comm": 0.5, "saved": [2**20, 2**20], "deferred": 2**19}
+
+
+def plan_by_name(name, num_ranks, num_microbatches, **options):
+    return build_timetable(ScheduleConfig(name=name, **options), num_ranks, num_microbatches)
+
+
+def plan_from_file(file, num_ranks, num_microbatches, **options):
+    return build_timetable(ScheduleConfig(timetable=file, **options), num_ranks, num_microbatches)
 
 
 @pytest.mark.parametrize(("name", "form"), [("plan.txt", str), ("plan.csv", to_csv)])

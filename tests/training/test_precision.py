@@ -232,7 +232,7 @@ def test_a_run_of_the_trainer_writes_its_float32_weights(tmp_path, precision):
 
     with initialize_config_dir(str(configs.config_folder()), version_base="1.3"):
         config = compose("train", [*overrides, "parallel.device=cpu", *(f"model.{each}" for each in sizes)])
-    figures = app.train(configs.typed(config), configs.flat(config), configs.as_yaml(config))
+    figures = app.train(configs.Composed.of(config))
     assert figures["evaluation_loss"] == pytest.approx(5.5, abs=0.2)  # log 256, and a little
     (file,) = (tmp_path / "run").glob("*.safetensors")
     weights = load_file(file)

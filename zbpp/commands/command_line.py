@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 
 from zbpp.config import Composed, command, composition_error, help_text
 from zbpp.launch import (
@@ -85,10 +84,8 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
     `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
-    alone, the keys of the default choice are dropped. If a Hugging Face model comes from a folder, the
-    default config is dropped, and the folder's vocabulary size is added. Of torchrun's ranks only rank 0
-    logs. Raises Refusal for an unknown option, and for a sweep (-m) inside torchrun: each rank would
-    sweep by itself.
+    alone, the keys of the default choice are dropped. Of torchrun's ranks only rank 0 logs. Raises Refusal
+    for an unknown option, and for a sweep (-m) inside torchrun: each rank would sweep by itself.
     """
     found = _with_num_ranks(list(given), name)
     for each in found:
@@ -96,7 +93,6 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
             raise Refusal(f"{each} is no option: zbpp {name} --help shows the options and keys")
     for group in _NAMED_BY_TARGET:
         found = _without_the_default(group, found)
-    found = _without_the_default_config(found)
     if "RANK" in os.environ:
         if {"-m", "--multirun"} & set(found):
             raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
@@ -135,26 +131,6 @@ def _without_the_default(group: str, given: list[str]) -> list[str]:
         return given
     opened = [f"++{argument}" if argument.startswith(f"{group}.") else argument for argument in given]
     return opened if chosen else [f"{group}=custom", *opened]
-
-
-def _without_the_default_config(given: list[str]) -> list[str]:
-    """`model.path=FOLDER` replaces the config that model=huggingface has: the folder has its own."""
-    paths = [argument.partition("=")[2] for argument in given if re.match(r"\+{0,2}model\.path=", argument)]
-    has_config = any(re.match(r"~?\+{0,2}model\.config\b", argument) for argument in given)
-    if "model=huggingface" not in given or paths in ([], ["null"]) or has_config:
-        return given
-    has_size = any(re.match(r"\+{0,2}model\.vocab_size=", argument) for argument in given)
-    return ["~model.config", *([] if has_size else _vocab_size(Path(paths[-1]))), *given]
-
-
-def _vocab_size(folder: Path) -> list[str]:
-    """The size of the vocabulary in a model's folder; nothing if the folder does not say it."""
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        size = config.get("vocab_size") or config["text_config"]["vocab_size"]
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return []  # what is wrong with the folder is said where it is loaded
-    return [f"model.vocab_size={size}"] if isinstance(size, int) else []
 
 
 # ---------------------------------------------------------------- mistakes

@@ -21,24 +21,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     command_line.run(_train, "train", __doc__, arguments)
 
 
-def _train(config: Composed) -> None:
-    num_ranks = config.tree.parallel.num_processes or 1
+def _train(composed: Composed) -> None:
+    num_ranks = composed.tree.parallel.num_processes or 1
     if "RANK" not in os.environ and num_ranks > 1:
         from zbpp.launch import on_ranks, prepare_ranks
 
         prepare_ranks()
-        from zbpp.run.app import check_before_start
+        from zbpp.run import app
 
-        check_before_start(config.tree, num_ranks)
-        on_ranks(num_ranks, train_on_rank, config)
+        app.check_before_start(composed.tree, num_ranks)
+        on_ranks(num_ranks, app.train, composed)
     else:
         from torch.distributed.elastic.multiprocessing.errors import record
 
-        record(train_on_rank)(config)  # inside Hydra: outside, Hydra would hide the root cause from torchrun
+        from zbpp.run import app
 
-
-def train_on_rank(config: Composed) -> None:
-    """What each rank does; importable, since it is pickled."""
-    from zbpp.run import app
-
-    app.train(config.tree, config.settings, config.yaml)
+        record(app.train)(composed)  # inside Hydra: outside, Hydra would hide the root cause from torchrun

@@ -6,7 +6,6 @@ Hydra and OmegaConf are known in this folder only. Plain objects leave it.
 from zbpp.config.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig, ScheduleConfig
 from zbpp.config.compose import (
     Composed,
-    as_yaml,
     command,
     composition_error,
     config_folder,
@@ -45,7 +44,6 @@ __all__ = [
     "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
-    "as_yaml",
     "command",
     "composition_error",
     "config_folder",

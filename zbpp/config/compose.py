@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import json
 import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, Self, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -43,6 +44,11 @@ class Composed:
     settings: dict[str, Any]
     yaml: str
 
+    @classmethod
+    def of(cls, config: DictConfig) -> Self:
+        """The forms of what Hydra has composed. Raises ConfigError."""
+        return cls(typed(config), flat(config), OmegaConf.to_yaml(config, resolve=True))
+
 
 def command(
     main: Callable[[Composed], None],
@@ -59,7 +65,7 @@ def command(
     def composed_and_checked() -> None:
         def checked(config: DictConfig) -> None:
             with guard():
-                main(Composed(typed(config), flat(config), as_yaml(config)))
+                main(Composed.of(config))
 
         decorated: Callable[[], None] = hydra.main(str(config_folder()), name, version_base="1.3")(checked)
         decorated()
@@ -73,12 +79,28 @@ def register() -> None:
     for name, kind in _KINDS.items():
         store.store(name=f"{name}_types", node=kind)
     OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
+    OmegaConf.register_new_resolver("vocabulary_of", _vocabulary_of, replace=True)
 
 
 def _sweep_number() -> str:
     """`-0`, `-1`, ... for the jobs of a sweep (-m), which all start at the same time; else nothing."""
     job = HydraConfig.get() if HydraConfig.initialized() else None
     return f"-{job.job.num}" if job is not None and job.mode is RunMode.MULTIRUN else ""
+
+
+def _vocabulary_of(folder: str | None, otherwise: int) -> int | None:
+    """The size of the vocabulary in a model's folder; None if the folder does not say it.
+
+    otherwise: without a folder.
+    """
+    if folder is None:
+        return otherwise
+    try:
+        config = json.loads((Path(folder) / "config.json").read_text())
+        size: int | None = config.get("vocab_size") or config["text_config"]["vocab_size"]
+        return size
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return None  # what is wrong with the folder is said where it is loaded
 
 
 def config_folder() -> Path:
@@ -100,10 +122,10 @@ def typed(config: DictConfig) -> Any:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
-        if isinstance(error, InterpolationKeyError):
+        if isinstance(error, InterpolationKeyError):  # the model has no vocab_size that the data ask for, say
             if missing := _missing_module(config):
                 raise ConfigError(missing) from error
-            text += _remedy(str(key), text)
+            text += f": write {key}=..., or choose another {str(key).partition('.')[0]}="
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
@@ -114,17 +136,6 @@ def _missing_module(config: DictConfig) -> str:
     if not first or first in sys.modules or importlib.util.find_spec(first) is not None:
         return ""
     return f"model._target_={target}: there is no module {first}"
-
-
-def _remedy(key: str, text: str) -> str:
-    """What to write where a key refers to another key that is not there."""
-    group, missing = key.partition(".")[0], re.search(r"'model\.(\w+)'", text)
-    if group == "data" and missing:
-        return (
-            f": the model has no {missing[1]}, so this choice of data does not fit it: write {key}=..., "
-            "choose another data=, or name data of yours, data._target_=my_file.my_data"
-        )
-    return f": write it, or choose another {group}="
 
 
 def flat(config: DictConfig) -> dict[str, Any]:
@@ -138,11 +149,6 @@ def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
             yield from _leaves(f"{prefix}.{key}" if prefix else str(key), value)
     else:
         yield prefix, node
-
-
-def as_yaml(config: DictConfig) -> str:
-    """The resolved config."""
-    return OmegaConf.to_yaml(config, resolve=True)
 
 
 # ---------------------------------------------------------------- mistakes

@@ -224,6 +224,30 @@ class CheckpointConfig(Checked):
     background: bool = described(True, "training goes on while a copy of its state is written")
 
 
+# (one switch, another one, what to write instead); what extras exclude: zbpp/run/checks.py.
+_EXCLUDED = (
+    ("graphs", "shard", "write parallel.replicate"),
+    ("graphs", "tensor", "leave it at 1"),
+    ("graphs", "shapes", "a captured action has fixed shapes"),
+    ("graphs", "recompute", "write memory.recompute=none"),
+    ("kahan", "wide", "it is for weights in bfloat16; write precision=bfloat16"),
+    ("release", "clip", "it needs the norm of all gradients; write null, and optimizer=stable_adamw, say"),
+    ("release", "masters", "write precision=bfloat16 with optimizer.kahan_sum=true"),
+    ("offload", "no costs", "run zbpp measure, and write schedule.costs=costs.json, the file that it makes"),
+    ("report", "few steps", "it measures the last step, when states and buffers are there"),
+    ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
+    ("compile", "shard", "write parallel.replicate"),
+    ("compile", "recompute", "write a memory.budget below 1 to hold less"),
+    ("whole stage", "shard", "write memory.recompute=block"),
+    ("weights", "compile", "write compile=none"),
+    ("weights", "mixed", "write precision=float32 or bfloat16"),
+    ("weights", "replicate", "leave it at 1, with more pipeline ranks"),
+    ("weights", "shard", "leave it at 1, with more pipeline ranks"),
+    ("weights", "tensor", "leave it at 1, with more pipeline ranks"),
+    ("lora", "tensor", "write parallel.tensor=1"),
+)
+
+
 @dataclass(kw_only=True)
 class TrainConfig(RunConfig):
     """`zbpp train`. The batch has num_microbatches * microbatch_size rows."""
@@ -264,97 +288,47 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
-        for is_given, message in self._mistakes():
-            if is_given:
-                raise ConfigError(message)
+        on = self._switches()
+        for one, other, remedy in _EXCLUDED:
+            if one in on and other in on:
+                raise ConfigError(f"{on[one]} doesn't go with {on[other]}: {remedy}")
 
-    def _mistakes(self) -> list[tuple[bool, str]]:
-        """(whether two keys don't go together, what to write). What extras exclude: zbpp/run/checks.py."""
-        memory, parallel, optimizer, precision = self.memory, self.parallel, self.optimizer, self.precision
-        recompute, compiled = memory.recompute, self.compile != "none"
-        is_mixed, is_released = precision in _MIXED, memory.gradient_release != "off"
-        release, graphs = f"memory.gradient_release={memory.gradient_release}", "cuda_graphs=true"
-        compile_, weights = f"compile={self.compile}", "memory.offload_weights=true"
+    def _switches(self) -> dict[str, str]:
+        """The switches of `_EXCLUDED` that are on, by their names there, as one types them."""
+        memory, parallel, precision = self.memory, self.parallel, self.precision
+        recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={self.compile}"
         least = 9 if self.schedule.replan is not None else 3
-
-        def pair(one: str, other: str, remedy: str) -> str:
-            return f"{one} doesn't go with {other}: {remedy}"
-
-        return [
-            (self.cuda_graphs and parallel.shard > 1, pair(graphs, "parallel.shard", "write replicate")),
-            (self.cuda_graphs and parallel.tensor > 1, pair(graphs, "parallel.tensor", "leave it at 1")),
-            (
-                self.cuda_graphs and parallel.dynamic_shapes,
-                pair(graphs, "parallel.dynamic_shapes=true", "shapes are fixed"),
+        typed = {
+            "graphs": ("cuda_graphs=true", self.cuda_graphs),
+            "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
+            "shard": (f"parallel.shard={parallel.shard}", parallel.shard > 1),
+            "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
+            "shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
+            "recompute": (recompute, memory.recompute != "none"),
+            "whole stage": (recompute, memory.recompute == "stage"),
+            "compile": (compiled, self.compile != "none"),
+            "eager": (compiled, self.compile == "none"),
+            "budget": (f"memory.budget={memory.budget}", memory.budget != 1),
+            "kahan": ("optimizer.kahan_sum=true", self.optimizer.kahan_sum),
+            "wide": (f"precision={precision}", precision != "bfloat16"),
+            "mixed": (f"precision={precision}", precision in _MIXED),
+            "masters": (
+                f"precision={precision}",
+                precision == "mixed_float16" or (precision in _MIXED and parallel.shard == 1),
             ),
-            (
-                self.cuda_graphs and recompute != "none",
-                pair(graphs, f"memory.recompute={recompute}", "write memory.recompute=none"),
+            "release": (
+                f"memory.gradient_release={memory.gradient_release}",
+                memory.gradient_release != "off",
             ),
-            (
-                optimizer.kahan_sum and precision != "bfloat16",
-                f"optimizer.kahan_sum=true is for weights in bfloat16, but precision={precision}: write "
-                "precision=bfloat16, or optimizer.kahan_sum=false",
-            ),
-            (
-                is_released and optimizer.clip_norm is not None,
-                f"{release} updates weights before the norm of all gradients is known, and "
-                "optimizer.clip_norm needs it: write optimizer.clip_norm=null, with optimizer=stable_adamw, "
-                "which limits each update by itself",
-            ),
-            (
-                is_released and (precision == "mixed_float16" or (is_mixed and parallel.shard == 1)),
-                pair(
-                    release,
-                    f"precision={precision}",
-                    "write precision=bfloat16 with optimizer.kahan_sum=true",
-                ),
-            ),
-            (
-                memory.offload != "none" and self.schedule.costs is None,
-                f"memory.offload={memory.offload} plans copies by measured times: run zbpp measure, and "
-                "write schedule.costs=costs.json, the file that it makes",
-            ),
-            (
-                memory.report and self.steps < least,
-                "memory.report=true measures the last step, when optimizer states and receive buffers are "
-                f"there: write steps={least} or more",
-            ),
-            (
-                not compiled and memory.budget != 1,
-                f"memory.budget={memory.budget} works with compile=stage or layer only: leave it at 1, "
-                "or write memory.recompute=block to hold less",
-            ),
-            (
-                compiled and parallel.shard > 1,
-                pair(compile_, "parallel.shard", "write parallel.replicate instead"),
-            ),
-            (
-                compiled and recompute != "none",
-                pair(f"memory.recompute={recompute}", compile_, "write a memory.budget below 1 to hold less"),
-            ),
-            (
-                recompute == "stage" and parallel.shard > 1,
-                pair("memory.recompute=stage", "parallel.shard", "write memory.recompute=block"),
-            ),
-            (memory.offload_weights and compiled, pair(weights, compile_, "write compile=none")),
-            (
-                memory.offload_weights and is_mixed,
-                pair(weights, f"precision={precision}", "write precision=float32 or bfloat16"),
-            ),
-            (
-                memory.offload_weights and max(parallel.replicate, parallel.shard, parallel.tensor) > 1,
-                pair(
-                    weights,
-                    "parallel.replicate, shard or tensor",
-                    "leave them at 1, with more pipeline ranks",
-                ),
-            ),
-            (
-                self.finetune.adapters is not None and parallel.tensor > 1,
-                pair("finetune.lora", "parallel.tensor", "write parallel.tensor=1"),
-            ),
-        ]
+            "clip": (f"optimizer.clip_norm={self.optimizer.clip_norm}", self.optimizer.clip_norm is not None),
+            "offload": (f"memory.offload={memory.offload}", memory.offload != "none"),
+            "no costs": ("schedule.costs=null", self.schedule.costs is None),
+            "weights": ("memory.offload_weights=true", memory.offload_weights),
+            "lora": ("finetune.lora", self.finetune.adapters is not None),
+            "report": ("memory.report=true", memory.report),
+            "few steps": (f"steps={self.steps} (write {least} or more)", self.steps < least),
+        }
+        return {name: text for name, (text, is_on) in typed.items() if is_on}
 
     @property
     def profiled_steps(self) -> range:

@@ -11,15 +11,15 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any, NamedTuple
 
-from zbpp.config import ConfigError, TrainConfig
+from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
-from zbpp.run.model import build_model
-from zbpp.run.plan import build_offload, build_timetable, check_layers, costs_of
+from zbpp.run.plan import costs_of, planned
 from zbpp.run.stages import pipeline_ranks
+from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Timetable, simulate
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
@@ -57,15 +57,14 @@ class Predictor:
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
         """The predicted memory of a run. Raises ConfigError or PlanError."""
-        parallel = config.parallel
-        num_ranks = pipeline_ranks(parallel, parallel.num_processes or 1)
         if timetable is None:
-            check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-            timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
+            timetable = planned(config, pipeline_ranks(config.parallel, config.parallel.num_processes or 1))
         measured, recomputed = self.measure(config, timetable)
         offload: tuple[RankOffload, ...] = ()
         if config.memory.offload != "none":
-            offload = build_offload(config, costs_of(config.schedule, timetable)).plan(timetable)
+            gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
+            with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
+                offload = ActivationOffload(costs_of(config.schedule, timetable), gib).plan(timetable)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
         return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)

@@ -6,10 +6,8 @@ is the simulated time of a step with the switch (step_time.py).
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
 from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig
@@ -18,13 +16,10 @@ from zbpp.planning.memory_budget import excess
 from zbpp.prediction.predictor import Prediction, Predictor
 from zbpp.prediction.step_time import step_ms
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
-from zbpp.run.model import build_model
-from zbpp.run.plan import build_timetable, check_layers
-from zbpp.run.stages import pipeline_ranks
-from zbpp.schedule import PlanError, Timetable
+from zbpp.schedule import PlanError
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
-_MOST_SHOWN = 5  # combinations in the text
+_MOST_SHOWN = 5  # switches in the text
 Changes = dict[str, Any]  # dotted key -> value
 
 
@@ -82,56 +77,37 @@ class Switches:
         changes = changes or {}
         try:
             config = changed(self._config, changes)
-            prediction = self._predictor.predict(config, _timetable(config))
+            prediction = self._predictor.predict(config)
             return Row(changes, prediction, *step_ms(config, prediction))
         except (ConfigError, PlanError) as error:
             return Row(changes, why=str(error))
 
     def single(self) -> list[Row]:
         """The configured run, then one run for each value of each switch by itself."""
-        alone = [changes for choices in self.choices() for changes in choices]
-        return [self.row(), *map(self.row, alone), *map(self.row, self._post_validation())]
+        return [self.row(), *map(self.row, self._choices())]
 
-    def choices(self) -> Iterator[list[Changes]]:
-        """For each switch that is off and saves memory: the changes that turn it on, one for each value."""
+    def _choices(self) -> Iterator[Changes]:
+        """The changes that turn on a switch that is off: those that save memory; last, post-validation."""
         config, memory = self._config, self._config.memory
         if config.schedule.timetable is None:
             own = canonical_name(config.schedule.name)
-            yield [{"schedule.name": name} for name in SCHEDULES if name != own]
+            yield from ({"schedule.name": name} for name in SCHEDULES if name != own)
         if memory.recompute == "none" and config.compile == "none":
             names = ["block"] if memory.limit is None else ["block", "auto"]
-            yield [{"memory.recompute": name} for name in names]
+            yield from ({"memory.recompute": name} for name in names)
         if config.parallel.shard > 1 and config.parallel.reshard != "microbatch":
-            yield [{"parallel.reshard": "microbatch"}]
+            yield {"parallel.reshard": "microbatch"}
         if memory.offload == "none" and not memory.offload_weights:
-            yield [{"memory.offload": "auto"}]
+            yield {"memory.offload": "auto"}
         if not memory.offload_weights:
-            yield [{"memory.offload_weights": True}]
+            yield {"memory.offload_weights": True}
         if not memory.head_at_once:
-            yield [{"memory.head_at_once": True}]
+            yield {"memory.head_at_once": True}
         if memory.gradient_release == "off":
             unclipped = {} if config.optimizer.clip_norm is None else {"optimizer.clip_norm": None}
-            yield [{"memory.gradient_release": "step", **unclipped}]
-
-    def _post_validation(self) -> list[Changes]:
-        """The change that turns post-validation on, which costs memory and shortens the step."""
-        is_off = self._config.optimizer.validation == "before"
-        return [{"optimizer.validation": "after"}] if is_off else []
-
-    def fitting(self, limit: float) -> tuple[list[Row], Row]:
-        """(all combinations that fit, the shortest step first; the combination with the lowest peak).
-
-        A switch that is refused by itself is not tried together with others.
-        """
-        allowed = [[each for each in choices if not self.row(each).why] for choices in self.choices()]
-        rows = [self.row(_merged(chosen)) for chosen in product(*([{}, *each] for each in allowed))]
-        fitting = [each for each in rows if each.fits(limit)]
-        fitting.sort(key=lambda each: (each.step or 0.0, len(each.changes), each.peak))
-        return fitting, min(rows, key=lambda each: each.peak)
-
-
-def _merged(changes: Sequence[Changes]) -> Changes:
-    return {key: value for each in changes for key, value in each.items()}
+            yield {"memory.gradient_release": "step", **unclipped}
+        if config.optimizer.validation == "before":  # it costs memory, and shortens the step
+            yield {"optimizer.validation": "after"}
 
 
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
@@ -152,12 +128,6 @@ def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
     return replace(config, **made, **plain)
 
 
-def _timetable(config: TrainConfig) -> Timetable:
-    num_ranks = pipeline_ranks(config.parallel, config.parallel.num_processes or 1)
-    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-    return build_timetable(config.schedule, num_ranks, config.num_microbatches)
-
-
 # ---------------------------------------------------------------- as text
 
 
@@ -173,17 +143,21 @@ def memory_text(config: TrainConfig) -> Iterator[str]:
     if limit is not None:
         yield render_limit(own.prediction.ranks, [limit] * len(own.prediction.ranks))
         if not own.fits(limit):
-            yield _what_fits(switches, limit)
+            yield _what_fits(others, limit)
 
 
-def _what_fits(switches: Switches, limit: float) -> str:
-    fitting, least = switches.fitting(limit)
+def _what_fits(rows: Sequence[Row], limit: float) -> str:
+    """Which switches make it fit. Raises ConfigError if none does by itself."""
+    fitting = sorted(
+        (each for each in rows if each.fits(limit)), key=lambda each: (each.step or 0.0, each.peak)
+    )
     if not fitting:
+        least = min(rows, key=lambda each: each.peak)
         raise ConfigError(
-            f"memory.limit={limit / 2**30:g}: no combination of switches fits; the least limit that does: "
-            f"memory.limit={math.ceil(least.peak / 2**30 * 1000) / 1000:g} with {least.title}"
+            f"memory.limit={limit / 2**30:g}: no switch makes it fit by itself; the lowest peak is that of "
+            f"{least.title}: write this, and call zbpp memory again"
         )
-    first = ["these switches make it fit, the shortest step first:"]
+    first = ["one of these switches makes it fit, the shortest step first:"]
     return "\n".join(first + [f"  {each.title}   ({in_bytes(each.peak)})" for each in fitting[:_MOST_SHOWN]])
 
 

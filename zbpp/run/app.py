@@ -7,49 +7,36 @@ nothing here asks what a schedule is called. The files beside it build one part 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.config import Composed, ConfigError, TrainConfig
 from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.errors import CommunicationError
 from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
-from zbpp.run.callbacks import build_callbacks, build_loggers, build_own_callbacks, build_saving
+from zbpp.planning import takes_costs
+from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_together
-from zbpp.run.data import build_data, limit_evaluation
-from zbpp.run.model import build_model, build_stages, layers_per_stage, metrics_of
-from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.run.plan import (
-    build_offload,
-    build_replan,
-    build_timetable,
-    check_layers,
-    check_plan,
-    costs_of,
-    title_of,
-)
+from zbpp.run.data import build_data
+from zbpp.run.model import build_model, build_stages, layers_per_stage
+from zbpp.run.plan import check_layers, costs_of, planned, title_of
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
-from zbpp.runtime import CudaGraphs, Extra, FlightRecorder, HeadAtOnce, Pipeline
-from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.run.trainer import Plan, build_pipeline, build_trainer
+from zbpp.runtime import FlightRecorder
 from zbpp.runtime.parallel.mesh import Place
-from zbpp.schedule import Costs, Timetable
-from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
 from zbpp.training.measured_steps import Summary, Title, summarise
-from zbpp.training.memory_report import MemoryReport, out_of_memory_explained
-from zbpp.training.optim.precision import PRECISIONS, LossScale
+from zbpp.training.memory_report import out_of_memory_explained
+from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
 
@@ -59,31 +46,20 @@ if TYPE_CHECKING:
 _GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
 
 
-class Plan(NamedTuple):
-    """What rank 0 has decided for all ranks. costs: those in schedule.costs, or equal F, B and W.
+def train(composed: Composed) -> dict[str, Any]:
+    """Train as the config says; called by every rank of a job. Returns the figures of summary.json.
 
-    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
-    """
-
-    timetable: Timetable
-    costs: Costs
-    recomputed: frozenset[int] = frozenset()
-
-
-def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> dict[str, Any]:
-    """Train as `config` says; called by every rank of a job. Returns the figures of summary.json.
-
-    settings: the config as values by dotted key; all but run_dir must be the same on all ranks. Raises
-    ConfigError, PlanError, FolderError or AgreementError before any work starts.
+    All settings but run_dir must be the same on all ranks. Raises ConfigError, PlanError, FolderError or
+    AgreementError before any work starts.
     """
     home = Path.cwd()  # code of the user may call os.chdir
-    config, resolved_yaml = _in_first_folder(config, resolved_yaml)
+    composed = _in_first_folder(composed)
+    config: TrainConfig = composed.tree
     rank, num_processes = _place_in_job(config.parallel.num_processes)
-    num_ranks = pipeline_ranks(config.parallel, num_processes)
     plan, parts, measured = None, None, None
     with out_of_memory_explained(rank):
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
-            plan, measured = _make_plan(config, num_ranks)
+            plan, measured = _make_plan(config, pipeline_ranks(config.parallel, num_processes))
             parts = build_parts(config, plan.timetable, rank)
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with (
@@ -93,7 +69,8 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         out_of_memory_explained(rank, here.device),
         _heard_of_last(signals),
     ):
-        check_agreement("configs", {key: value for key, value in settings.items() if key != "run_dir"})
+        settings = {key: value for key, value in composed.settings.items() if key != "run_dir"}
+        check_agreement("configs", settings)
         mesh = build_mesh(config.parallel, here.device.type)
         plan = _shared_plan(plan)
         parts = parts or build_parts(config, plan.timetable, Place(mesh).rank)
@@ -107,10 +84,11 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
         saving = build_saving(config, settings, path, trainer, folder)
         if folder is not None:
             folder.begin(trainer.next_step)
-            folder.write("config.yaml", resolved_yaml)
+            folder.write("config.yaml", composed.yaml)
             _print_facts(config, parts.model, plan)
-        made = build_loggers(config.logger, path, settings, trainer.next_step) if here.rank == 0 else []
-        with Loggers(made) as loggers, _recorded(recorder):
+        shown = composed.settings, trainer.next_step
+        loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
+        with loggers, _recorded(recorder):
             watching = build_callbacks(config, parts.data, here, path, loggers)
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, parts.model, plan, trainer, loggers, here)
@@ -121,23 +99,29 @@ def train(config: TrainConfig, settings: dict[str, Any], resolved_yaml: str) -> 
 def check_before_start(config: TrainConfig, num_processes: int) -> None:
     """Raise the errors about folder, degrees, model or plan that rank 0 would raise, before ranks start.
 
-    A schedule that is planned for costs is not planned here, see `check_plan`.
+    A plan that takes a search is not made here.
     """
+    check_together(config)
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
-    num_ranks = pipeline_ranks(config.parallel, num_processes)
-    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-    check_plan(config.schedule, num_ranks, config.num_microbatches)
+    num_ranks, schedule = pipeline_ranks(config.parallel, num_processes), config.schedule
+    if schedule.timetable is not None or not takes_costs(schedule.name):
+        planned(config, num_ranks)
+    else:
+        check_layers(build_model(config.model, config.seed, config.finetune), schedule, num_ranks)
 
 
 # ---------------------------------------------------------------- before the ranks join
 
 
-def _in_first_folder(config: TrainConfig, resolved_yaml: str) -> tuple[TrainConfig, str]:
+def _in_first_folder(composed: Composed) -> Composed:
     """The config with the run_dir that the first start of this job had; its default has the time in it."""
+    config: TrainConfig = composed.tree
     if rank_and_size()[0] != 0:
-        return config, resolved_yaml
+        return composed
     first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
-    return replace(config, run_dir=first), resolved_yaml.replace(config.run_dir, first)
+    return replace(
+        composed, tree=replace(config, run_dir=first), yaml=composed.yaml.replace(config.run_dir, first)
+    )
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
@@ -160,8 +144,7 @@ def _make_plan(config: TrainConfig, num_ranks: int) -> tuple[Plan, MeasuredStage
     Measuring parts of layers needs a fake process group, which has to be gone before the real one is made.
     """
     check_together(config)
-    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-    timetable = build_timetable(config.schedule, num_ranks, config.num_microbatches)
+    timetable = planned(config, num_ranks)
     plan = Plan(timetable, costs_of(config.schedule, timetable))
     if not config.memory.report and config.memory.recompute != "auto":
         return plan, None
@@ -196,78 +179,6 @@ def _agreed_data(data: Data) -> Data:
     return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))
 
 
-def build_pipeline(
-    config: TrainConfig,
-    plan: Plan,
-    model: Any,
-    stages: dict[int, nn.Module],
-    mesh: DeviceMesh | None = None,
-    extras: Sequence[Extra] = (),
-) -> Pipeline:
-    """This rank's part of the pipeline, with the extras that the config switches on. Collective.
-
-    In a mixed precision the weights of shards are cast by FSDP2's policy, instead of by MasterWeights.
-    """
-    parallel, precision = config.parallel, PRECISIONS[config.precision]
-    policy = None
-    switched: list[Extra] = []
-    if parallel.shard > 1 and precision.is_mixed:
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
-    if config.memory.offload != "none":
-        switched.append(build_offload(config, plan.costs))
-    if config.memory.head_at_once:
-        switched.append(HeadAtOnce())
-    if config.cuda_graphs:
-        switched.append(CudaGraphs())
-    with naming("model"):
-        pipeline = Pipeline(
-            stages,
-            plan.timetable,
-            precision.widened(model.loss),
-            mesh=mesh,
-            reshard=cast(Reshard, parallel.reshard),
-            mp_policy=policy,
-            seed=config.seed,
-            timeout=parallel.timeout,
-            dynamic_shapes=parallel.dynamic_shapes,
-            extras=[*switched, *extras],
-        )
-    with naming("finetune"):
-        check_fine_tuned(pipeline, model)
-    return pipeline
-
-
-def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipeline) -> Trainer:
-    """The trainer over the pipeline, with its optimizer. Collective."""
-    precision, memory, optimizer = PRECISIONS[config.precision], config.memory, config.optimizer
-    # After the pipeline, which gives all copies of a parameter the same float32 values.
-    masters = build_masters(pipeline, precision)
-    made = optimizer_of(pipeline, optimizer, masters, memory.gradient_release)
-    num_parts = pipeline.place.num_data_parts
-    loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
-    with naming("optimizer"):  # what an update does not go with
-        return Trainer(
-            pipeline=pipeline,
-            optimizer=made,
-            data=limit_evaluation(parts.data, config.evaluate_every, config.evaluation_batches, num_parts),
-            learning_rate=learning_rate_factor(optimizer, config.steps),
-            scheduler=build_scheduler(made, optimizer),
-            clip_norm=optimizer.clip_norm,
-            evaluate_every=config.evaluate_every,
-            record_every=config.measure_every,
-            callbacks=build_own_callbacks(config),
-            metrics=metrics_of(parts.model, precision),
-            replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
-            masters=masters,
-            loss_scale=LossScale() if precision.is_scaled else None,
-            gradient_release=memory.gradient_release,
-            per_parameter=optimizer.per_parameter,
-            post_validation=optimizer.validation == "after",
-            non_finite=config.non_finite,
-            memory_report=MemoryReport(config.steps - 1) if memory.report else None,
-        )
-
-
 # ---------------------------------------------------------------- the run
 
 
@@ -288,8 +199,7 @@ def _run(
     """Train to the end, and sum up. Collective."""
     begin, history = time.monotonic(), []
     options: Any = {"print_every": config.print_every, "title": str(title_of(config.schedule))}
-    options["first"] = trainer.next_step
-    with progress(config.steps, shown=here.rank == 0, **options) as show:
+    with progress(config.steps, shown=here.rank == 0, first=trainer.next_step, **options) as show:
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
             show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))

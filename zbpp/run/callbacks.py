@@ -128,8 +128,8 @@ def build_saving(
 ) -> list[Callback]:
     """Callbacks that save and leave the run. If `folder` names a checkpoint, the trainer goes on from it.
 
-    settings: the config by dotted key. folder: on rank 0, None elsewhere. path: that folder's path, on every
-    rank. Collective.
+    settings: the config by dotted key, without run_dir. folder: on rank 0, None elsewhere. path: that
+    folder's path, on every rank. Collective.
     """
     options = config.checkpoint
     checkpoints = Checkpoints(
@@ -137,7 +137,7 @@ def build_saving(
         every=options.every,
         keep=options.keep,
         background=options.background,
-        config={key: value for key, value in settings.items() if key != "run_dir"},
+        config=settings,
     )
     source, has_ended = broadcast(None if folder is None else (_below(folder), folder.has_ended))
     if source is not None:

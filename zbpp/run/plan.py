@@ -13,29 +13,41 @@ from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConf
 from zbpp.planning import (
     RankCosts,
     canonical_name,
-    compare,
     placement_of,
     plan,
     read_costs,
     read_memory_limit,
-    takes_costs,
 )
 from zbpp.planning.plan import stages_per_rank
-from zbpp.run.model import layers_per_stage
-from zbpp.runtime import ActivationOffload
+from zbpp.run.model import build_model, layers_per_stage
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
 from zbpp.training.measured_steps import Title
 from zbpp.training.replan import Replan
 
 
+def planned(config: TrainConfig, num_ranks: int) -> Timetable:
+    """The timetable of a run, whose model has a layer for each stage. Raises PlanError or ConfigError."""
+    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
+    return build_timetable(config.schedule, num_ranks, config.num_microbatches)
+
+
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
-    """Plan by the schedule's name, or read its file. Raises PlanError or ConfigError."""
+    """Plan by the schedule's name, as `zbpp plan` does, or read its file. Raises PlanError or ConfigError."""
     _check_replan(schedule.replan)
-    options = {**schedule.options, "costs": schedule.costs}
     try:
         if schedule.timetable is not None:
-            return plan_from_file(schedule.timetable, num_ranks, num_microbatches, **options)
-        return plan_by_name(schedule.name, num_ranks, num_microbatches or NUM_MICROBATCHES, **options)
+            return plan_from_file(schedule, num_ranks, num_microbatches)
+        costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
+        shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
+        num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
+        return plan(
+            schedule.name,
+            num_ranks,
+            num_microbatches or NUM_MICROBATCHES,
+            costs=costs.per_stage(num_stages, num_ranks),
+            memory_limit=read_memory_limit(schedule.memory_limit, costs),
+            **shape,
+        )
     except OSError as error:
         raise ConfigError(f"schedule: {error}; name a file that zbpp plan or zbpp measure wrote") from error
 
@@ -44,13 +56,6 @@ def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
     """The times in schedule.costs, or else F, B and W of equal length."""
     whole = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
     return whole.per_stage(timetable.num_stages, timetable.num_ranks)
-
-
-def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload:
-    """Which activations leave device memory, by the times in schedule.costs. Raises ConfigError."""
-    gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
-    with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
-        return ActivationOffload(costs, gib)
 
 
 def build_replan(
@@ -74,16 +79,6 @@ def build_replan(
 
     memory_limit = None if limit is None else limit * 2**30
     return Replan(plan=plan_again, loss_fn=loss_fn, stages=stages, memory_limit=memory_limit)
-
-
-def check_plan(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> None:
-    """Make the plan once, so that PlanError or ConfigError is raised if it can't be made.
-
-    A schedule that is planned for costs is not tried, since it may take a search.
-    """
-    _check_replan(schedule.replan)
-    if schedule.timetable is not None or not takes_costs(schedule.name):
-        build_timetable(schedule, num_ranks, num_microbatches)
 
 
 def _check_replan(name: str | None) -> None:
@@ -111,47 +106,15 @@ def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
     return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)
 
 
-# ----------------------------------------------------------------
-# The plan that a run begins with: made for a schedule's name, or read from a file.
+def plan_from_file(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
+    """The plan in schedule.timetable, in any form that `zbpp plan` writes.
 
-
-def plan_by_name(
-    name: str,
-    num_ranks: int,
-    num_microbatches: int,
-    *,
-    costs: str | None = None,
-    memory_limit: float | str | None = None,
-    placement: str | None = None,
-    stages_per_rank: int | None = None,
-) -> Timetable:
-    """The plan that `zbpp plan` prints for the same arguments.
-
-    costs: a file that `zbpp measure` wrote. memory_limit: what each rank may hold, in activations of its
-    share of the model, or with a unit ("12GiB") where the costs are in bytes. Raises PlanError or OSError.
+    num_microbatches: None: as many as the plan has. A file leaves nothing to plan, so the schedule's options
+    must be None. Raises PlanError or OSError.
     """
-    measured = RankCosts() if costs is None else read_costs(costs)[0]
-    (outcome,) = compare(
-        [name],
-        num_ranks,
-        num_microbatches,
-        costs=measured,
-        memory_limit=read_memory_limit(memory_limit, measured),
-        placement=placement,
-        stages_per_rank=stages_per_rank,
-    ).values()
-    if isinstance(outcome, PlanError):
-        raise outcome
-    return outcome.timetable
-
-
-def plan_from_file(file: str, num_ranks: int, num_microbatches: int | None, **options: object) -> Timetable:
-    """The plan in a file, in any form that `zbpp plan` writes; num_microbatches None: as many as it has.
-
-    options: the arguments of `plan_by_name`; a file leaves nothing to plan, so each must be None. Raises
-    PlanError or OSError.
-    """
-    for option, value in options.items():
+    file = schedule.timetable
+    assert file is not None  # the caller has asked
+    for option, value in {**schedule.options, "costs": schedule.costs}.items():
         if value is not None:
             raise PlanError(f"{file} is a plan already: leave schedule.{option}={value} out")
     timetable = read_timetable(file)

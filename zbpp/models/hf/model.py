@@ -42,10 +42,11 @@ class HuggingFace:
 
     Either config: a mapping with the keys of a config.json, `model_type` among them, or the path of such a
     file. Initial values are then the library's, drawn from `seed` and the names of its modules alone.
-    Or path: a folder with config.json and safetensors. Each stage reads its own tensors only. overrides:
-    values for keys of that config.json. dtype: what parameters are read as; bfloat16 goes with
-    precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are refused.
-    head: see HEADS in layers.py; auto is whole where logits are more than the product of a head without bias.
+    Or path: a folder with config.json, which replaces `config`, and safetensors. Each stage reads its own
+    tensors only. overrides: values for keys of that config.json. dtype: what parameters are read as; bfloat16
+    goes with precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are
+    refused. head: see HEADS in layers.py; auto is whole where logits are more than the product of a head
+    without bias.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
     embeddings, or the library ties other parameters, a stage has copies of parameters of earlier stages.
@@ -71,7 +72,7 @@ class HuggingFace:
         sizes = {name: size for name, size in data.items() if size is not None}
         check_positive(**sizes)
         check_head(head)
-        _check_sources(config, path, overrides, dtype)
+        _check_sources(path, overrides, dtype)
         self.path = None if path is None else Path(path)
         self._dtype = _DTYPES[dtype]
         self._weights: FolderWeights | None = None
@@ -161,14 +162,9 @@ class HuggingFace:
         return str(self._config.model_type)
 
 
-def _check_sources(config: object, path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:
+def _check_sources(path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:
     """Raises ValueError for arguments that contradict each other."""
     if dtype not in _DTYPES:
         raise ValueError(f"dtype={dtype}: write one of {', '.join(_DTYPES)}")
-    if config is not None and path is not None:
-        raise ValueError(
-            "config and path are given, and path has a config.json: leave config out; overrides.KEY=VALUE "
-            "changes a value of that file"
-        )
     if path is None and (overrides or dtype != "float32"):
         raise ValueError("overrides and dtype go with path: write the values into config instead")

@@ -1,0 +1,110 @@
+"""The pipeline of a run and the trainer over it, from the run's config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from zbpp.config import TrainConfig, naming
+from zbpp.run.callbacks import build_own_callbacks
+from zbpp.run.data import limit_evaluation
+from zbpp.run.model import metrics_of
+from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
+from zbpp.run.plan import build_replan
+from zbpp.run.stages import Parts
+from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, Pipeline
+from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.schedule import Costs, Timetable
+from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.training.memory_report import MemoryReport
+from zbpp.training.optim.precision import PRECISIONS, LossScale
+from zbpp.training.trainer import Trainer
+
+
+class Plan(NamedTuple):
+    """What rank 0 has decided for all ranks. costs: those in schedule.costs, or equal F, B and W.
+
+    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
+    """
+
+    timetable: Timetable
+    costs: Costs
+    recomputed: frozenset[int] = frozenset()
+
+
+def build_pipeline(
+    config: TrainConfig,
+    plan: Plan,
+    model: Any,
+    stages: dict[int, nn.Module],
+    mesh: DeviceMesh | None = None,
+    extras: Sequence[Extra] = (),
+) -> Pipeline:
+    """This rank's part of the pipeline, with the extras that the config switches on. Collective.
+
+    In a mixed precision the weights of shards are cast by FSDP2's policy, instead of by MasterWeights.
+    """
+    parallel, precision = config.parallel, PRECISIONS[config.precision]
+    policy = None
+    switched: list[Extra] = []
+    if parallel.shard > 1 and precision.is_mixed:
+        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
+    if config.memory.offload != "none":
+        gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
+        with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
+            switched.append(ActivationOffload(plan.costs, gib))
+    if config.memory.head_at_once:
+        switched.append(HeadAtOnce())
+    if config.cuda_graphs:
+        switched.append(CudaGraphs())
+    with naming("model"):
+        pipeline = Pipeline(
+            stages,
+            plan.timetable,
+            precision.widened(model.loss),
+            mesh=mesh,
+            reshard=cast(Reshard, parallel.reshard),
+            mp_policy=policy,
+            seed=config.seed,
+            timeout=parallel.timeout,
+            dynamic_shapes=parallel.dynamic_shapes,
+            extras=[*switched, *extras],
+        )
+    with naming("finetune"):
+        check_fine_tuned(pipeline, model)
+    return pipeline
+
+
+def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipeline) -> Trainer:
+    """The trainer over the pipeline, with its optimizer. Collective."""
+    precision, memory, optimizer = PRECISIONS[config.precision], config.memory, config.optimizer
+    # After the pipeline, which gives all copies of a parameter the same float32 values.
+    masters = build_masters(pipeline, precision)
+    made = optimizer_of(pipeline, optimizer, masters, memory.gradient_release)
+    num_parts = pipeline.place.num_data_parts
+    loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
+    with naming("optimizer"):  # what an update does not go with
+        return Trainer(
+            pipeline=pipeline,
+            optimizer=made,
+            data=limit_evaluation(parts.data, config.evaluate_every, config.evaluation_batches, num_parts),
+            learning_rate=learning_rate_factor(optimizer, config.steps),
+            scheduler=build_scheduler(made, optimizer),
+            clip_norm=optimizer.clip_norm,
+            evaluate_every=config.evaluate_every,
+            record_every=config.measure_every,
+            callbacks=build_own_callbacks(config),
+            metrics=metrics_of(parts.model, precision),
+            replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
+            masters=masters,
+            loss_scale=LossScale() if precision.is_scaled else None,
+            gradient_release=memory.gradient_release,
+            per_parameter=optimizer.per_parameter,
+            post_validation=optimizer.validation == "after",
+            non_finite=config.non_finite,
+            memory_report=MemoryReport(config.steps - 1) if memory.report else None,
+        )
