@@ -170,8 +170,6 @@ def test_a_folder_that_is_not_whole_or_of_another_model_is_refused_by_name(spoil
 def test_what_is_no_folder_and_what_contradicts_itself_is_refused(tmp_path):
     with pytest.raises(ValueError, match="path=gpt2 is no folder.*hf download NAME --local-dir FOLDER"):
         HuggingFace(path="gpt2")
-    with pytest.raises(ValueError, match="leave config out; overrides.KEY=VALUE"):
-        HuggingFace(path=str(tmp_path), config={"model_type": "llama"})
     with pytest.raises(ValueError, match="overrides and dtype go with path"):
         HuggingFace(config={"model_type": "llama"}, dtype="bfloat16")
 
