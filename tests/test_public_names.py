@@ -26,7 +26,7 @@ from zbpp.models.mlp import Mlp
 
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "FlightRecorder", "GradientRelease",
-    "HeadAtOnce", "LossScale", "MasterWeights", "Pipeline", "PlanError",
+    "HeadAtOnce", "LossScale", "MasterWeights", "OverlapExchange", "Pipeline", "PlanError",
     "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",

@@ -91,13 +91,14 @@ def split(
     wanted: set[int] | None,
     *,
     is_hooked: bool,
+    w_may_run: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
     """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
     may run these tasks at once, see `apart`.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time.
+    looking for hooks takes time. w_may_run: whether other W's may run during the pass, and change `.grad`.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -105,8 +106,8 @@ def split(
         found = survey([edge_of(root) for root in roots], stops, wanted, is_hooked=is_hooked)
     except RuntimeError as error:
         raise _in_our_words(error) from error
-    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
-    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
+    collector = Collector(inputs, wanted, is_hooked, w_may_run) if found.functions else None
+    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, w_may_run))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
@@ -121,6 +122,7 @@ def _captured(
     found: Survey,
     collector: Collector | None,
     is_hooked: bool,
+    w_may_run: bool,
 ) -> Gradients:
     """Run the pass. Returns the inputs' gradients, then each site's dy, then the other leaves' gradients."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
@@ -138,7 +140,7 @@ def _captured(
             del function.zbpp_collector
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
-    if guard:
+    if guard and not w_may_run:
         _refuse_changed_total(guard.changed_total())
     if guard:
         captured = [guard.dys.get(number, grad) for number, grad in enumerate(captured, -len(edges))]

@@ -297,6 +297,20 @@ class WeightGrads:
             found = next(iter(parts))
             yield found, WeightGrads(parts.pop(found))
 
+    @property
+    def is_done(self) -> bool:
+        """Whether no task is left."""
+        return not self._tasks
+
+    def accumulate_until(self, is_over: Callable[[], bool]) -> None:
+        """A part of W: run tasks until `is_over()`, asked before each task. `accumulate` runs the rest."""
+        tasks = self._tasks or []
+        with torch.set_grad_enabled(False):
+            while tasks and not is_over():
+                leaf = tasks.pop(0).accumulate()  # pop: the task's tensors are freed before any hook runs
+                if leaf._post_accumulate_grad_hooks and all(task.leaf is not leaf for task in tasks):
+                    run_post_accumulate_hooks(leaf)
+
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 

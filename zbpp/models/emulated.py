@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.exchange import Exchange
 from zbpp.models.layers import Blueprint, check_positive, fan_in_std
 
 Times = float | Sequence[float]
@@ -27,6 +28,8 @@ class Emulated:
     Autograd sees the input gradient and the weight gradient as separate work, as with a real layer; a whole
     backward sleeps b + w. So any runtime that splits the backward has a B and a W, torch's too. But torch's
     never splits stage 0: its B sleeps 0 ms and its W sleeps b + w (a test counts the sleeps).
+    exchange: ms of f, and of b, in which a layer waits for an emulated exchange of experts' rows, as a
+    mixture-of-experts layer does: W's of earlier microbatches may run meanwhile (zbpp.OverlapExchange).
     A layer holds four times its input's memory from F until B, and twice that memory from B until W (input
     and output gradient). Layers are split over stages like a real model's, so schedules with one and with two
     stages per rank have the same work. Inputs, outputs and targets are float [batch, hidden_size].
@@ -42,12 +45,20 @@ class Emulated:
         f: Times,
         b: Times,
         w: Times,
+        exchange: Times = 0.0,
         hidden_size: int = 8,
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
         check_positive(num_layers=num_layers, hidden_size=hidden_size)
-        times = [per_layer(name, value, num_layers) for name, value in (("f", f), ("b", b), ("w", w))]
+        given = {"f": f, "b": b, "w": w, "exchange": exchange}
+        times = [per_layer(name, value, num_layers) for name, value in given.items()]
+        for number, (f_ms, b_ms, _, exchange_ms) in enumerate(zip(*times, strict=True)):
+            if exchange_ms > min(f_ms, b_ms):
+                raise ValueError(
+                    f"exchange={exchange_ms:g} is a part of f and of b, which are {f_ms:g} and {b_ms:g} in "
+                    f"layer {number}: write f and b with the exchange in them"
+                )
         self._blueprint = Blueprint(
             layer=lambda number: SleepingLinear(hidden_size, *(each[number] for each in times)),
             num_layers=num_layers,
@@ -76,16 +87,23 @@ class Emulated:
 class SleepingLinear(nn.Module):
     """A linear layer without bias, [batch, hidden] in and out, that takes f, b and w milliseconds."""
 
-    def __init__(self, hidden_size: int, f: float, b: float, w: float) -> None:
+    def __init__(self, hidden_size: int, f: float, b: float, w: float, exchange: float = 0.0) -> None:
         super().__init__()
-        self.f, self.b, self.w = f, b, w
+        self.f, self.b, self.w = f - exchange, b - exchange, w
         self.weight = nn.Parameter(torch.empty(hidden_size, hidden_size))
+        self.exchange: Exchange | None = None
+        if exchange > 0:
+            self.exchange = Exchange()
+            self.exchange.transfer = lambda rows, send, receive: Timer(rows, exchange)
 
     def forward(self, x: Tensor) -> Tensor:
         sleep(self.f)
+        y = F.linear(x, self.weight)
+        if self.exchange is not None:
+            y = self.exchange(y, [len(y)], [len(y)])
         # The backward of the OUTPUT sleeps b: so stage 0 sleeps, too, though its input needs no gradient.
-        y: Tensor = SlowBackward.apply(F.linear(x, self.weight), self.b)  # type: ignore[no-untyped-call]  # torch's apply is untyped
-        return y
+        slow: Tensor = SlowBackward.apply(y, self.b)  # type: ignore[no-untyped-call]  # torch's apply is untyped
+        return slow
 
     def sleep_in_w(self) -> None:
         """From now on sleep w ms whenever the gradient of the weight is computed."""
@@ -108,6 +126,22 @@ class SlowBackward(torch.autograd.Function):
         """Return the gradient unchanged, after a sleep."""
         sleep(ctx.milliseconds)
         return grads[0], None
+
+
+class Timer:
+    """An exchange that takes so many milliseconds from now on (see `Pending` in exchange.py)."""
+
+    def __init__(self, rows: Tensor, milliseconds: float) -> None:
+        self._rows, self._end = rows, time.perf_counter() + milliseconds / 1000
+
+    def is_done(self) -> bool:
+        """See Pending."""
+        return time.perf_counter() >= self._end
+
+    def wait(self) -> Tensor:
+        """See Pending."""
+        sleep(max(0.0, 1000 * (self._end - time.perf_counter())))
+        return self._rows.clone()
 
 
 def sleep(milliseconds: float) -> None:

@@ -50,6 +50,7 @@ from zbpp.runtime.memory.head_at_once import HeadAtOnce
 from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.parallel.norm import clip_grad_norm_
+from zbpp.runtime.parallel.overlap_exchange import OverlapExchange
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
 
@@ -65,6 +66,7 @@ __all__ = [
     "GradientRelease",
     "HeadAtOnce",
     "NonFinite",
+    "OverlapExchange",
     "Pipeline",
     "Recorder",
     "StageWorker",

@@ -199,7 +199,14 @@ class _Checkpoint(torch.autograd.Function):
         # A tensor that fn closes over may also have been computed from the inputs of the B around this one.
         inputs = (*tensors, *returned, *collector.inputs)
         with _without_hooks(leaf for leaf in returned if leaf is not None):
-            grads, tasks, large = split(roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked)
+            grads, tasks, large = split(
+                roots,
+                root_grads,
+                inputs,
+                collector.wanted,
+                is_hooked=is_hooked,
+                w_may_run=collector.w_may_run,
+            )
         collector.tasks += tasks
         collector.large += large
         num_own = len(tensors) + len(returned)

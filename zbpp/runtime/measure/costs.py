@@ -16,13 +16,17 @@ def measured_costs(*timelines: Timeline) -> Costs:
     and waited for it. A stage without such a message gets the median of all stages. reduce is the median
     duration of a stage's reduction, without the time for which it waited behind another one; 0 without any.
     host is the median time of copying what a stage's F saves, of the slower direction; 0 without copies.
+    exchange is the median time for which F's, and B's or BW's, wait for exchanges of experts, of what waits
+    less; 0 without any. It is too small where W's run meanwhile (zbpp.OverlapExchange).
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
     reduced: dict[int, list[float]] = defaultdict(list)
+    exchanges: dict[tuple[int, bool], list[float]] = defaultdict(list)
     copied: dict[int, dict[bool, list[float]]] = defaultdict(lambda: defaultdict(list))
     for timeline in timelines:
         _collect_durations(timeline, durations)
+        _collect_exchanges(timeline, exchanges)
         for each in timeline.reductions:
             reduced[each.stage].append(each.end - each.start)
         _collect_delays(timeline, delays)
@@ -47,6 +51,9 @@ def measured_costs(*timelines: Timeline) -> Costs:
         comm=[max(0.0, median(delays.get(stage, [usual]))) for stage in stages],
         reduce=[median(reduced.get(stage, [0.0])) for stage in stages] if reduced else 0.0,
         host=[max(map(median, copied[stage].values()), default=0.0) for stage in stages] if copied else 0.0,
+        exchange=[min(median(exchanges[stage, is_f] or [0.0]) for is_f in (True, False)) for stage in stages]
+        if exchanges
+        else 0.0,
     )
 
 
@@ -63,6 +70,16 @@ def _collect_durations(timeline: Timeline, into: dict[tuple[int, Op], list[float
     for row, starts, ends in zip(timeline.timetable.rows, timeline.starts, timeline.ends, strict=True):
         for action, duration in zip(row, (ends - starts).tolist(), strict=True):
             into[action.stage, action.op].append(duration)
+
+
+def _collect_exchanges(timeline: Timeline, into: dict[tuple[int, bool], list[float]]) -> None:
+    """By stage, and by whether the action is an F."""
+    if not timeline.exposed:
+        return
+    for row, exposed in zip(timeline.timetable.rows, timeline.exposed, strict=True):
+        for action, waited in zip(row, exposed.tolist(), strict=True):
+            if action.op != Op.W:
+                into[action.stage, action.op == Op.F].append(waited)
 
 
 def _collect_delays(timeline: Timeline, into: dict[int, list[float]]) -> None:

@@ -72,6 +72,7 @@ class StepRecord:
         self._instructions: Sequence[Instruction | None] = ()
         self._reduced: list[tuple[int, Mark, Mark]] = []  # stage, begin, end; in the order of the ends
         self._copied: list[tuple[Value, bool, Mark, Mark]] = []  # value, is_out, begin, end
+        self._waited: list[tuple[int, Mark, Mark]] = []  # position of the instruction, begin, end
 
     @property
     def is_empty(self) -> bool:
@@ -86,6 +87,7 @@ class StepRecord:
         """
         marks: list[Mark] = []
         self._instructions, self._marks, self._reduced, self._copied = instructions, marks, [], []
+        self._waited = []
         self._clock.begin()
         mark = self._clock.mark
         return lambda: marks.append(mark())
@@ -99,6 +101,12 @@ class StepRecord:
         mark = self._clock.mark
         reduced, begin = self._reduced, mark()
         return lambda: reduced.append((stage, begin, mark()))
+
+    def exchange(self) -> Callable[[], None]:
+        """Note that the instruction waits for an exchange; returns a function to be called at its end."""
+        mark, waited, position = self._clock.mark, self._waited, len(self._marks) // 2
+        begin = mark()
+        return lambda: waited.append((position, begin, mark()))
 
     def copy(self, value: Value, *, is_out: bool) -> Background:
         """What notes a copy of a value: see Background; called by another thread, or in a CUDA stream."""
@@ -136,6 +144,15 @@ class StepRecord:
         values, are_out, begins, ends = zip(*self._copied, strict=True) if self._copied else ((),) * 4
         in_ms = self._clock.in_ms
         return [*zip(values, are_out, in_ms(begins), in_ms(ends), strict=True)]
+
+    def exposed(self) -> Times | None:
+        """For each action how long it waited for exchanges, in ms; None if no instruction waited for one."""
+        if not self._waited:
+            return None
+        positions, begins, ends = zip(*self._waited, strict=True)
+        waited = np.zeros(len(self._instructions))
+        np.add.at(waited, [*positions], np.subtract(self._clock.in_ms(ends), self._clock.in_ms(begins)))
+        return waited[[isinstance(each, Action) for each in self._instructions]]
 
     def _spans(self) -> Iterator[tuple[Instruction | None, tuple[float, float]]]:
         """Each instruction with its begin and end."""

@@ -7,8 +7,10 @@ timeline = recorder.timeline()
 
 from __future__ import annotations
 
+from torch import Tensor
 from torch.profiler import record_function
 
+from zbpp.autograd.models.exchange import Exchange, Pending, Transfer
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Background, Extra, OwnRank, Run
 from zbpp.runtime.layout import Message
@@ -36,6 +38,12 @@ class Recorder(Extra):
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given
+        modules = [module for worker in rank.workers.values() for module in worker.module.modules()]
+        self._transfers = [
+            (each, each.transfer) for each in modules if isinstance(each, Exchange) and each.transfer
+        ]
+        for exchange, transfer in self._transfers:
+            exchange.transfer = self._timed(transfer)
 
     def rewrite(self, program: Program, call: str) -> Program:
         """See Extra."""
@@ -69,8 +77,21 @@ class Recorder(Extra):
 
     def begin(self, call: Call) -> None:
         """See Extra."""
-        if call.kind == "step":
+        self._is_measured = call.kind == "step"
+        if self._is_measured:
             self._mark = self.record.begin(self._instructions)
+
+    def close(self) -> None:
+        """See Extra."""
+        for exchange, transfer in self._transfers:
+            exchange.transfer = transfer
+
+    def _timed(self, transfer: Transfer) -> Transfer:
+        def start(rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Pending:
+            pending = transfer(rows, send_counts, receive_counts)
+            return _TimedPending(pending, self.record) if self._is_measured else pending
+
+        return start
 
     def timeline(self) -> Timeline:
         """The last step as it ran on all ranks; it starts at 0 ms. Collective.
@@ -80,6 +101,21 @@ class Recorder(Extra):
         if self.record.is_empty:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.using(recorder):`")
         return measured_timeline(self.record, self._rank.timetable, self._rank.place.pipeline)
+
+
+class _TimedPending:
+    """A transfer under way; the wait for its end is recorded."""
+
+    def __init__(self, pending: Pending, record: StepRecord) -> None:
+        self._pending, self._record = pending, record
+        self.is_done = pending.is_done
+
+    def wait(self) -> Tensor:
+        """See Pending."""
+        ended = self._record.exchange()
+        received = self._pending.wait()
+        ended()
+        return received
 
 
 class ProfilerNames(Extra):

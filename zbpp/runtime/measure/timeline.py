@@ -6,6 +6,7 @@ import socket
 import time
 from collections.abc import Iterator, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -31,8 +32,9 @@ def measured_timeline(
         [(stage, begin - offset, end - offset) for stage, begin, end in record.reductions()],
         [(*what, begin - offset, end - offset) for *what, begin, end in record.copies()],
         peak_memory_bytes(record.device),
+        record.exposed(),
     )
-    times, messages, reductions, copies, peaks = zip(*gather(mine, group), strict=True)
+    times, messages, reductions, copies, peaks, exposed = zip(*gather(mine, group), strict=True)
     origin = min(float(each[0, 0]) for each in times)
     return Timeline(
         timetable,
@@ -48,6 +50,12 @@ def measured_timeline(
             for rank, each in enumerate(copies)
             for value, is_out, begin, end in each
         ),
+        exposed=tuple(
+            np.zeros(len(spans)) if waited is None else waited
+            for spans, waited in zip(times, exposed, strict=True)
+        )
+        if any(waited is not None for waited in exposed)
+        else (),
         memory_unit="bytes",
         measured=True,
     )

@@ -1,0 +1,136 @@
+"""W's in the shadow of exchanges: while experts exchange rows, the rank computes weight gradients.
+
+    0F3   products | dispatch ----> | products | combine ----> |
+                   | W1  W1  W1     |          | W1            |      tasks of 0W1, one per parameter
+    0W1   what is left of it
+
+Which W's are pending, and in which order they run, is the plan's law (zbpp/schedule/exchange.py): those whose
+B has ended, first the one with the earliest place in the rank's row. So each stage's W's ascend in microbatch
+as before, and no bit of a gradient changes. How much there is to run, the plan decides: a schedule that runs
+each W directly behind its B leaves nothing pending, and `zb_auto` postpones W's if costs.exchange says that
+this pays.
+
+A task that has begun runs to its end, even if the exchange is over before. On a GPU the host asks whether the
+exchange is over long before the device gets there: all that is pending runs in the first exchange then.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import ExitStack
+from functools import partial
+from heapq import heappop, heappush
+from types import MappingProxyType
+
+import torch
+
+from zbpp.autograd.models.exchange import Exchange, Pending
+from zbpp.runtime.call import Call
+from zbpp.runtime.extra import Extra, OwnRank, Run, after, then
+from zbpp.runtime.parallel.mesh import TENSOR
+from zbpp.schedule import Action, Op, Program
+from zbpp.schedule.lower import Instruction
+
+
+class OverlapExchange(Extra):
+    """Runs pending W's during the exchanges of experts. Losses and gradients stay equal, to the last bit.
+
+    With reshard="microbatch" nothing runs there: a W has to gather its weights first.
+    Raises ValueError, on every rank, for a pipeline without exchanges, for tensor parallel stages, and for
+    stages of one rank that share a parameter.
+    """
+
+    name = "overlap_exchange"
+    excludes = MappingProxyType(
+        {
+            "cuda_graphs": "a captured F or B has no room for other W's; leave one of them out",
+            "weight_offload": "W's would copy weights in the middle of F; leave one of them out",
+        }
+    )
+
+    def attach(self, rank: OwnRank) -> None:
+        """See Extra."""
+        modules = [module for worker in rank.workers.values() for module in worker.module.modules()]
+        self._exchanges = [each for each in modules if isinstance(each, Exchange) and each.transfer]
+        told = rank.place.gather((_refusal(rank), bool(self._exchanges)))
+        for refusal, _ in told:
+            if refusal:
+                raise ValueError(f"{self.name} doesn't go with {refusal}")
+        if not any(has_exchanges for _, has_exchanges in told):
+            raise ValueError(
+                f"{self.name}: no stage exchanges rows of experts; leave it out, or spread experts by "
+                "make_mesh(..., expert=2)"
+            )
+        self._workers, self._device = rank.workers, rank.device.type
+        row = rank.timetable.rows[rank.rank]
+        self._place = {
+            (stage, microbatch): at for at, (stage, op, microbatch) in enumerate(row) if op == Op.W
+        }
+        self._pending: list[tuple[int, int, int]] = []  # place, stage, microbatch; a heap
+        for exchange in self._exchanges:
+            exchange.meanwhile = self._run_w
+        for worker in self._workers.values():
+            worker.w_runs_in_b = True
+
+    def rewrite(self, program: Program, call: str) -> Program:
+        """See Extra."""
+        self._is_step = call == "step"
+        return program
+
+    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+        """A W is pending from the end of its B to its place."""
+        if run is None or not self._is_step:
+            return run
+        match at:
+            case Action(stage, Op.B, microbatch) if self._workers[stage].around_w is None:
+                return then(run, partial(self._begin_w, stage, microbatch))
+            case Action(stage, Op.W, microbatch):
+                return after(partial(self._end_w, stage, microbatch), run)
+        return run
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        self._pending.clear()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in {"cpu", self._device}
+        ]
+
+    def close(self) -> None:
+        """See Extra."""
+        for exchange in self._exchanges:
+            exchange.meanwhile = None
+        for worker in self._workers.values():
+            worker.w_runs_in_b = False
+
+    def _begin_w(self, stage: int, microbatch: int) -> None:
+        heappush(self._pending, (self._place[stage, microbatch], stage, microbatch))
+
+    def _end_w(self, stage: int, microbatch: int) -> None:
+        """At its place a W has the earliest place of all that are pending."""
+        if self._pending and self._pending[0][0] == self._place[stage, microbatch]:
+            heappop(self._pending)
+
+    def _run_w(self, exchange: Pending) -> None:
+        """Run pending W's until the exchange is over."""
+        if not self._pending:
+            return
+        with ExitStack() as stack:
+            for kind, is_enabled, dtype in self._autocast:  # F may run under another autocast than W
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
+            while self._pending and not exchange.is_done():
+                _, stage, microbatch = self._pending[0]
+                weight_grads = self._workers[stage].deferred(microbatch)
+                weight_grads.accumulate_until(exchange.is_done)
+                if weight_grads.is_done:
+                    heappop(self._pending)
+
+
+def _refusal(rank: OwnRank) -> str:
+    """Why W's can't run in the exchanges of this rank's stages."""
+    if TENSOR in rank.place.groups:
+        return "tensor parallel stages, whose W's may need messages: write tensor=1, or leave it out"
+    counts = Counter(each for worker in rank.workers.values() for each in worker.module.parameters())
+    if any(count > 1 for count in counts.values()):
+        return "a parameter that stages of one rank share, whose sum would have another order: leave it out"
+    return ""
