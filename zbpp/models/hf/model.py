@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from zbpp.models.hf.check import build_stage, find_cut
 from zbpp.models.hf.config import check_tokenizer, read_config, read_folder, without_cache
 from zbpp.models.hf.cut import Cut
+from zbpp.models.hf.experts import hold_exchanges
 from zbpp.models.hf.files import WeightFiles
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.parallel import parallelize_stage
@@ -105,7 +106,9 @@ class HuggingFace:
         is_real = torch.get_default_device().type != "meta"  # else somebody looks for shared parameters only
         if index == num_stages - 1 and is_real and self._head == "auto" and not cut.head:
             _log.warning("%s: head=whole, since %s", self._kind, cut.no_head)
-        return build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
+        stage = build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
+        hold_exchanges(stage)
+        return stage
 
     def tied(self) -> dict[str, str]:
         """{name of a tied parameter: its first name}, as the library ties them; see zbpp/stage_api.py."""

@@ -1,0 +1,94 @@
+"""Experts of a Hugging Face model that can be spread over processes, by the library's registry of functions.
+
+The library stacks a layer's experts in one module, `gate_up_proj` [experts, ...] and `down_proj`, and lets a
+registered function compute it. Ours is registered as "zbpp_exchange". It calls the library's own while each
+process has all experts; else it exchanges the tokens' rows (zbpp/autograd/models/exchange.py). Routers,
+shared experts and all else of the model are the library's code.
+"""
+
+from __future__ import annotations
+
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd.models.exchange import Exchange, through_experts
+from zbpp.autograd.models.grouped_linear import grouped_linear
+from zbpp.autograd.models.sharded import local_part
+
+_NAME = "zbpp_exchange"
+
+
+def hold_exchanges(stage: nn.Module) -> None:
+    """Give each module of stacked experts an Exchange, so that its experts can be spread."""
+    found: list[Any] = [module for module in stage.modules() if _is_stacked(module)]
+    if not found:
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(_NAME, _experts_forward)
+    for module in found:
+        module.exchange = _LibraryExchange(module.config._experts_implementation)
+        # A config of its own: other modules of the model have the same one.
+        module.config = copy(module.config)
+        module.config._experts_implementation = _NAME
+
+
+class _LibraryExchange(Exchange):
+    """own: the library's name of the function that computes experts which are not spread."""
+
+    def __init__(self, own: str | None) -> None:
+        super().__init__()
+        self.own = own
+
+
+def _is_stacked(module: Any) -> bool:
+    """Whether the library lets a registered function compute this module, and each parameter is stacked."""
+    own = dict(module.named_parameters(recurse=False))
+    return (
+        hasattr(module, "_is_expert_parallel")
+        and hasattr(type(module).forward, "__wrapped__")
+        and "down_proj" in own
+        and all(len(each) == module.num_experts for each in own.values())
+    )
+
+
+def _experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """(x [tokens, hidden], chosen experts [tokens, k], their weights [tokens, k]) -> [tokens, hidden]."""
+    exchange: _LibraryExchange = module.exchange
+    if exchange.transfer is None:
+        from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+        eager = type(module).forward.__wrapped__
+        own: Any = ALL_EXPERTS_FUNCTIONS.get_interface(exchange.own or "eager", eager)
+        whole: Tensor = own(module, x, chosen, weights)
+        return whole
+
+    def compute(rows: Tensor, counts: Tensor) -> Tensor:
+        return _through_own(module, rows, counts)
+
+    y = through_experts(x, chosen.long(), module.num_experts, exchange, compute)
+    mixed: Tensor = (y * weights.unsqueeze(-1)).sum(1)
+    return mixed.to(x.dtype)
+
+
+def _through_own(module: Any, rows: Tensor, counts: Tensor) -> Tensor:
+    """What the experts of this process make of rows that are sorted by expert."""
+    numbers = torch.arange(len(counts), device=rows.device)
+    experts = numbers.repeat_interleave(counts, output_size=len(rows))
+
+    def layer(name: str, x: Tensor) -> Tensor:
+        weight = local_part(getattr(module, name))
+        y = grouped_linear(x, weight if getattr(module, "is_transposed", False) else weight.mT, counts)
+        if not getattr(module, "has_bias", False):
+            return y
+        return y + local_part(getattr(module, f"{name}_bias")).index_select(0, experts)
+
+    if getattr(module, "has_gate", True):
+        hidden = module._apply_gate(layer("gate_up_proj", rows))
+    else:
+        hidden = module.act_fn(layer("up_proj", rows))
+    y = layer("down_proj", hidden)
+    return module.post_expert_norm(y) if getattr(module, "has_post_expert_norm", False) else y
