@@ -242,27 +242,6 @@ def test_a_run_by_a_plan_in_a_file_executes_that_plan(own_job):
 
 
 @pytest.mark.slow
-def test_ranks_with_different_code_under_one_config_are_refused_with_the_file(tmp_path, warm):
-    """They trained on, to a loss of .844 for 2.466."""
-    for rank in ("0", "1"):
-        (tmp_path / rank).mkdir()
-        (tmp_path / rank / "own.py").write_text(OWN.replace("-0.9", f"-0.{rank}"))
-    (tmp_path / "uneven.py").write_text(
-        "import os, runpy, sys\n"
-        'sys.path.insert(0, os.path.abspath(os.environ["RANK"]))\n'
-        'runpy.run_module("zbpp.train", run_name="__main__")\n'
-    )
-    overrides = [*OWN_CHOICES, "evaluate_every=0"]
-    done = warm.start(tmp_path, warm.torchrun("uneven.py", *overrides))
-    assert done.rc != 0
-    assert "error: the ranks of this job have different source files (by hash):\n  own: '" in done.text
-    assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-# ---------------------------------------------------------------- jobs that end badly
-
-
-@pytest.mark.slow
 def test_a_rank_that_raises_brings_the_job_down_with_its_traceback_first(tmp_path, warm):
     (tmp_path / "failing.py").write_text(
         """

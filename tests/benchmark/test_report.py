@@ -36,7 +36,7 @@ def timed():
     return [
         timed_runner("1f1b", "zbpp", [30.0, 20.0, 10.0]),
         timed_runner("1f1b", "torch", [24.0]),
-        timed_runner("zb_v", "zbpp", [16.0], note="the best"),
+        timed_runner("zb_v", "zbpp", [16.0]),
         timed_runner("zb_v", "torch", [], failure="RuntimeError: no"),
     ]
 
@@ -61,7 +61,7 @@ def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(t
     ]  # fmt: skip
     assert lines[4].split()[:5] == ["torch", "2", "-", "-", "-"]
     assert lines[4].endswith("  RuntimeError: no")
-    assert lines[5:] == ["zb_v: the best"]
+    assert len(lines) == 5
     assert len({line.index("torch" if "torch" in line else "zbpp") for line in lines[1:5]}) == 1
 
 

@@ -7,8 +7,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.torch_runtime import RUNS_A_V, needs_a_v
 from zbpp import plan, simulate
-from zbpp.benchmark.interleaved_timing import TimedRunner, start, time_in_turns, try_to_start
-from zbpp.benchmark.runner import ZbppRunner
+from zbpp.benchmark.interleaved_timing import TimedRunner, ZbppRunner, start, time_in_turns, try_to_start
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data
 from zbpp.job.world import World

@@ -21,8 +21,7 @@ from zbpp.autograd.compiled import compile_stage
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
-from zbpp.training.fine_tuned import FineTuned, check_fine_tuned
-from zbpp.training.lora import save_adapter
+from zbpp.training.fine_tuned import FineTuned, check_fine_tuned, save_adapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

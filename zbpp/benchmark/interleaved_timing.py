@@ -8,12 +8,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import median
+from typing import Protocol
 
-from zbpp.benchmark.runner import Runner, ZbppRunner
+from torch import Tensor
+
 from zbpp.benchmark.workload import Workload
 from zbpp.error_text import first_cause
 from zbpp.job.agreement import gather
-from zbpp.runtime.measure import clock_offset, measured_costs
+from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import Recorder, clock_offset, measured_costs
 from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 
@@ -22,8 +25,8 @@ from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 class TimedRunner:
     """A runner and its measurements: per turn a wall time (ms) and a timeline, per rank a peak of memory.
 
-    runner: None if it failed; failure then says why, in a line. note: a remark for the table. peak_bytes:
-    empty for emulated stages, which hold next to nothing.
+    runner: None if it failed; failure then says why, in a line. peak_bytes: empty for
+    emulated stages, which hold next to nothing.
     """
 
     name: str
@@ -31,7 +34,6 @@ class TimedRunner:
     timetable: Timetable
     runner: Runner | None = None
     failure: str = ""
-    note: str = ""
     peak_bytes: list[int] = field(default_factory=list)
     wall_times: list[float] = field(default_factory=list)
     timelines: list[Timeline] = field(default_factory=list)
@@ -171,3 +173,52 @@ def without_garbage_collection() -> Iterator[None]:
         yield
     finally:
         gc.enable()
+
+
+# ----------------------------------------------------------------
+# A runner, which a benchmark times: a schedule under a runtime.
+
+
+class Runner(Protocol):
+    """One rank's part of a runtime that executes a schedule.
+
+    timetable: says which rank has which stages. close: no step follows.
+    """
+
+    @property
+    def runtime(self) -> str: ...
+    @property
+    def timetable(self) -> Timetable: ...
+    def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]: ...
+    def timeline(self) -> Timeline: ...
+    def close(self) -> None: ...
+
+
+class ZbppRunner:
+    """zbpp's runtime."""
+
+    runtime = "zbpp"
+
+    def __init__(self, workload: Workload, timetable: Timetable) -> None:
+        self.timetable = timetable
+        self._pipeline = Pipeline(
+            workload.stages(timetable),
+            timetable,
+            workload.model.loss,
+            seed=workload.seed,
+            timeout=workload.timeout,
+        )
+        self._recorder = Recorder()
+
+    def step(self, args: tuple[Tensor, ...], target: Tensor | None) -> list[Tensor]:
+        """One step of the pipeline; the microbatches' losses on the last stage's owner."""
+        with self._pipeline.using(self._recorder):
+            return self._pipeline.step(*args, target=target)
+
+    def timeline(self) -> Timeline:
+        """The last step as measured. Collective."""
+        return self._recorder.timeline()
+
+    def close(self) -> None:
+        """Close the connections. Collective."""
+        self._pipeline.close()

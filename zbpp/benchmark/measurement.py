@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from statistics import median
 from typing import NamedTuple
 
-from zbpp.benchmark.host_speed import host_ms
-from zbpp.benchmark.interleaved_timing import close_all, start, time_in_turns
-from zbpp.benchmark.link_speed import LinkSpeed, link_speeds
-from zbpp.benchmark.runner import ZbppRunner
+import torch
+import torch.distributed as dist
+
+from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
+from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
 from zbpp.benchmark.workload import Workload
+from zbpp.job.agreement import gather
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.measure.microbatch_memory import (
     StageMemory,
@@ -106,3 +111,115 @@ def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
         loss_fn=workload.model.loss,
         target=None if target is None else into_microbatches("target", target, workload.num_microbatches)[0],
     )
+
+
+# ----------------------------------------------------------------
+# How long messages take between two ranks that do nothing else.
+
+_SMALL, _LARGE = 4, 8 * 2**20  # bytes: the small message shows the latency, the large one the bandwidth
+_ROUNDS = 20
+
+
+class LinkSpeed(NamedTuple):
+    """How fast messages pass between two ranks: the time of 4 bytes, the bandwidth of 8 MiB."""
+
+    ranks: tuple[int, int]
+    latency_ms: float
+    gigabytes_per_second: float
+
+
+def link_speeds(links: Iterable[tuple[int, int]], device: torch.device) -> list[LinkSpeed]:
+    """The speed between each two ranks that have a link, one pair after another. Collective.
+
+    links: as `Programs.links` has them; both directions of a pair count as one.
+    """
+    pairs = sorted({(min(link), max(link)) for link in links})
+    found = {}
+    for pair in pairs:
+        dist.barrier()
+        if dist.get_rank() in pair:
+            found[pair] = _speed(pair, device)
+    everyone: dict[tuple[int, int], LinkSpeed] = {}
+    for each in gather(found):
+        everyone |= each
+    return [everyone[pair] for pair in pairs]
+
+
+def _speed(pair: tuple[int, int], device: torch.device) -> LinkSpeed:
+    small, large = (_one_way_ms(pair, num_bytes, device) for num_bytes in (_SMALL, _LARGE))
+    return LinkSpeed(pair, small, _LARGE / 1e6 / large)
+
+
+def _one_way_ms(pair: tuple[int, int], num_bytes: int, device: torch.device) -> float:
+    message = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    first = dist.get_rank() == pair[0]
+    times = []
+    for _ in range(_ROUNDS):
+        begin = time.perf_counter()
+        for sends in (first, not first):
+            if sends:
+                dist.send(message, dst=pair[first])
+            else:
+                dist.recv(message, src=pair[first])
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        times.append((time.perf_counter() - begin) * 1e3 / 2)
+    return median(times[1:])  # the first one connects
+
+
+# ----------------------------------------------------------------
+# How long copies to host memory and back take, with nothing else running.
+
+_PIECE = 8 * 2**20  # bytes; what F saves is in many tensors, and a copy moves one after the other
+_ROUNDS = 5
+
+
+def host_ms(timetable: Timetable, nbytes: Sequence[int], device: torch.device) -> list[float]:
+    """Costs.host: for each stage, the time of copying `nbytes[stage]` in the slower direction. Collective.
+
+    All ranks copy at the same time, since they do so in training, and may share the host's memory bus.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = {stage: nbytes[stage] for stage in timetable.stages_of(rank)}
+    if dist.is_initialized():
+        dist.barrier()
+    found: dict[int, float] = {}
+    for each in gather(_times(mine, device)):
+        found |= each
+    return [found[stage] for stage in range(timetable.num_stages)]
+
+
+def _times(nbytes: Mapping[int, int], device: torch.device) -> dict[int, float]:
+    copier = Copier(device)
+    try:
+        return {stage: _slower_ms(copier, size) for stage, size in nbytes.items()}
+    finally:
+        copier.close()
+
+
+def _slower_ms(copier: Copier, nbytes: int) -> float:
+    """The median time of a copy of `nbytes`, out or back, whichever takes longer."""
+    sizes = [min(_PIECE, nbytes - start) for start in range(0, nbytes, _PIECE)]
+    pairs: Moves = []
+    for size in sizes:
+        storage = copier.new_storage(size)
+        torch.empty(0, dtype=torch.uint8, device=copier.device).set_(
+            storage
+        ).zero_()  # so that the system has mapped the pages before a copy is timed
+        pairs.append((storage, copier.host_memory(size)))
+    return max(
+        median(_ms(copier, start, pairs) for _ in range(_ROUNDS)) for start in (copier.out, copier.back)
+    )
+
+
+def _ms(copier: Copier, start: Callable[[Moves], Copy], pairs: Moves) -> float:
+    _synchronise(copier.device)
+    begin = time.perf_counter()
+    start([*pairs]).wait()
+    _synchronise(copier.device)
+    return (time.perf_counter() - begin) * 1e3
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

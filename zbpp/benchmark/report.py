@@ -26,7 +26,6 @@ def _row(timed: TimedRunner, items_per_batch: int, unit: str) -> Row:
         "schedule": timed.name,
         "runtime": timed.runtime,
         "stages_per_rank": timed.timetable.num_stages // timed.timetable.num_ranks,
-        "note": timed.note,
         "unit": unit,
         "failure": timed.failure,
     }
@@ -62,9 +61,8 @@ def table(rows: Sequence[Row]) -> str:
         for line in cells
     ]
     failures = ["", *(shorten(row["failure"], 100) for row in rows)]
-    notes = [f"{row['schedule']}: {row['note']}" for row in rows if row["note"]]
     shown = [f"{line}  {failure}".rstrip() for line, failure in zip(lines, failures, strict=True)]
-    return "\n".join([*shown, *notes])
+    return "\n".join(shown)
 
 
 def _cells(row: Row, number: int) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
 from zbpp.run.model import build_model
-from zbpp.training.lora import is_adapter, peft_name, write_adapter
+from zbpp.training.fine_tuned import is_adapter, peft_name, write_adapter
 from zbpp.training.weights import weights_of_run
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

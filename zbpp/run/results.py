@@ -12,8 +12,8 @@ from zbpp.error_text import shown_path
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.render import chrome_trace, render_memory_picture, render_picture, render_report
 from zbpp.runtime.memory.activation_offload import offload_plan_of
+from zbpp.training.fine_tuned import save_adapter
 from zbpp.training.loggers import Loggers, finite
-from zbpp.training.lora import save_adapter
 from zbpp.training.measured_steps import MeasuredSteps, Summary, Title
 from zbpp.training.memory_report import RankReport, figures
 from zbpp.training.run_folder import write_whole

@@ -7,7 +7,6 @@ cluster.py    --cluster: what a model would take on a cluster
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import shlex
 import shutil
@@ -22,7 +21,6 @@ from zbpp.commands.plan.cluster import on_paper
 from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare
 from zbpp.ranges import ConfigError
 from zbpp.render import (
-    chrome_trace,
     render_choice,
     render_figures,
     render_page,
@@ -30,7 +28,7 @@ from zbpp.render import (
     render_table,
     render_text,
 )
-from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
+from zbpp.schedule import PlanError, Timeline, Timetable, read_timetable, simulate, to_csv
 
 Outcomes = Mapping[str, Timeline | PlanError]
 """For each schedule, its timeline, or the error that says why there is none."""
@@ -65,8 +63,6 @@ def _answer(form: str, options: argparse.Namespace) -> str:
     _draw(options, outcomes, inputs, inputs.notes)
     if options.form:
         return _FORMS[options.form](_only(outcomes).timetable)
-    if options.program is not None:
-        return _program(_only(outcomes).timetable, options.program)
     if len(outcomes) > 1:
         return "\n\n".join([*inputs.notes, render_table(outcomes)])
     timeline = _only(outcomes)
@@ -110,14 +106,13 @@ def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[fl
         placement=options.placement,
         objective=options.objective,
         time_limit=options.time_limit,
-        seed=options.seed,
         progress=lambda share, *_: progress(share, "searching"),
     )
 
 
 def _only(outcomes: Outcomes) -> Timeline:
     if len(outcomes) > 1:
-        raise PlanError(f"--text, --csv and --program show one schedule; {len(outcomes)} are named")
+        raise PlanError(f"--text and --csv show one schedule; {len(outcomes)} are named")
     return next(iter(_timelines(outcomes).values()))
 
 
@@ -130,18 +125,10 @@ def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
     return timelines
 
 
-def _program(timetable: Timetable, rank: int) -> str:
-    if not 0 <= rank < timetable.num_ranks:
-        raise PlanError(f"--program {rank}: ranks are 0..{timetable.num_ranks - 1}")
-    return str(lower(timetable)[rank])
-
-
 def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes: Sequence[str]) -> None:
     """Write the files that the options name. notes: paragraphs of the page."""
     if options.picture:
         render_picture(_timelines(outcomes), options.picture)
-    if options.trace:
-        Path(options.trace).write_text(json.dumps(chrome_trace(_timelines(outcomes))))
     if options.html:
         timelines = _timelines(outcomes)
         timetables = {name: timeline.timetable for name, timeline in timelines.items()}
@@ -165,7 +152,6 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
         memory_limit=inputs.memory_limit,
         objective=options.objective,
         time_limit=options.time_limit,
-        seed=options.seed,
     )
     answer = choose(request, progress)
     timelines = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
@@ -189,7 +175,7 @@ def _commands(options: argparse.Namespace, answer: Answer) -> str:
 
 def _same_question(options: argparse.Namespace) -> str:
     """The options with which a plan for the same question is made again."""
-    names = ("ranks", "microbatches", "memory_limit", "objective", "time_limit", "seed", "costs")
+    names = ("ranks", "microbatches", "memory_limit", "objective", "time_limit", "costs")
     given = {name: getattr(options, name) for name in (*names, *COST_OPTIONS)}
     defaults = vars(make_parser().parse_args([]))
     return " ".join(

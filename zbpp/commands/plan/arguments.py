@@ -25,10 +25,8 @@ examples:
   zbpp plan --choose --ranks 4 --microbatches 8 --memory-limit 4      which one, and how to train with it
   zbpp plan all --ranks 8 --microbatches 24 --f 18.5 --b 18.1 --w 9.3 --comm 0.6 --time-limit 2
   zbpp plan zb_auto --placement v --f 10 --b 12 --w 7 --time-limit 2  a plan for these costs
-  zbpp plan 1f1b zb_h1 zb_v --picture compare.png --trace compare.json    (trace: ui.perfetto.dev)
-  zbpp plan 1f1b zb_h1 zb_v --html compare.html        to zoom into, in any browser
+  zbpp plan 1f1b zb_h1 zb_v --html compare.html --picture compare.png  to zoom into, in any browser
   zbpp plan zb_h1 --f 10,12,12,9 --memory-limit 4      one number per stage; refuse above 4
-  zbpp plan zb_v --program 1                           what rank 1 executes, with its messages
   zbpp plan zb_h1 --text > mine.txt                    as text: edit it, then check and time it with
   zbpp plan --timetable mine.txt                       (.csv: as torch writes it)
   zbpp plan --cluster h100 --model llama_1b --batch 512               on which mesh, how fast?
@@ -45,11 +43,11 @@ COST_OPTIONS = {
 
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"
 _COSTS = {"costs", *COST_OPTIONS, "memory_limit"}
-_DRAWN = {"picture", "html", "trace"}
-_SEARCH = {"ranks", "microbatches", "objective", "time_limit", "seed"}
+_DRAWN = {"picture", "html"}
+_SEARCH = {"ranks", "microbatches", "objective", "time_limit"}
 READ = {
-    NAMED: {"schedules", "placement", "form", "program", *_SEARCH, *_COSTS, *_DRAWN},
-    TIMETABLE: {"timetable", "form", "program", *_COSTS, *_DRAWN},
+    NAMED: {"schedules", "placement", "form", *_SEARCH, *_COSTS, *_DRAWN},
+    TIMETABLE: {"timetable", "form", *_COSTS, *_DRAWN},
     CHOOSE: {"choose", *_SEARCH, *_COSTS, *_DRAWN},
     CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "precision", "sequence", "head_at_once"},
 }
@@ -159,7 +157,6 @@ def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=objective)
     seconds = "seconds for a search, or for all of --choose (default 10)"
     group.add_argument("--time-limit", type=float, default=10.0, metavar="S", help=seconds)
-    group.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
 
 
 def _add_costs(group: argparse._ArgumentGroup) -> None:
@@ -176,10 +173,8 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
         "csv": "the timetable as torch's CSV",
     }.items():
         group.add_argument(f"--{name}", action="store_const", const=name, dest="form", help=text)
-    group.add_argument("--program", type=int, metavar="RANK", help="what a rank executes, with its messages")
     group.add_argument("--picture", type=_picture, metavar="FILE", help="draw to FILE (.png, .pdf, .svg)")
     group.add_argument("--html", metavar="FILE", help="draw to a page for the browser, with memory curves")
-    group.add_argument("--trace", metavar="FILE", help="write a Chrome trace (.json) for ui.perfetto.dev")
 
 
 def _numbers(text: str) -> float | list[float]:
