@@ -125,23 +125,18 @@ def test_the_huggingface_page_loads_trains_and_exports(
 def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png", "plans.json"}
+    assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png"}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_memory_page_run(tmp_path: Path) -> None:
-    """The first says what fits; the second one's prediction is what it measures."""
-    predict, train, choose = blocks("docs/memory.md", "bash")
+    """They say what fits."""
+    predict, choose = blocks("docs/memory.md", "bash")
     printed = run_command(predict, tmp_path)
     assert "schedule=v_min" in printed
     assert "everything fits" in printed
     assert "everything fits" in run_command(choose, tmp_path)
-    assert "predicted peak" in run_command(train, tmp_path)
-    report = json.loads((tmp_path / "runs/memory/memory.json").read_text())
-    for rank in report["ranks"]:
-        assert rank["predicted"]["peak"] == pytest.approx(rank["measured"]["peak"], rel=0.001)
-    assert (tmp_path / "runs/memory/memory.png").stat().st_size > 1000
 
 
 def write_files_of_pages(folder: Path) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from helpers.configs import FREE_COPIES, composed
+from helpers.memory_record import reported
 from helpers.processes import run_ranks
 from zbpp.prediction.predictor import Predictor
 from zbpp.run import app
@@ -43,7 +44,7 @@ PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 UPPER_BOUNDS = ("offload", "redone")
 RANKS, STEPS = 2, 4
 REPORTED = [
-    f"parallel.num_processes={RANKS}", f"steps={STEPS}", "memory.report=true", "evaluate_every=0",
+    f"parallel.num_processes={RANKS}", f"steps={STEPS}", "evaluate_every=0",
     "measure_every=0",
 ]  # fmt: skip
 
@@ -62,9 +63,10 @@ def trainer_of(rank, config):
 def report_of(rank, overrides):
     """(this rank's report, what left the device)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
+    report = reported(trainer, STEPS - 1)
     with trainer.pipeline as pipeline:
         list(trainer.run(STEPS))
-        return trainer.memory_report.gathered(trainer.pipeline)[rank], offload_plan_of(pipeline)
+        return report.gathered(pipeline)[rank], offload_plan_of(pipeline)
 
 
 def all_reports(rank):

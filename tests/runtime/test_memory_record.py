@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from helpers.memory_record import MemoryRecord
 from zbpp import Pipeline
 from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.memory_record import MemoryRecord
 
 ROWS, HIDDEN, M = 4, 8, 2
 SIZE = ROWS * HIDDEN * 4  # bytes of one microbatch's activation

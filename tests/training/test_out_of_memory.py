@@ -6,7 +6,7 @@ from torch import nn
 
 from zbpp import Pipeline, plan
 from zbpp.job.errors import is_out_of_memory
-from zbpp.training.memory_report import out_of_memory_explained
+from zbpp.run.app import out_of_memory_explained
 
 CPU = "[enforce fail at alloc_cpu.cpp:116] DefaultCPUAllocator: can't allocate memory"
 

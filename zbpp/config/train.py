@@ -118,7 +118,6 @@ class MemoryConfig(Checked):
     )
     budget: float = ranged(1.0, most=1, help="with compile: the share of its activations that F keeps for B")
     limit: float | None = ranged(None, above=0, unit="GiB", help="of each rank's device")
-    report: bool = described(False, "the last step's memory, measured beside predicted, in memory.json")
     offload: int | float | str = described(
         "none",
         "activations to host memory, by schedule.costs: auto (where it is free), or GiB",
@@ -234,7 +233,6 @@ _EXCLUDED = (
     ("release", "clip", "it needs the norm of all gradients; write null, and optimizer=stable_adamw, say"),
     ("release", "masters", "write precision=bfloat16 with optimizer.kahan_sum=true"),
     ("offload", "no costs", "run zbpp measure, and write schedule.costs=costs.json, the file that it makes"),
-    ("report", "few steps", "it measures the last step, when states and buffers are there"),
     ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
     ("compile", "shard", "write parallel.replicate"),
     ("compile", "recompute", "write a memory.budget below 1 to hold less"),
@@ -297,7 +295,6 @@ class TrainConfig(RunConfig):
         """The switches of `_EXCLUDED` that are on, by their names there, as one types them."""
         memory, parallel, precision = self.memory, self.parallel, self.precision
         recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={self.compile}"
-        least = 9 if self.schedule.replan is not None else 3
         typed = {
             "graphs": ("cuda_graphs=true", self.cuda_graphs),
             "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
@@ -325,8 +322,6 @@ class TrainConfig(RunConfig):
             "no costs": ("schedule.costs=null", self.schedule.costs is None),
             "weights": ("memory.offload_weights=true", memory.offload_weights),
             "lora": ("finetune.lora", self.finetune.adapters is not None),
-            "report": ("memory.report=true", memory.report),
-            "few steps": (f"steps={self.steps} (write {least} or more)", self.steps < least),
         }
         return {name: text for name, (text, is_on) in typed.items() if is_on}
 

@@ -19,8 +19,6 @@ from zbpp.render.memory import (
     in_bytes,
     render_limit,
     render_memory,
-    render_memory_picture,
-    render_report,
     render_switches,
 )
 from zbpp.render.page import render_page
@@ -41,10 +39,8 @@ __all__ = [
     "render_hang",
     "render_limit",
     "render_memory",
-    "render_memory_picture",
     "render_page",
     "render_picture",
-    "render_report",
     "render_switches",
     "render_table",
     "render_text",

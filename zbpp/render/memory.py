@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
-from typing import IO, Any
 
 import numpy as np
 
@@ -14,7 +12,6 @@ from zbpp.render.table import aligned, percent
 from zbpp.schedule.costs import BYTES
 
 _BARS = " ▁▂▃▄▅▆▇█"
-_FILLS = ("#9aa1b0", "#38895a", "#87479b", "#2c6fb3", "#fbc592", "#d9d3c4", "#c4534a")  # one per component
 _WIDTH = 72  # columns of a curve
 
 
@@ -84,45 +81,3 @@ def render_switches(rows: Sequence[Mapping[str, str]]) -> str:
     lines = aligned([head[:4], *cells])
     notes = ["", *(row["note"] for row in rows)]
     return "\n".join(f"{line}  {note}".rstrip() for line, note in zip(lines, notes, strict=True))
-
-
-# ---------------------------------------------------------------- predicted beside measured
-
-
-def render_report(found: Mapping[str, Any]) -> str:
-    """Both peaks per rank, and what outlives the step. found: as in memory.json."""
-    head = ("memory of the last step", "predicted peak", "measured", "difference")
-    rows = [_peaks(each) for each in found["ranks"]]
-    lines = [*aligned([head, *rows]), f"(measured by {found['measured_by']})"]
-    if found.get("not_predicted"):
-        lines.append(f"(the prediction does not know {', '.join(found['not_predicted'])})")
-    for rank in found["ranks"]:
-        if rank["outliving"]:
-            lines.append(f"rank {rank['rank']}: {in_bytes(rank['outliving'])} outlive the step")
-    return "\n".join(lines)
-
-
-def _peaks(rank: Mapping[str, Any]) -> tuple[str, ...]:
-    predicted, measured = rank["predicted"]["peak"], rank["measured"]["peak"]
-    difference = percent(predicted / measured - 1) if measured else ""
-    return f"rank {rank['rank']}", in_bytes(predicted), in_bytes(measured), difference
-
-
-def render_memory_picture(found: Mapping[str, Any], path: str | os.PathLike[str] | IO[bytes]) -> None:
-    """Draw a panel per rank: the predicted components one upon the other, the measured level as a line."""
-    from matplotlib.figure import Figure
-
-    ranks = found["ranks"]
-    figure = Figure(figsize=(9, 1 + 2 * len(ranks)), layout="constrained")
-    panels = figure.subplots(len(ranks), 1, sharex=True, squeeze=False)[:, 0]
-    for axes, rank in zip(panels, ranks, strict=True):
-        levels = np.array(rank["predicted"]["levels"]) / 2**20
-        places = np.arange(len(levels))
-        axes.stackplot(places, levels.T, step="post", colors=_FILLS, labels=found["components"])
-        measured = np.array(rank["measured"]["levels"]) / 2**20
-        axes.step(places, measured, where="post", color="black", linewidth=1, label="measured")
-        axes.set_title(f"rank {rank['rank']}", loc="left", fontsize=9)
-        axes.set_ylabel("MiB")
-    panels[-1].set_xlabel("actions of one step")
-    panels[0].legend(fontsize=7, ncols=len(_FILLS) + 1, loc="lower center", bbox_to_anchor=(0.5, 1.1))
-    figure.savefig(path)

@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from zbpp.config import Composed, ConfigError, TrainConfig
 from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
-from zbpp.job.errors import CommunicationError
+from zbpp.job.errors import CommunicationError, is_out_of_memory
 from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
 from zbpp.planning import takes_costs
@@ -30,18 +32,15 @@ from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime import FlightRecorder
+from zbpp.runtime.measure import peak_memory_bytes
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
 from zbpp.training.measured_steps import Summary, Title, summarise
-from zbpp.training.memory_report import out_of_memory_explained
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
-
-if TYPE_CHECKING:
-    from zbpp.prediction.measured_stages import MeasuredStages
 
 _GRACE = 2.0  # s in which a launcher that has seen a rank fail ends the others
 
@@ -56,10 +55,10 @@ def train(composed: Composed) -> dict[str, Any]:
     composed = _in_first_folder(composed)
     config: TrainConfig = composed.tree
     rank, num_processes = _place_in_job(config.parallel.num_processes)
-    plan, parts, measured = None, None, None
+    plan, parts = None, None
     with out_of_memory_explained(rank):
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
-            plan, measured = _make_plan(config, pipeline_ranks(config.parallel, num_processes))
+            plan = _make_plan(config, pipeline_ranks(config.parallel, num_processes))
             parts = build_parts(config, plan.timetable, rank)
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with (
@@ -92,7 +91,7 @@ def train(composed: Composed) -> dict[str, Any]:
             watching = build_callbacks(config, parts.data, here, path, loggers)
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, parts.model, plan, trainer, loggers, here)
-            write_results(config, path, trainer, measured, title, summary, loggers, is_rank_0=rank == 0)
+            write_results(config, path, trainer, title, summary, loggers, is_rank_0=rank == 0)
         return summary.figures
 
 
@@ -138,20 +137,19 @@ def _place_in_job(wanted: int | None) -> tuple[int, int]:
     return number, started
 
 
-def _make_plan(config: TrainConfig, num_ranks: int) -> tuple[Plan, MeasuredStages | None]:
-    """The plan, and the bytes of all stages if memory.report or memory.recompute=auto needs them.
+def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
+    """The plan of the run, with the stages that recompute.
 
     Measuring parts of layers needs a fake process group, which has to be gone before the real one is made.
     """
     check_together(config)
     timetable = planned(config, num_ranks)
     plan = Plan(timetable, costs_of(config.schedule, timetable))
-    if not config.memory.report and config.memory.recompute != "auto":
-        return plan, None
+    if config.memory.recompute != "auto":
+        return plan
     from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
 
-    measured, recomputed = Predictor().measure(config, timetable)
-    return plan._replace(recomputed=recomputed), measured
+    return plan._replace(recomputed=Predictor().measure(config, timetable)[1])
 
 
 def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
@@ -232,4 +230,23 @@ def _heard_of_last(signals: LeaveOnSignal) -> Iterator[None]:
         yield
     except CommunicationError:
         signals.wait(_GRACE)
+        raise
+
+
+@contextmanager
+def out_of_memory_explained(rank: int, device: torch.device | None = None) -> Iterator[None]:
+    """Note the rank, its peak so far and `zbpp memory` on an out-of-memory error, which keeps its type.
+
+    The Executor has noted the action. device: None: the CPU.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            peak = peak_memory_bytes(device or torch.device("cpu"))
+            error.add_note(f"rank {rank} is out of memory; its peak so far: {peak / 2**30:.3f} GiB")
+            error.add_note(
+                "`zbpp memory` with the arguments of this run shows each rank's curve, and each switch with "
+                "its time"
+            )
         raise

@@ -20,7 +20,6 @@ from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, Pipel
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
-from zbpp.training.memory_report import MemoryReport
 from zbpp.training.optim.precision import PRECISIONS, LossScale
 from zbpp.training.trainer import Trainer
 
@@ -106,5 +105,4 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             per_parameter=optimizer.per_parameter,
             post_validation=optimizer.validation == "after",
             non_finite=config.non_finite,
-            memory_report=MemoryReport(config.steps - 1) if memory.report else None,
         )

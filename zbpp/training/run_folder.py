@@ -27,7 +27,7 @@ from zbpp.error_text import shown_path
 
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
-    "bench.png", "costs.json", "memory.json", "memory.png", "*.safetensors", "adapter", "wandb",
+    "bench.png", "costs.json", "*.safetensors", "adapter", "wandb",
     "tensorboard", "profile", "samples.jsonl", "checkpoints", "failure",
 )  # fmt: skip
 CHECKPOINTS = "checkpoints"

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +32,6 @@ from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
-from zbpp.training.memory_report import MemoryReport
 from zbpp.training.non_finite import BegunSteps, Values
 from zbpp.training.optim.choose_update import make_update
 from zbpp.training.optim.master_weights import MasterWeights
@@ -79,8 +78,8 @@ class Trainer:
     together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
 
     num_recorded: how many of the last steps are measured action by action. record_every: the second and third
-    step and every so many steps are measured, too; 0: none. memory_report: records the memory of one step.
-    replan: may replace the pipeline after the first steps.
+    step and every so many steps are measured, too; 0: none. replan: may replace the
+    pipeline after the first steps.
 
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
@@ -110,7 +109,6 @@ class Trainer:
     gradient_release: str = "off"
     per_parameter: bool = False
     post_validation: bool = False
-    memory_report: MemoryReport | None = None
     callbacks: Sequence[Callback] = ()
     non_finite: str = "skip"
 
@@ -198,18 +196,15 @@ class Trainer:
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
-        is_reported = self.memory_report is not None and step == self.memory_report.step
-        # A recorder notes either times or memory, and a step has one recorder.
-        recorded = self._is_recorded(step, num_steps=num_steps) and not is_reported
-        recorded = recorded and not self._is_before_report(step)
+        recorded = self._is_recorded(step, num_steps=num_steps)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         self._call_each("before_step", step)
         known = self._settled() if recorded else []
-        with self._watching(recorded=recorded, is_reported=is_reported):
+        with self.pipeline.using(self._recorder) if recorded else nullcontext():
             known += self._step(step)
         self.next_step = step + 1
         needed = any(callback.needs_weights(step) for callback in self.callbacks)
-        if recorded or is_reported or evaluated or is_last or needed or self._replanner:
+        if recorded or evaluated or is_last or needed or self._replanner:
             known += self._settled()  # so that the last one is this step's
         if evaluated:
             known[-1] |= self.evaluate()
@@ -222,13 +217,6 @@ class Trainer:
         if not is_last:
             self._replan(step, known)
         return known
-
-    def _watching(self, *, recorded: bool, is_reported: bool) -> AbstractContextManager[object]:
-        """What a step runs in: a recording of its times, or of its memory, or nothing."""
-        if is_reported and self.memory_report is not None:
-            kept = lambda: (self._update.copies(), self._begun.kept_batches)  # noqa: E731  # what may be redone
-            return self.memory_report.recording(self.pipeline, self.optimizer, self.masters, kept)
-        return self.pipeline.using(self._recorder) if recorded else nullcontext()
 
     @property
     def items_per_step(self) -> int:
@@ -253,8 +241,6 @@ class Trainer:
         begin = time.perf_counter()
         self._update.begin(self.pipeline, None if self.learning_rate is None else self.learning_rate(step))
         args, target = batch = self._batches.of_step(step)
-        if self.memory_report is not None:
-            self.memory_report.count(batch)
         losses = self.pipeline.step(*args, target=target)
         results = self._update.end(self.pipeline, losses)
         if self.scheduler is not None:
@@ -288,11 +274,6 @@ class Trainer:
         if self.values.error is not None:
             self._call_each("stopped")
             raise self.values.error
-
-    def _is_before_report(self, step: int) -> bool:
-        """Whether the next step's memory is reported: that step validates this step's update."""
-        report = self.memory_report if self.post_validation else None
-        return report is not None and step + 1 == report.step
 
     def _is_recorded(self, step: int, *, num_steps: int) -> bool:
         """Whether a step is measured action by action: some early ones, some between, the last ones."""

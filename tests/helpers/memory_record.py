@@ -1,0 +1,246 @@
+"""The bytes that a rank holds before, during and after each action of one step, and what outlives the step.
+
+    record = MemoryRecord(pipeline.device)
+    with record.step(static), pipeline.using(record.recorder):
+        pipeline.step(x, target=y)
+
+A dispatch mode counts (live_tensors.py) the tensors that the caller names (`static`) and those that operators
+return during the step, but not the memory that an operator allocates for itself and frees.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zbpp.autograd.storages import storages_of
+from zbpp.runtime import Pipeline
+from zbpp.runtime.measure import Recorder, StepRecord
+from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
+from zbpp.runtime.memory.weight_offload import offloaded_weights
+from zbpp.schedule import Action
+from zbpp.schedule.lower import Instruction
+from zbpp.training.trainer import Trainer
+
+
+class Span(NamedTuple):
+    """The bytes before and after an action. highest: the most from its begin to the next action's begin."""
+
+    action: Action
+    before: int
+    highest: int
+    after: int
+
+
+class MemoryLevels(StepRecord):
+    """A record of the bytes held, where a plain StepRecord has the times."""
+
+    def __init__(self, device: torch.device, counter: Counter) -> None:
+        super().__init__(device)
+        self._counter, self._levels = counter, list[tuple[int, int]]()
+        self._of: Sequence[Instruction | None] = ()
+
+    def begin(self, instructions: Sequence[Instruction | None]) -> Callable[[], None]:
+        """Start a new record. The returned function notes the level, and the highest since its last call."""
+        self._of, self._levels = instructions, []
+        levels, counter = self._levels, self._counter
+        counter.mark()
+
+        def mark() -> None:
+            levels.append((counter.now, counter.highest))
+            counter.mark()
+
+        return mark
+
+    def reduction(self, stage: int) -> Callable[[], None]:
+        """Reductions are not recorded."""
+        return lambda: None
+
+    def spans(self) -> Iterator[Span]:
+        """The levels of each action. What happens after an action counts for its `highest`."""
+        pairs = zip(self._levels[::2], self._levels[1::2], strict=True)
+        last: Span | None = None
+        for instruction, ((before, waited), (after, highest)) in zip(self._of, pairs, strict=True):
+            is_action = isinstance(instruction, Action)
+            if last is not None:
+                last = last._replace(highest=max(last.highest, waited, 0 if is_action else highest))
+            if isinstance(instruction, Action):
+                if last is not None:
+                    yield last
+                last = Span(instruction, before, highest, after)
+        if last is not None:
+            yield last
+
+
+class MemoryRecord:
+    """One step's memory. The attributes are filled when the step has ended.
+
+    spans: the levels of each action. before, after: the bytes before and after the whole step. highest: the
+    most at any time of the step. outliving: the bytes that were allocated in the step and outlive it; not
+    counted on CUDA.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._counter = counter_of(device)
+        self._levels = MemoryLevels(device, self._counter)
+        self.recorder = Recorder(self._levels)
+        self.spans: list[Span] = []
+        self.before = self.after = self.highest = self.outliving = 0
+
+    @property
+    def how(self) -> str:
+        """How the bytes were counted, in words."""
+        is_counted = isinstance(self._counter, LiveTensors)
+        return "a count of live tensors on the CPU" if is_counted else "the CUDA allocator"
+
+    def count(self, tensors: Iterable[Tensor]) -> None:
+        """Count tensors of this step that no operator returned (the batch). CUDA's allocator counts all."""
+        self._counter.count(tensors)
+
+    @contextmanager
+    def step(
+        self,
+        static: Callable[[], Iterable[Tensor]],
+        on_host: Callable[[], Iterable[Tensor]] = tuple,
+    ) -> Iterator[None]:
+        """Record the step that runs within this context.
+
+        static(): the tensors that stay from step to step: weights, gradients, optimizer states, buffers.
+        on_host(): tensors in host memory, which don't count.
+        """
+        with self._counter as counter:
+            counter.ignore(on_host())
+            counter.count(static())
+            self.before = counter.now
+            yield
+            gc.collect()
+            self.after = counter.now
+        self.spans = list(self._levels.spans())
+        if isinstance(counter, LiveTensors):
+            staying = {storage._cdata for each in (*static(), *on_host()) for storage in storages_of(each)}
+            self.outliving = sum(each.nbytes() for each in counter.alive() if each._cdata not in staying)
+        self.highest = max([self.before, self.after, *(each.highest for each in self.spans)])
+
+
+# ----------------------------------------------------------------
+# The memory of one step of a Trainer.
+
+
+class RankReport(NamedTuple):
+    """One rank's measured step, in bytes. highest: the peak. outliving: see MemoryRecord.
+
+    how: how the bytes were counted, in words. is_validated_later: whether the step had a gate, where the
+    previous update was validated.
+    """
+
+    rank: int
+    spans: list[Span]
+    highest: int
+    outliving: int
+    how: str
+    is_validated_later: bool = False
+
+
+class MemoryReport:
+    """Records the memory of the Trainer's step with this number."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self._record: MemoryRecord | None = None
+        self._is_later = self._is_recording = False
+
+    @contextmanager
+    def recording(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        masters: Any,
+        kept: Callable[[], Iterable[Any]],
+    ) -> Iterator[None]:
+        """Record the step that runs within this context.
+
+        kept(): further tensors that stay on the device from step to step, in any nest.
+        """
+        record = self._record = MemoryRecord(pipeline.device)
+        self._is_later, self._is_recording = pipeline.validation.pending is not None, True
+
+        def staying() -> Iterator[Tensor]:
+            yield from (each for each in tree_leaves([*kept()]) if isinstance(each, Tensor))
+            yield from _staying(pipeline, optimizer, masters)
+
+        with record.step(staying, lambda: _on_host(pipeline, optimizer)), pipeline.using(record.recorder):
+            yield
+        self._is_recording = False
+
+    def count(self, batch: Any) -> None:
+        """Count a step's batch, whose tensors no operator made. Does nothing if the step is not recorded."""
+        if self._record is not None and self._is_recording:
+            self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
+
+    def gathered(self, pipeline: Pipeline) -> list[RankReport]:
+        """The reports of all ranks of the first pipeline. Collective."""
+        record = self._record
+        assert record is not None  # the recorded step has run
+        mine = RankReport(
+            pipeline.rank, record.spans, record.highest, record.outliving, record.how, self._is_later
+        )
+        reports: list[RankReport] = pipeline.place.gather(mine)
+        return reports[: pipeline.timetable.num_ranks]
+
+
+def _staying(pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: Any) -> Iterator[Tensor]:
+    """Buffers for messages, weights, gradients, masters and the optimizer's states on the device."""
+    weights = offloaded_weights(pipeline.stages.values())
+    yield from pipeline.receive_buffers()
+    yield from (pipeline.released or {}).values()
+    if weights is not None:
+        yield from weights.on_device()
+        yield from (each for stage in pipeline.stages.values() for each in stage.buffers())
+        return
+    for stage in pipeline.stages.values():
+        for each in (*stage.parameters(), *stage.buffers()):
+            found = each, each.grad, getattr(each, "main_grad", None)
+            yield from (tensor for tensor in found if tensor is not None)
+    if masters is not None:
+        yield from masters.parameters()
+    yield from _states(optimizer)
+
+
+def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """All tensors that live in host memory."""
+    weights = offloaded_weights(pipeline.stages.values())
+    if weights is not None:
+        yield from weights.on_host()
+        yield from (each.grad for each in pipeline.parameters() if each.grad is not None)
+        yield from _states(optimizer)
+
+
+def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+def reported(trainer: Trainer, step: int) -> MemoryReport:
+    """Record the memory of a step of the trainer, which must not record this step's times."""
+    report, read, run = MemoryReport(step), trainer._batches.of_step, trainer._step
+
+    def of_step(number: int) -> Any:
+        batch = read(number)
+        report.count(batch)
+        return batch
+
+    def of_trainer(number: int) -> Any:
+        if number != step:
+            return run(number)
+        kept = lambda: (trainer._update.copies(), trainer._begun.kept_batches)  # noqa: E731  # what may be redone
+        with report.recording(trainer.pipeline, trainer.optimizer, trainer.masters, kept):
+            return run(number)
+
+    trainer._batches.of_step, trainer._step = of_step, of_trainer
+    return report
