@@ -68,25 +68,6 @@ def test_a_hook_on_an_activation_changes_dy_as_in_plain_autograd():
     assert all(torch.equal(*pair) for pair in zip(plain, split, strict=True))
 
 
-@pytest.mark.parametrize("mode", ["all", "any"])
-@pytest.mark.parametrize("names", [("linear.weight", "linear.bias"), ("norm.weight", "norm.bias")])
-def test_a_hook_for_several_parameters_says_what_to_use_instead(names, mode):
-    """It counts the gradients of one backward; those of the norm are computed in B, where `any` works."""
-    seen = []
-
-    def prepare(module):
-        parameters = [module.get_parameter(name) for name in names]
-        torch.autograd.graph.register_multi_grad_hook(parameters, seen.append, mode=mode)
-
-    if (mode, names[0]) == ("any", "norm.weight"):
-        both(prepare)
-        assert len(seen) == 4
-        return
-    with pytest.raises(RuntimeError, match=r"use register_hook or register_post_accumulate"):
-        both(prepare)
-    assert len(seen) == 2  # in the plain backwards
-
-
 # ---------------------------------------------------------------- post-accumulate-grad hooks
 
 

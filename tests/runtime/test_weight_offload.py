@@ -11,7 +11,7 @@ from torch import nn
 
 from helpers.split import grads_of
 from zbpp import Pipeline, backward_input
-from zbpp.autograd import checkpoint, recompute
+from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -437,27 +437,6 @@ def steps_of(make, offload=True):
     return torch.stack(losses), grads_of(stage)
 
 
-class Inside(nn.Module):
-    """A block, part of whose forward is a checkpoint; in it lies another one."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.first, self.second, self.third = (nn.Linear(SIZE, SIZE) for _ in range(3))
-        self.how = how
-        if how == "module":
-            recompute(self.second)
-
-    def forward(self, x):
-        if self.how == "module":
-            return self.third(self.second(self.first(x)).tanh())
-        if self.how == "argument":
-            return checkpoint(F.linear, self.first(x), self.second.weight, self.second.bias)
-        return checkpoint(self.outer, self.first(x))
-
-    def outer(self, x):
-        return checkpoint(lambda y: self.third(y).relu(), self.second(x).tanh())
-
-
 class NotedScale(torch.autograd.Function):
     """Notes where its weight is in B."""
 
@@ -492,31 +471,3 @@ def test_a_weight_that_is_saved_itself_is_on_the_device_in_b():
     pipeline.step(torch.randn(4, SIZE), target=torch.randn(4, SIZE))
     assert len(stage[1].seen) == 2
     assert home not in stage[1].seen
-
-
-@pytest.mark.parametrize("how", ["module", "argument", "nested"])
-def test_a_checkpoint_inside_a_block_is_recomputed_with_weights_on_the_device(how, monkeypatch):
-    """Every linear layer reads its weight from a buffer, in F and in the recompute: never from the host."""
-
-    def make():
-        return nn.Sequential(Inside(how), nn.Linear(SIZE, SIZE), Inside(how))
-
-    expected = steps_of(make, offload=False)
-    hosts, read = [], []
-
-    def host_memory(nbytes, device):
-        memory = torch.empty(nbytes, dtype=torch.uint8)
-        hosts.append((memory.data_ptr(), memory.data_ptr() + nbytes))
-        return memory
-
-    def linear(x, weight, bias=None):
-        read.append(any(start <= weight.data_ptr() < end for start, end in hosts))
-        return before(x, weight, bias)
-
-    before = F.linear
-    monkeypatch.setattr(F, "linear", linear)
-    monkeypatch.setattr(weight_offload, "host_memory", host_memory)
-    found = steps_of(make)
-    assert len(read) > 2 * 3 * 5  # two steps, three microbatches: the recomputes are among them
-    assert not any(read)
-    assert_same(found, expected)

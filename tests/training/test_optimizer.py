@@ -10,7 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.parallel.norm import squared_norms
+from zbpp.runtime.parallel.squares import square_of
 from zbpp.training.optim.optimizer import adamw, warmup_cosine
 from zbpp.training.trainer import Trainer
 
@@ -76,8 +76,8 @@ def test_kahan_summation_keeps_updates_that_bfloat16_rounds_away(kahan_sum, expe
 def test_a_squared_norm_is_taken_in_float64():
     gradient = torch.full((1000,), 1e-4, dtype=torch.float32)
     expected = math.fsum(float(number) ** 2 for number in gradient.tolist())
-    assert squared_norms([gradient]) == [pytest.approx(expected, rel=1e-13)]
-    assert squared_norms([torch.full((2,), 1e30)]) == [pytest.approx(2e60)]  # overflows in float32
+    assert square_of(gradient).item() == pytest.approx(expected, rel=1e-13)
+    assert square_of(torch.full((2,), 1e30)).item() == pytest.approx(2e60)  # overflows in float32
 
 
 class Tokens(RandomRegression):

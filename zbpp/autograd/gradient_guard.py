@@ -6,10 +6,6 @@ it. In a plain backward l's weight gradient has been computed by then. In the sp
 from dy. So the guard notes the version of each gradient when a site or a leaf is given it. When the pass is
 over, no version may have changed. A DTensor and its shard have a version each, and both count.
 
-A hook may also change a `.grad`. In a plain backward the hook finds there the weight gradients computed so
-far; in the split W adds them later. So the `.grad` of a leaf whose gradient waits for W may not change in the
-pass, either.
-
 The guard also takes the dy of each site. If the pass stops at a site, autograd itself captures dy after the
 tensor hooks of the site's output. If the site's node runs, autograd captures dy before these hooks. The
 guard's hook is the last of them, so in both cases it sees the dy that they return.
@@ -25,19 +21,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.storages import tensors_inside
 
 
 class GradientGuard:
     """The gradients that sites and leaves were given so far, each with its version at that moment.
 
-    leaves: those that B computes gradients of; deferred: those that W computes gradients of.
+    leaves: those that B computes gradients of.
     dys: the number of a site -> its dy, None where the pass brought no dy.
     """
 
-    def __init__(self, sites: Iterable[Any], leaves: Iterable[Tensor], deferred: Iterable[Tensor]) -> None:
-        self._totals = [(leaf, total_of(leaf), _total_version(leaf)) for leaf in deferred]
+    def __init__(self, sites: Iterable[Any], leaves: Iterable[Tensor]) -> None:
         self.dys: dict[int, Tensor | None] = {}
         self._seen: dict[int, tuple[Tensor, int]] = {}
         self._leaves: list[tuple[Any, Any]] = [(leaf, leaf._backward_hooks) for leaf in leaves]
@@ -64,13 +58,6 @@ class GradientGuard:
         self.dys[number] = gradient
         self._note(gradient)
 
-    def changed_total(self) -> Tensor | None:
-        """The first deferred leaf whose `.grad` was changed or replaced since the guard was made."""
-        for leaf, total, version in self._totals:
-            if total_of(leaf) is not total or _total_version(leaf) != version:
-                return leaf
-        return None
-
     def end(self) -> list[Tensor]:
         """Remove the guard's hooks; returns the gradients that were changed after they were noted."""
         for each in self._registered:
@@ -88,11 +75,6 @@ def _version_of(gradient: Tensor) -> int:
     if type(gradient) is Tensor:
         return gradient._version
     return sum([each._version for each in (gradient, *tensors_inside(gradient))])
-
-
-def _total_version(leaf: Tensor) -> int:
-    total = total_of(leaf)
-    return 0 if total is None else total._version
 
 
 def has_own_hooks(leaf: Tensor) -> bool:

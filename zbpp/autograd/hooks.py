@@ -37,22 +37,9 @@ def run_hooks(leaf: Tensor, gradient: Tensor) -> Tensor:
     """Run a leaf's tensor hooks on the gradient of one microbatch; returns the gradient after these hooks."""
     hooks: dict[int, Callable[[Tensor], Tensor | None]] = leaf._backward_hooks or {}
     for hook in list(hooks.values()):
-        try:
-            replaced = hook(gradient)
-        except AssertionError as error:
-            raise multi_grad_hook_error(error) from error
+        replaced = hook(gradient)
         gradient = gradient if replaced is None else replaced
     return gradient
-
-
-def multi_grad_hook_error(error: Exception) -> Exception:
-    """A clearer error if a multi-grad hook failed for lack of a plain backward; else the error itself."""
-    if not any(said in str(error) for said in ("inside a backward call", "_will_engine_execute_node")):
-        return error
-    return RuntimeError(
-        "register_multi_grad_hook on parameters needs one backward that computes all their gradients, and W "
-        "computes these one by one: use register_hook or register_post_accumulate_grad_hook on each parameter"
-    )
 
 
 def run_post_accumulate_hooks(leaf: Tensor) -> None:

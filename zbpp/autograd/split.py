@@ -34,7 +34,7 @@ from zbpp.autograd.arguments import Outputs, Root, as_list, edge_of, leaf_ids, n
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
-from zbpp.autograd.hooks import multi_grad_hook_error, num_hooks_made
+from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.node_roles import changes_no_gradient, node_name
 from zbpp.autograd.weight_grads import (
     ChangedInPlace,
@@ -132,7 +132,7 @@ def _captured(
         function.zbpp_collector = collector
     # Functions and hooks are the only Python code in the pass: nothing else can change a captured gradient.
     may_change = is_hooked or not all(map(changes_no_gradient, found.functions))
-    guard = _guard(found) if may_change else None
+    guard = GradientGuard(found.sites, found.computed_in_b.values()) if may_change else None
     try:
         captured = _run(roots, root_grads, targets)
     finally:
@@ -140,26 +140,9 @@ def _captured(
             del function.zbpp_collector
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
-    if guard and not w_may_run:
-        _refuse_changed_total(guard.changed_total())
     if guard:
         captured = [guard.dys.get(number, grad) for number, grad in enumerate(captured, -len(edges))]
     return captured
-
-
-def _guard(found: Survey) -> GradientGuard:
-    return GradientGuard(found.sites, found.computed_in_b.values(), (use.leaf for use in found.uses))
-
-
-def _refuse_changed_total(leaf: Tensor | None) -> None:
-    """Raise ChangedInPlace for a leaf whose `.grad` was changed in B's pass."""
-    if leaf is not None:
-        raise ChangedInPlace(
-            f"a hook, or the backward of a Function, changes `.grad` of a weight of shape "
-            f"{tuple(leaf.shape)} in B, to which W adds later: change gradients after the last W, or in a "
-            "hook of the parameter (register_hook)",
-            leaf,
-        )
 
 
 def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
@@ -216,7 +199,7 @@ def _in_our_words(error: RuntimeError) -> Exception:
     if "incompatible with .grad()" in str(error):
         return RuntimeError("torch's reentrant checkpoint can't be split: write use_reentrant=False")
     if "backward through the graph a second time" not in str(error):
-        return multi_grad_hook_error(error)
+        return error
     return RuntimeError(
         "this graph has been gone through before, and B keeps nothing of it. One of these helps: run the "
         "forward again; give all outputs and their gradients to one backward_input; if the function of a "

@@ -6,17 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import gather
-from zbpp.runtime.parallel.mesh import local_of, part_for
+from zbpp.runtime.parallel.mesh import part_for
 from zbpp.runtime.parallel.ties import Tie
 
 _LOSS = "loss."
-_CHUNK = 2**22  # words of a digest at a time: bounds the memory that it takes
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # its bits look random: those of the golden ratio
 
 Names = dict[int, dict[str, int]]
 """{stage: {name in its state_dict: the first stage of the rank that has this tensor under this name}}."""
@@ -100,8 +97,8 @@ class StageParameters:
         """Load this rank's part of `state`, which may be the whole model's, of whole tensors or of shards.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing, or is one that
-        no stage of the pipeline has; strict=False loads what is there. Raises it, too, for tied parameters
-        that would get different values. Collective if ranks have copies of a parameter: then all ranks raise.
+        no stage of the pipeline has; strict=False loads what is there. Collective if ranks have copies of a
+        parameter: then all ranks raise.
         """
         mine = {index: self.state_dict(index) for index in self._stages}
         of_loss = self._loss.state_dict(prefix=_LOSS)
@@ -113,26 +110,13 @@ class StageParameters:
                 f"the state dict does not fit this pipeline: missing here: {missing or 'nothing'}; belonging "
                 f"to no stage: {unknown or 'nothing'}. strict=False loads the rest"
             )
-        told = [(refusal, self._digests(state))]
-        told = gather(told[0], self._group) if self._has_copies else told
-        _refuse(refusal, *(each for each, _ in told), _unequal(self._ties, [each for _, each in told]))
+        _refuse(refusal, *(gather(refusal, self._group) if self._has_copies else ()))
         for index, names in mine.items():
             length = len(self._prefix(index))
             part = {name[length:]: part_for(own, state[name]) for name, own in names.items() if name in state}
             self._stages[index].load_state_dict(part, strict=strict)
         part = {name.removeprefix(_LOSS): state[name] for name in of_loss if name in state}
         self._loss.load_state_dict(part, strict=strict)
-
-    def _digests(self, state: Mapping[str, Any]) -> list[set[int]]:
-        """Per tie, the digests of the values that this rank would have after loading `state`."""
-        digests = []
-        for tie in self._ties:
-            here = {f"{self._prefix(i)}{name}": (i, name) for i, name in tie if i in self._stages}
-            given = {name: state[name] for name in here if name in state}
-            parameters = [self._stages[i].get_parameter(name) for i, name in here.values()]
-            values = list(given.values()) or parameters[:1]
-            digests.append({int(digest(value.detach().to(parameters[0].dtype))) for value in values})
-        return digests
 
     def _prefix(self, index: int) -> str:
         return f"stages.{index}." if self.is_prefixed else ""
@@ -163,34 +147,7 @@ def _has_homonyms(all_names: Sequence[Names], ties: Sequence[Tie]) -> bool:
     return False
 
 
-def _unequal(ties: Sequence[Tie], digests: Sequence[Sequence[set[int]]]) -> str:
-    """The error if the places of a tie get different values; "" if not. digests: per rank, per tie."""
-    for number, tie in enumerate(ties):
-        if len(set().union(*(each[number] for each in digests))) > 1:
-            places = ", ".join(f"{name} of stage {index}" for index, name in tie)
-            return (
-                f"the state dict has different values for {places}, which are one parameter of the model: "
-                "give all of them the values of one"
-            )
-    return ""
-
-
 def _refuse(*refusals: str) -> None:
     for refusal in refusals:
         if refusal:
             raise RuntimeError(refusal)
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """An int64 scalar on the tensor's device; it depends on all bits of the local part and on their places.
-
-    The sum of the words, each times an odd number of its own. The sum is exact, in whatever order a device
-    adds, and a change of one word always changes it. Nothing here waits for the device.
-    """
-    plain = local_of(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1)
-    words = plain.view({1: torch.int8, 2: torch.int16}.get(plain.element_size(), torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):
-        weights = torch.arange(len(chunk), device=words.device).mul_(_ODD).bitwise_or_(1)
-        total = total * _ODD + weights.mul_(chunk).sum()
-    return total

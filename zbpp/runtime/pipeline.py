@@ -158,7 +158,9 @@ class Pipeline:
         Raises ValueError on all processes if an extra can't be taken on one of them.
         """
         of_loss = self._parameters.of_loss()
-        reductions = Reductions(self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss)
+        self._reductions = reductions = Reductions(
+            self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss
+        )
         self._take(SameCalls())
         self._take(*brought_by(self.stages.values()))
         if EXPERT in self.place.expert_groups:
@@ -382,12 +384,13 @@ class Pipeline:
         """Load this rank's part of a state dict, which may be the whole model's.
 
         Raises RuntimeError, before anything is loaded, if a name of this rank is missing or one belongs to no
-        stage of the pipeline; not if strict=False. Raises it, too, if tied parameters would get different
-        values. Collective if ranks have copies of a tied parameter. All copies of a stage in a mesh
+        stage of the pipeline; not if strict=False. Copies of a tied parameter on several ranks get the value
+        of the first one. Collective if ranks have copies of a tied parameter. All copies of a stage in a mesh
         must be given the same values: zbpp.check_replicas compares them.
         """
         self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
+        self._reductions.copy_tied()
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.

@@ -6,16 +6,12 @@ split runs the recompute once in B, and once more for each group of parameters i
 values that F used: see forward_state.py.
 
 Auxiliary losses (auxiliary.py) that the block reports become further outputs of it.
-
-Code that provides something only while a forward runs, such as weights on the device, must provide it for the
-recompute, too: see `recomputing_by`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -28,21 +24,6 @@ from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.models.forward_state import ForwardState, version
 from zbpp.autograd.split import split
-
-Rerun = Callable[[Callable[[], tuple[Any, ...]]], tuple[Any, ...]]
-"""Calls the function that it is given, a forward to repeat, and returns the outputs of that function."""
-
-_rerun: ContextVar[Rerun | None] = ContextVar("rerun", default=None)
-
-
-@contextmanager
-def recomputing_by(rerun: Rerun) -> Iterator[None]:
-    """Checkpoints that are called within this context run their recompute, later in B, through `rerun`."""
-    token = _rerun.set(rerun)
-    try:
-        yield
-    finally:
-        _rerun.reset(token)
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -85,7 +66,6 @@ class _RepeatedCall:
     def __init__(self, fn: Callable[..., Any], spec: TreeSpec, given: list[Any]) -> None:
         self.fn, self.spec = fn, spec
         self.is_tuple, self.auxiliary = False, tuple[str, ...]()  # filled by the forward
-        self.rerun = _rerun.get()
         self.constants = [None if isinstance(each, Tensor) else each for each in given]
         self.state = ForwardState((fn, self.constants))
         given_ids = {id(each) for each in given}
@@ -117,11 +97,6 @@ class _RepeatedCall:
 
     def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The same as `forward`, once more."""
-        if self.rerun is not None:
-            return self.rerun(lambda: self._recompute(tensors))
-        return self._recompute(tensors)
-
-    def _recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         output, auxiliary = self._run(tensors)
         if auxiliary.keys() != set(self.auxiliary):
             raise RuntimeError(

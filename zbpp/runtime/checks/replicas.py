@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import AgreementError
-from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
-from zbpp.runtime.parameters import digest
+from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split, local_of
 from zbpp.runtime.pipeline import Pipeline
 
 _SHOWN = 5  # tensors in an error
+_CHUNK = 2**22  # words of a digest at a time: bounds the memory that it takes
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # its bits look random: those of the golden ratio
 
 Key = tuple[str, ...]  # what a tensor is; tensors of one key are copies
 
@@ -100,3 +101,18 @@ def _buffers(pipeline: Pipeline) -> Iterator[tuple[Key, Tensor]]:
 
 def _text_of(ranks: Iterable[int]) -> str:
     return f"rank {', '.join(map(str, sorted(set(ranks))))}"
+
+
+def digest(tensor: Tensor) -> Tensor:
+    """An int64 scalar on the tensor's device; it depends on all bits of the local part and on their places.
+
+    The sum of the words, each times an odd number of its own. The sum is exact, in whatever order a device
+    adds, and a change of one word always changes it. Nothing here waits for the device.
+    """
+    plain = local_of(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1)
+    words = plain.view({1: torch.int8, 2: torch.int16}.get(plain.element_size(), torch.int32))
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    for chunk in words.split(_CHUNK):
+        weights = torch.arange(len(chunk), device=words.device).mul_(_ODD).bitwise_or_(1)
+        total = total * _ODD + weights.mul_(chunk).sum()
+    return total

@@ -39,7 +39,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.capture import PackedTensor, unpack
-from zbpp.autograd.models.recompute import recomputed, recomputing_by
+from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, OwnRank, bring, brought_by
@@ -216,11 +216,6 @@ class OffloadedWeights(Extra):
             auxiliary_loss(name, value)
         return output
 
-    def _rerun(self, block: Block, forward: Callable[[], tuple[Any, ...]]) -> tuple[Any, ...]:
-        """Run a checkpoint inside a block's forward again, in B, with the block's weights on the device."""
-        with self._on_device(block, self._load(block, block.previous)):
-            return forward()
-
     @contextmanager
     def _on_device(self, block: Block, memory: Tensor) -> Iterator[None]:
         """Within this context the block's weights are in this memory; autograd saves their places only."""
@@ -230,8 +225,7 @@ class OffloadedWeights(Extra):
         def pack(tensor: Tensor) -> PackedTensor:
             return _SavedWeight(tensor, block, load, version) if _starts_at(tensor, start) else Stays(tensor)
 
-        rerun = partial(self._rerun, block)
-        with block.in_memory(memory), recomputing_by(rerun), saved_tensors_hooks(pack, unpack):
+        with block.in_memory(memory), saved_tensors_hooks(pack, unpack):
             yield
 
     # ---- W

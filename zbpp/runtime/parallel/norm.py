@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
+from zbpp.error_text import kind_of
 from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.squares import square_of
@@ -27,38 +27,28 @@ def is_bound(value: Any) -> bool:
     return hasattr(value, "__float__") and not isinstance(value, bool) and float(value) >= 0
 
 
-def clip_grad_norm_(
-    parameters: Pipeline | Tensor | Iterable[Tensor],
-    max_norm: float,
-    *,
-    error_if_nonfinite: bool = False,
-    group: dist.ProcessGroup | None = None,
-) -> Tensor:
+def clip_grad_norm_(pipeline: Pipeline, max_norm: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Scale the gradients of all ranks together, in place, so that their 2-norm is at most `max_norm`.
 
-    parameters: a pipeline, also in a mesh; or this rank's parameters, and `group` (None: the default one) the
-    ranks that hold the others. Returns the norm before scaling, a float64 scalar on the CPU, equal on every
-    rank. Collective.
+    Returns the norm before scaling, a float64 scalar on the CPU, equal on every rank of the pipeline or its
+    mesh. Collective.
 
     The result is that of `torch.nn.utils.clip_grad_norm_` over the whole model in one process. A parameter
     that several stages share counts once; a parameter with a `main_grad` counts with its `main_grad`. If the
     norm is infinite or NaN and `error_if_nonfinite` is set, RuntimeError is raised on every rank and nothing
     is scaled. It is raised, too, for a pipeline that releases gradients. ValueError for a max_norm that is
-    negative or no number.
+    negative or no number; TypeError for a list of parameters, which does not say which ones are copies.
     """
     if not is_bound(max_norm):
         raise ValueError(f"max_norm={max_norm!r}: write a number, 0 or more")
-    if isinstance(parameters, Pipeline):
-        if parameters.released is not None:
-            raise RuntimeError(
-                "the pipeline releases gradients: they are used and gone when step returns. Leave clipping "
-                "out, and take an optimizer that limits its updates itself, such as optimi.StableAdamW"
-            )
-        norm = norm_of(gather(squares_in_mesh(parameters), parameters.group))
-        gradients = gradients_of(parameters.parameters())
-    else:
-        gradients = gradients_of([parameters] if isinstance(parameters, Tensor) else parameters)
-        norm = norm_of(gather(squared_norms(gradients), group))
+    if not isinstance(pipeline, Pipeline):
+        raise TypeError(f"zbpp.clip_grad_norm_ takes a Pipeline, not {kind_of(pipeline)}")
+    if pipeline.released is not None:
+        raise RuntimeError(
+            "the pipeline releases gradients: they are used and gone when step returns. Leave clipping out, "
+            "and take an optimizer that limits its updates itself, such as optimi.StableAdamW"
+        )
+    norm = norm_of(gather(squares_in_mesh(pipeline), pipeline.group))
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
             f"the norm of the gradients is {norm}, so they were not clipped; error_if_nonfinite=False lets "
@@ -66,7 +56,7 @@ def clip_grad_norm_(
         )
     scale = max_norm / (norm + 1e-6)  # as in torch, so that results are equal
     if not scale >= 1:  # also true for NaN
-        scale_gradients(gradients, scale)
+        scale_gradients(gradients_of(pipeline.parameters()), scale)
     return torch.tensor(norm, dtype=torch.float64)
 
 
@@ -95,12 +85,6 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
             squares[place] = released[id(parameter)]
     pipeline.place.sum_over_parts(squares)
     return squares.tolist()
-
-
-def squared_norms(gradients: Iterable[Tensor]) -> list[float]:
-    """The sum of squares of each gradient, computed in float64."""
-    squares = list(map(square_of, gradients))
-    return torch.stack([each.to(squares[0].device) for each in squares]).tolist() if squares else []
 
 
 def norm_of(squares: Iterable[Iterable[float]]) -> float:

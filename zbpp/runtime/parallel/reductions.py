@@ -204,6 +204,10 @@ class Reductions(Extra):
         whole = AllReduce(filterfalse(is_spread, parameters), group, divisor=num, what=what)
         return Together([AllReduce(spread, self._copies, divisor=num, what=what), whole]) if spread else whole
 
+    def copy_tied(self) -> None:
+        """Give all copies of tied parameters the owner's values. Collective if there are any."""
+        self._tied.copy_values()
+
     @property
     def copies(self) -> list[nn.Parameter]:
         """The tied parameters whose first copy is on another rank."""

@@ -45,6 +45,7 @@ class TiedGradients:
         group: dist.ProcessGroup | None,
         timeout: float,
     ) -> None:
+        self._rank_of = rank_of
         across = [tie for tie in ties if len(_ranks(tie, rank_of)) > 1]
         prefix = broadcast(unique_name(), group) if across else ""
         self._shared: list[_Shared] = []
@@ -52,15 +53,20 @@ class TiedGradients:
             together = group_of(ranks, group, f"{prefix}/tied_{ranks}", timeout)
             if together is not None:
                 own = {tie: _parameter(tie, stages) for tie in across if _ranks(tie, rank_of) == ranks}
-                for tie, parameter in own.items():
-                    copy_from(ranks.index(_owner(tie, rank_of)), parameter, together)
                 what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
                 sums = AllReduce(own.values(), together, divisor=1, what=what)
                 self._shared.append(_Shared(ranks, together, own, sums))
+        self.copy_values()
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]
         self.copies = [parameter for tie, parameter in mine if _owner(tie, rank_of) != rank]
         self._kinds: list[dict[str, str]] | None = None  # of the first step, per set of ranks
+
+    def copy_values(self) -> None:
+        """Give all copies the owner's values. Collective over the ranks that have copies."""
+        for shared in self._shared:
+            for tie, parameter in shared.parameters.items():
+                copy_from(shared.ranks.index(_owner(tie, self._rank_of)), parameter, shared.group)
 
     def check(self) -> None:
         """Called before a step's first F.
