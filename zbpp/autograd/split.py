@@ -91,14 +91,13 @@ def split(
     wanted: set[int] | None,
     *,
     is_hooked: bool,
-    w_may_run: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
     """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
     may run these tasks at once, see `apart`.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time. w_may_run: whether other W's may run during the pass, and change `.grad`.
+    looking for hooks takes time.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -106,8 +105,8 @@ def split(
         found = survey([edge_of(root) for root in roots], stops, wanted, is_hooked=is_hooked)
     except RuntimeError as error:
         raise _in_our_words(error) from error
-    collector = Collector(inputs, wanted, is_hooked, w_may_run) if found.functions else None
-    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, w_may_run))
+    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
+    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
@@ -122,7 +121,6 @@ def _captured(
     found: Survey,
     collector: Collector | None,
     is_hooked: bool,
-    w_may_run: bool,
 ) -> Gradients:
     """Run the pass. Returns the inputs' gradients, then each site's dy, then the other leaves' gradients."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]

@@ -74,7 +74,6 @@ class StageWorker:
 
     run_w: how W adds a microbatch's gradients. around_w: a context for each W, such as gathered weights;
     None: none. head_at_once: whether the W of a language model's head runs at the end of B (head_at_once.py).
-    w_runs_in_b: whether W's of earlier microbatches may run in the middle of a B (overlap_exchange.py).
     """
 
     def __init__(
@@ -89,7 +88,6 @@ class StageWorker:
         self.run_w: RunW = add_weight_gradients
         self.around_w: AroundW | None = None
         self.head_at_once = False
-        self.w_runs_in_b = False
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self._feed = NO_FEED
@@ -213,9 +211,7 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, deferred, large = split(
-            edges, output_grads, inputs, None, is_hooked=may_have_hooks, w_may_run=self.w_runs_in_b
-        )
+        grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
         if large and self.head_at_once:
             deferred, at_once = apart(deferred, large)
             large.clear()  # W frees what it has used

@@ -180,7 +180,6 @@ class _Checkpoint(torch.autograd.Function):
                 inputs,
                 collector.wanted,
                 is_hooked=is_hooked,
-                w_may_run=collector.w_may_run,
             )
         collector.tasks += tasks
         collector.large += large

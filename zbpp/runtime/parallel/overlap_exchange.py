@@ -69,8 +69,6 @@ class OverlapExchange(Extra):
         self._pending: list[tuple[int, int, int]] = []  # place, stage, microbatch; a heap
         for exchange in self._exchanges:
             exchange.meanwhile = self._run_w
-        for worker in self._workers.values():
-            worker.w_runs_in_b = True
 
     def rewrite(self, program: Program, call: str) -> Program:
         """See Extra."""
@@ -100,8 +98,6 @@ class OverlapExchange(Extra):
         """See Extra."""
         for exchange in self._exchanges:
             exchange.meanwhile = None
-        for worker in self._workers.values():
-            worker.w_runs_in_b = False
 
     def _begin_w(self, stage: int, microbatch: int) -> None:
         heappush(self._pending, (self._place[stage, microbatch], stage, microbatch))
