@@ -7,7 +7,6 @@ tried in this process.
 
 import importlib
 import json
-import math
 import os
 import re
 import sys
@@ -31,7 +30,6 @@ from zbpp.job.world import world
 from zbpp.launch import RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
-from zbpp.render import render_curves
 from zbpp.render.style import headline
 from zbpp.run import app, results
 from zbpp.run import trainer as trainer_parts
@@ -134,39 +132,19 @@ def test_the_weights_of_all_stages_make_the_uncut_model_in_one_process(job):
 
 
 @pytest.mark.slow
-def test_the_resolved_config_is_written(job):
-    text = (job.run / "config.yaml").read_text()
-    assert "name: zb_h1" in text
-    assert "num_layers: 4" in text
-    assert "${" not in text
-
-
-@pytest.mark.slow
 def test_the_job_writes_one_run_folder_and_nothing_beside_it(job):
     assert sorted(path.name for path in job.folder.iterdir() if path.name != "private") == [
         "corpus.txt",
         "runs",
     ]
     assert [path.name for path in (job.folder / "runs").iterdir()] == ["first"]
-    assert len(list(job.folder.rglob("metrics.jsonl"))) == 1
     assert {path.name for path in job.run.iterdir()} == {
         "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "wandb",
         "stage-0-of-2.safetensors", "stage-1-of-2.safetensors",
     }  # fmt: skip
-
-
-@pytest.mark.slow
-def test_the_job_is_one_wandb_run(job):
-    pytest.importorskip("wandb")
-    (run,) = (job.run / "wandb").glob("offline-run-*/*.wandb")
-    content = run.read_bytes()
-    for text in (b"grad_norm", b"num_microbatches", b"measured_bubble_rate"):
-        assert text in content
-
-
-@pytest.mark.slow
-def test_rank_0_alone_shows_progress(job):
-    assert job.text.count("step 3/3") == 1
+    assert "${" not in (job.run / "config.yaml").read_text()
+    assert len(list((job.run / "wandb").glob("offline-run-*/*.wandb"))) == 1
+    assert job.text.count("step 3/3") == 1  # rank 0 alone shows progress
 
 
 # ---------------------------------------------------------------- a job of a user's own files
@@ -579,93 +557,10 @@ def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(
     ]
 
 
-def test_compare_calls_runs_by_their_folders_and_shows_what_was_measured(monkeypatch, tmp_path, capsys):
-    steps = {"measured_steps": "steps 2-3, 7"}
-    for name, more in {"a": {"evaluation_loss": 0.25, **steps}, "b": {"replanned_from": "1f1b"}}.items():
-        (tmp_path / name).mkdir()
-        summary = {
-            "schedule": "zb_h1", "loss": 0.5, "rows_per_second": 1234.0, "predicted_bubble_rate": 0.1,
-            "measured_bubble_rate": 0.2, "unigram_entropy": None, **more,
-        }  # fmt: skip
-        (tmp_path / name / "summary.json").write_text(json.dumps(summary))
-        (tmp_path / name / "metrics.jsonl").write_text('{"loss": 0.5}\n')
-    monkeypatch.chdir(tmp_path)
-    assert compare.main(["a", "b"]) == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
-    assert lines == [
-        ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "10.0", "%", "20.0", "%", "steps", "2-3,", "7"],
-        ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "10.0", "%", "20.0", "%", "-"],
-    ]
-
-
-@pytest.mark.parametrize(
-    ("second", "said"),
-    [
-        ([0.5, 0.5], "DIFFER, first in step 2; the largest difference is 1.0e+00 of a loss"),
-        ([0.5, 0.25 * (1 + 2**-52)], "is 2.2e-16 of a loss, as the rounding of sums in another order"),
-        ([0.5], "DIFFER: the runs have 2 and 1 steps"),
-        ([0.5, math.nan], "DIFFER, first in step 2\n"),
-    ],
-)
-def test_compare_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, said):
-    figures = {"loss": 0.5, "rows_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
-    for name, losses in (("a", [0.5, 0.25]), ("b", second)):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "summary.json").write_text(
-            json.dumps({"schedule": "zb_h1", "unigram_entropy": None, **figures})
-        )
-        lines = [json.dumps({"loss": loss}) + "\n" for loss in losses]
-        (tmp_path / name / "metrics.jsonl").write_text("".join(lines))
-    assert compare.main([str(tmp_path / "a"), str(tmp_path / "b")]) == 1
-    assert said in capsys.readouterr().out
-
-
-def test_compare_draws_the_losses_of_tokens_in_bits(tmp_path, capsys, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("zbpp.render.render_curves", lambda *given: drawn.append(given))
-    figures = {"loss": 1.0, "tokens_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
-    (tmp_path / "summary.json").write_text(
-        json.dumps({"schedule": "zb_h1", "unigram_entropy": 3.0, **figures})
-    )
-    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "evaluation_loss": 1.5}]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert compare.main([str(tmp_path), str(tmp_path), "--picture", str(tmp_path / "losses.png")]) == 0
-    ((curves, path, unit),) = drawn
-    for each in curves:
-        assert each.losses == {1: 2 / math.log(2), 2: 1 / math.log(2)}
-        assert each.held_out == {2: 1.5 / math.log(2)}
-    assert (path, unit) == (tmp_path / "losses.png", "bits per token")
-    render_curves(curves, path, unit)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(SystemExit):
-        compare.main([str(tmp_path), str(tmp_path), "--picture", "losses.txt"])
-    assert "end its name in .png, .pdf, .svg" in capsys.readouterr().err
-
-
-def test_compare_of_one_run_is_refused(tmp_path, capsys):
-    """It said that the losses are equal to the last bit."""
-    with pytest.raises(SystemExit):
-        compare.main([str(tmp_path)])
-    assert capsys.readouterr().err == (
-        f"error: {tmp_path} is one run: name two run folders or more to compare\n"
-    )
-
-
-@pytest.mark.parametrize(("num_ranks", "is_said"), [(2, False), (3, True)])
-def test_compare_speaks_of_more_ranks_than_cores_only_where_there_are(tmp_path, capsys, num_ranks, is_said):
-    figures = {"loss": 0.5, "rows_per_second": 1, "predicted_bubble_rate": 0, "measured_bubble_rate": 0}
-    place = {"device": "2 CPU cores", "num_ranks": num_ranks}
-    summary = {"schedule": "zb_h1", "unigram_entropy": None, **figures, **place}
-    (tmp_path / "summary.json").write_text(json.dumps(summary))
-    (tmp_path / "metrics.jsonl").write_text('{"loss": 0.5}\n')
-    assert compare.main([str(tmp_path), str(tmp_path)]) == 0
-    assert ("more ranks than cores" in capsys.readouterr().out) == is_said
-
-
 # ---------------------------------------------------------------- one process, and bench
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
 def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
     summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
@@ -706,21 +601,6 @@ def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(tmp_path
     assert "zb_auto, replanned from zb_h1  step 9/9" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("overrides", [[], ["parallel.dynamic_shapes=true"]])
-def test_dynamic_shapes_reach_every_pipeline_of_a_run(monkeypatch, tmp_path, alone, overrides):
-    made = []
-
-    class Noted(trainer_parts.Pipeline):
-        def __init__(self, *args, dynamic_shapes=None, **options):
-            made.append(dynamic_shapes)
-            super().__init__(*args, dynamic_shapes=dynamic_shapes, **options)
-
-    monkeypatch.setattr(trainer_parts, "Pipeline", Noted)
-    train(["schedule=auto", *MLP, *TINY, "steps=5", f"run_dir={tmp_path}/run", *overrides])
-    assert made
-    assert set(made) == {bool(overrides)}
-
-
 @pytest.mark.slow
 def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tmp_path, warm):
     overrides = [
@@ -735,7 +615,6 @@ def test_bench_prints_predicted_beside_measured_for_each_schedule_and_runtime(tm
     found = json.loads((tmp_path / "out/bench.json").read_text())
     assert [(row["schedule"], row["runtime"]) for row in found["rows"]] == [
         ("1f1b", "zbpp"), ("1f1b", "torch"), ("zb_h1", "zbpp"),
-        ("interleaved_1f1b", "zbpp"), ("interleaved_1f1b", "torch"),
     ]  # fmt: skip
     for row in found["rows"]:
         assert row["failure"] == ""

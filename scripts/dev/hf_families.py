@@ -288,7 +288,7 @@ def _exported(model: Any, folder: Path) -> None:
     write_folder(
         folder / "exported",
         model.library_config(),
-        list(saved.sizes),
+        list(saved.names),
         saved.read,
         dtype=None,
         bytes_per_file=10**6,

@@ -140,18 +140,6 @@ def test_an_optimizer_that_lost_its_gradients_is_noticed():
     masters.update()
 
 
-def test_an_optimizer_of_the_16_bit_parameters_is_noticed():
-    """Their .grad stays None: the optimizer would train nothing."""
-    layer = nn.Linear(2, 2)
-    masters = MasterWeights(layer.parameters(), torch.bfloat16)
-    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
-    masters.update()  # nothing to step with yet
-    layer.weight.main_grad.fill_(1)
-    optimizer.step()
-    with pytest.raises(RuntimeError, match=r"make the optimizer of masters.parameters\(\), not"):
-        masters.update()
-
-
 def test_weights_loaded_past_their_masters_are_noticed():
     """The next update would overwrite them."""
     layer = nn.Linear(2, 2)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -58,8 +57,6 @@ def _compare(folders: list[Path], picture: Path | None) -> int:
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
     has_learned = _check_learning(summaries[0])
-    if any(map(_shares_cores, summaries)):
-        print("(with more ranks than cores, a run's own bubble says little about the schedule)")
     return 0 if are_equal and has_learned else 1
 
 
@@ -88,15 +85,6 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
         f"{100 * summary['measured_bubble_rate']:.1f} %",
         summary.get("measured_steps", "-"),  # older runs don't say it
     )
-
-
-def _shares_cores(summary: dict[str, Any]) -> bool:
-    """Whether a run on CPUs had more processes than the machine has cores."""
-    cores = re.fullmatch(r"(\d+) CPU cores", summary.get("device", ""))
-    if cores is None:
-        return False
-    num_processes: int = summary.get("num_processes") or summary["num_ranks"]  # older runs have no mesh
-    return num_processes > int(cores[1])
 
 
 def _values(folder: Path, name: str) -> dict[int, Any]:

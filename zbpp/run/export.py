@@ -8,8 +8,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import Tensor
 
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
@@ -54,27 +52,18 @@ def export(
     described = _described(model)
     from zbpp.models.hf.export import write_folder  # only now: it needs the extra hf
 
-    names = {model.library_name(name): name for name in saved.sizes}
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar, naming(f"{run}"):
-        task = bar.add_task(str(folder), total=sum(saved.sizes.values()))
-
-        def read(name: str) -> Tensor:
-            tensor = saved.read(names[name])
-            bar.advance(task, saved.sizes[names[name]])
-            return tensor
-
+    names = {model.library_name(name): name for name in saved.names}
+    with naming(f"{run}"):
         write_folder(
             folder,
             described,
             list(names),
-            read,
+            lambda name: saved.read(names[name]),
             dtype=_dtype(dtype),
             bytes_per_file=bytes_per_file,
             beside=getattr(model, "path", None),
             tokenizer=_tokenizer(config),
         )
-        bar.update(task, completed=bar.tasks[task].total)  # a copy of a tied tensor is not read
 
 
 def _dtype(name: str | None) -> torch.dtype | None:
@@ -159,4 +148,4 @@ def _adapters(run: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(run / "adapter" / "adapter_model.safetensors")
         return found
     saved = weights_of_run(run)
-    return {peft_name(name): saved.read(name) for name in saved.sizes if is_adapter(name)}
+    return {peft_name(name): saved.read(name) for name in saved.names if is_adapter(name)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,10 +62,10 @@ def _copied(tensor: Tensor) -> Tensor:
 class SavedWeights(NamedTuple):
     """Weights in a folder, each read when it is asked for.
 
-    sizes: {name in the whole model: bytes}. read(name): the tensor, on the CPU.
+    names: in the whole model. read(name): the tensor, on the CPU.
     """
 
-    sizes: dict[str, int]
+    names: list[str]
     read: Callable[[str], Tensor]
 
 
@@ -112,7 +111,7 @@ def _of_checkpoint(path: Path) -> SavedWeights:
         found.read({f"model.{name}": values})
         return values
 
-    return SavedWeights({name: dtypes[name].itemsize * prod(shapes[name]) for name in shapes}, read)
+    return SavedWeights([*shapes], read)
 
 
 def _of_stages(files: Sequence[Path]) -> SavedWeights:
@@ -133,9 +132,4 @@ def _of_stages(files: Sequence[Path]) -> SavedWeights:
             raise ValueError(f"{path} is no whole safetensors file ({error})") from error
         for name in file.keys():  # noqa: SIM118  # no mapping
             places.setdefault(name, file)
-    parts = {name: file.get_slice(name) for name, file in places.items()}
-    sizes = {name: _SIZES.get(part.get_dtype(), 4) * prod(part.get_shape()) for name, part in parts.items()}
-    return SavedWeights(sizes, lambda name: places[name].get_tensor(name))
-
-
-_SIZES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+    return SavedWeights([*places], lambda name: places[name].get_tensor(name))

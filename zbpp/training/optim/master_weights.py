@@ -51,7 +51,6 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's
         self._versions = [parameter._version for parameter in trained]
-        self._were_changed = False  # whether an optimizer is known to have changed a master
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The masters, for an optimizer; with the optimizer's states they are what a checkpoint has to hold.
@@ -88,7 +87,6 @@ class MasterWeights:
         """
         self._check_gradients()
         self._check_weights()
-        self._check_optimizer()
         weights = [_local(parameter) for parameter in self._masters]
         if weights:
             torch._foreach_copy_(weights, [_local(master) for master in self._masters.values()])
@@ -113,18 +111,6 @@ class MasterWeights:
             raise RuntimeError(
                 "a parameter was changed (load_state_dict?), but its master was not, and update() would undo "
                 "the change: load weights before MasterWeights is made, or write into the masters"
-            )
-
-    def _check_optimizer(self) -> None:
-        """Raise RuntimeError if there were gradients to step with, and no master has ever changed."""
-        if self._were_changed or any(_local(master)._version for master in self._masters.values()):
-            self._were_changed = True
-            return
-        gradients = [_local(master.grad) for master in self._masters.values() if master.grad is not None]
-        if any(each.any() for each in gradients) and all(each.isfinite().all() for each in gradients):
-            raise RuntimeError(
-                "the masters have gradients, but no optimizer has changed the masters: make the optimizer of "
-                "masters.parameters(), not of the pipeline's parameters, and step it before update()"
             )
 
 

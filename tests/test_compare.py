@@ -1,0 +1,80 @@
+"""`zbpp compare`: what it says of finished runs, and what it draws."""
+
+import json
+import math
+
+import pytest
+
+from zbpp.commands import compare
+from zbpp.render import render_curves
+
+SUMMARY = {
+    "schedule": "zb_h1", "loss": 0.5, "rows_per_second": 1234.0, "predicted_bubble_rate": 0.1,
+    "measured_bubble_rate": 0.2, "unigram_entropy": None,
+}  # fmt: skip
+
+
+def run(folder, *losses, **figures):
+    """The folder of a finished run with these losses."""
+    folder.mkdir()
+    (folder / "summary.json").write_text(json.dumps({**SUMMARY, **figures}))
+    rows = [each if isinstance(each, dict) else {"loss": each} for each in losses]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(folder)
+
+
+def test_runs_are_called_by_their_folders_and_show_what_was_measured(monkeypatch, tmp_path, capsys):
+    run(tmp_path / "a", 0.5, evaluation_loss=0.25, measured_steps="steps 2-3, 7")
+    run(tmp_path / "b", 0.5, replanned_from="1f1b")
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["a", "b"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()[1:3]]
+    assert lines == [
+        ["a", "zb_h1", "0.5", "0.2500", "1,234", "rows/s", "10.0", "%", "20.0", "%", "steps", "2-3,", "7"],
+        ["b", "zb_h1", "(began", "as", "1f1b)", "0.5", "-", "1,234", "rows/s", "10.0", "%", "20.0", "%", "-"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        ([0.5, 0.5], "DIFFER, first in step 2; the largest difference is 1.0e+00 of a loss"),
+        ([0.5, 0.25 * (1 + 2**-52)], "is 2.2e-16 of a loss, as the rounding of sums in another order"),
+        ([0.5], "DIFFER: the runs have 2 and 1 steps"),
+        ([0.5, math.nan], "DIFFER, first in step 2\n"),
+    ],
+)
+def test_it_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, said):
+    assert compare.main([run(tmp_path / "a", 0.5, 0.25), run(tmp_path / "b", *second)]) == 1
+    assert said in capsys.readouterr().out
+
+
+def test_it_draws_the_losses_of_tokens_in_bits(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr("zbpp.render.render_curves", lambda *given: drawn.append(given))
+    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "evaluation_loss": 1.5}]
+    folder = run(tmp_path / "a", *rows, unigram_entropy=3.0, tokens_per_second=1)
+    assert compare.main([folder, folder, "--picture", str(tmp_path / "losses.png")]) == 0
+    ((curves, path, unit),) = drawn
+    for each in curves:
+        assert each.losses == {1: 2 / math.log(2), 2: 1 / math.log(2)}
+        assert each.held_out == {2: 1.5 / math.log(2)}
+    assert (path, unit) == (tmp_path / "losses.png", "bits per token")
+    render_curves(curves, path, unit)
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ([], "a is one run: name two run folders or more to compare\n"),
+        (["{}", "--picture", "losses.txt"], "end its name in .png, .pdf, .svg\n"),
+        (["nowhere"], "nowhere holds no summary.json: name the run_dir of a finished zbpp train\n"),
+    ],
+)
+def test_what_can_not_be_compared_is_refused(tmp_path, capsys, more, said):
+    """Of one run it said that the losses are equal to the last bit."""
+    folder = run(tmp_path / "a", 0.5)
+    with pytest.raises(SystemExit):
+        compare.main([folder, *(each.format(folder) for each in more)])
+    assert capsys.readouterr().err.endswith(said)
