@@ -235,7 +235,6 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(override
         ("schedules=[]", "schedules=[]: write at"),
         ("compare=jax", "compare=jax: write torch or none"),
         ("memory_limit=0", "memory_limit=0.0: write a number, above 0, or null"),
-        ("comm=-1", "comm=-1.0: write milliseconds, 0 or more"),
         ("precision=mixed_float16", "precision=mixed_float16: write float32, bfloat16 or float64"),
     ],
 )

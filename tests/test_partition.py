@@ -22,35 +22,29 @@ def v(num_stages):
     return there + there[::-1]
 
 
-def loop(num_stages):
-    return list(range(num_stages // 2)) * 2
-
-
-def every_cut(num_layers, num_stages, first, last):
+def every_cut(num_layers, num_stages, last):
     """All of them; only a stage with something else to do may go without layers."""
     for bounds in combinations_with_replacement(range(num_layers + 1), num_stages - 1):
         counts = [stop - start for start, stop in pairwise([0, *bounds, num_layers])]
         least = [1] * num_stages
-        least[0] -= first > 0
         least[-1] -= last > 0 and num_stages > 1
         if all(count >= most for count, most in zip(counts, least, strict=True)):
             yield counts
 
 
 def cases(alike, sizes=(1, 2, 3, 4, 6)):
-    """(layers, num_stages, first, last), drawn."""
+    """(layers, num_stages, last), drawn."""
     rng = random.Random(0)
     for _ in range(60):
         num_stages = rng.choice(sizes)
         size = rng.randint(num_stages, 9)
         layers = [1.0] * size if alike else [rng.uniform(0.5, 2) for _ in range(size)]
-        yield layers, num_stages, rng.choice([0, 0.1, 2.3]), rng.choice([0, 0.3, rng.uniform(0.5, 5)])
+        yield layers, num_stages, rng.choice([0, 0.3, rng.uniform(0.5, 5)])
 
 
-def loads(counts, layers, *, first=0.0, last=0.0):
+def loads(counts, layers, *, last=0.0):
     """The cost of each stage."""
     costs = [sum(layers[start:stop]) for start, stop in pairwise(accumulate(counts, initial=0))]
-    costs[0] += first
     costs[-1] += last
     return costs
 
@@ -63,36 +57,20 @@ def heaviest_rank(stages, rank_of):
 
 @pytest.mark.parametrize("alike", [True, False])
 def test_no_cut_has_a_lighter_heaviest_stage(alike):
-    for layers, num_stages, first, last in cases(alike):
+    for layers, num_stages, last in cases(alike):
         stages = {
-            tuple(cut): max(loads(cut, layers, first=first, last=last))
-            for cut in every_cut(len(layers), num_stages, first, last)
+            tuple(cut): max(loads(cut, layers, last=last)) for cut in every_cut(len(layers), num_stages, last)
         }
-        found = partition(layers, num_stages, first=first, last=last)
+        found = partition(layers, num_stages, last=last)
         assert stages[tuple(found)] <= min(stages.values()) * CLOSE
 
 
-@pytest.mark.parametrize("placed", [v, loop])
-def test_with_a_placement_no_cut_of_equal_layers_has_a_lighter_heaviest_rank(placed):
-    for layers, num_stages, first, last in cases(alike=True, sizes=(2, 4, 6)):
-        rank_of = placed(num_stages)
-        ranks = {
-            tuple(cut): heaviest_rank(loads(cut, layers, first=first, last=last), rank_of)
-            for cut in every_cut(len(layers), num_stages, first, last)
-        }
-        found = partition(layers, num_stages, first=first, last=last, rank_of=rank_of)
-        assert ranks[tuple(found)] <= min(ranks.values()) * CLOSE
-
-
-def test_without_a_placement_the_lightest_cuts_best_for_a_v_is_taken():
-    for layers, num_stages, first, last in cases(alike=True, sizes=(2, 4, 6)):
-        every = [
-            loads(cut, layers, first=first, last=last)
-            for cut in every_cut(len(layers), num_stages, first, last)
-        ]
+def test_the_lightest_cuts_best_for_a_v_is_taken():
+    for layers, num_stages, last in cases(alike=True, sizes=(2, 4, 6)):
+        every = [loads(cut, layers, last=last) for cut in every_cut(len(layers), num_stages, last)]
         lightest = min(map(max, every)) * CLOSE
         best = min(heaviest_rank(stages, v(num_stages)) for stages in every if max(stages) <= lightest)
-        found = loads(partition(layers, num_stages, first=first, last=last), layers, first=first, last=last)
+        found = loads(partition(layers, num_stages, last=last), layers, last=last)
         assert heaviest_rank(found, v(num_stages)) <= best * CLOSE
 
 
@@ -121,11 +99,6 @@ def test_small_cuts_are_those_found_by_hand(num_layers, num_stages, head, expect
 def test_what_cannot_be_cut_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
         partition(*arguments)
-
-
-def test_a_placement_of_another_size_is_refused():
-    with pytest.raises(ValueError, match="rank_of has 4 stages, not 2"):
-        partition([1, 1], 2, rank_of=[0, 1, 1, 0])
 
 
 # ---------------------------------------------------------------- the models

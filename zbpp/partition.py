@@ -1,14 +1,10 @@
 """Which layers go to which stage: contiguous, the heaviest load as light as possible.
 
-With m microbatches a step takes about m times as long as the heaviest RANK works on one of them; the stages
-of a rank share one processor. The time that the pipeline needs to fill and drain grows with the heaviest
-STAGE. So where the placement is known, ranks count first and stages second.
-
-Without a placement the cut depends on the number of stages alone. All schedules with as many stages then have
-the same losses, although dropout is seeded by stage. Stages count first there. Of the cuts that are equally
-good, the one that suits a V best is taken (stages s and S - 1 - s on one rank), then the one that suits a
-loop best (stages s and s + S/2). For example, 32 layers and a head as heavy as 3.2 of them, on 16 stages: the
-head is alone on the last stage, and stage 0, its neighbour in a V, gets one layer.
+The cut depends on the number of stages alone, not on their placement. So all schedules with as many stages
+have the same losses, although dropout is seeded by stage. Of the cuts that are equally good, the one that
+suits a V best is taken (stages s and S - 1 - s on one rank), then the one that suits a loop best (stages s
+and s + S/2). For example, 32 layers and a head as heavy as 3.2 of them, on 16 stages: the head is alone on
+the last stage, and stage 0, its neighbour in a V, gets one layer.
 
 Loads are compared heaviest first, then the second heaviest, and so on. Of cuts that are still equal, the one
 with more layers on earlier stages is taken.
@@ -34,30 +30,22 @@ def partition(
     layers: Sequence[float],
     num_stages: int,
     *,
-    first: float = 0.0,
     last: float = 0.0,
-    rank_of: Sequence[int] | None = None,
 ) -> list[int]:
     """How many layers each stage gets. Costs in any unit.
 
-    layers: the cost of each layer. first, last: the cost of what the first and the last stage do besides
-    their layers (embedding, head); such a stage may have no layer, every other stage has at least one.
-    rank_of[stage]: the placement; None for a cut that serves all schedules with so many stages.
-    Without a placement, no cut has a lighter heaviest stage. With a placement and layers of equal cost, no
-    cut has a lighter heaviest rank.
-    Raises ValueError for too few layers, or a cost that is negative or not finite.
+    layers: the cost of each layer. last: the cost of what the last stage does besides its layers (head); if
+    it is above 0, that stage may have no layer; every other stage has at least one. No cut has a lighter
+    heaviest stage. Raises ValueError for too few layers, or a cost that is negative or not finite.
     """
-    model = _Model(layers, num_stages, first, last)
-    if rank_of is not None and len(rank_of) != num_stages:
-        raise ValueError(f"rank_of has {len(rank_of)} stages, not {num_stages}")
-    placements = _two_stage_placements(num_stages) if rank_of is None else [rank_of]
+    model = _Model(layers, num_stages, last)
+    placements = _two_stage_placements(num_stages)
 
     def key(counts: list[int]) -> Key:
         stages = model.loads(counts)
         ranks = [_falling(_rank_loads(stages, placement)) for placement in placements]
-        heaviest_stage = [[max(stages)]] if rank_of is None else []
         early = [-float(count) for count in counts]
-        return [*heaviest_stage, *ranks, _falling(stages), early]
+        return [[max(stages)], *ranks, _falling(stages), early]
 
     return _improved(model, model.lightest(), key)
 
@@ -110,26 +98,23 @@ class _Model:
     of what it does besides its layers.
     """
 
-    def __init__(self, layers: Sequence[float], num_stages: int, first: float, last: float) -> None:
-        for cost in (*layers, first, last):
+    def __init__(self, layers: Sequence[float], num_stages: int, last: float) -> None:
+        for cost in (*layers, last):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"a layer costs {cost!r}: write a finite number, 0 or more")
         if num_stages < 1:
             raise ValueError(f"num_stages={num_stages}: write 1 or more")
         self.num_stages = num_stages
         self.least = [1] * num_stages
-        if first > 0:
-            self.least[0] = 0
         if last > 0 and num_stages > 1:
             self.least[-1] = 0
         if sum(self.least) > len(layers):
             raise ValueError(
                 f"{len(layers)} layers are too few for {num_stages} stages: {sum(self.least)} is the least"
             )
-        scale = math.fsum((*layers, first, last)) or 1.0
+        scale = math.fsum((*layers, last)) or 1.0
         self.until = [cost / scale for cost in accumulate(layers, initial=0.0)]
         self.extra = [0.0] * num_stages
-        self.extra[0] += first / scale
         self.extra[-1] += last / scale
 
     def loads(self, counts: list[int]) -> list[float]:

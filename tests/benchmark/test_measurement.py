@@ -1,16 +1,12 @@
-"""Measured costs of EMULATED stages, whose true costs are known; emulated links; plans that travel."""
-
-import time
+"""Measured costs of EMULATED stages, whose true costs are known; plans that travel."""
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from helpers.processes import open_things, run_ranks
-from zbpp import Costs, Pipeline, Timetable, plan, simulate
+from zbpp import Costs, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench
-from zbpp.benchmark.delay import delayed_messages
-from zbpp.benchmark.measurement import link_speeds, measure, with_split_backward, with_whole_backward
+from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data
 from zbpp.job.world import World
@@ -85,33 +81,6 @@ def test_times_and_bytes_are_those_that_the_stages_emulate():
     assert [(each.ranks, each.latency_ms > 0, each.gigabytes_per_second > 0) for each in links] == [
         ((0, 1), True, True)
     ]
-
-
-# ---------------------------------------------------------------- emulated links
-
-
-def speeds_and_losses(rank):
-    timetable = plan("zb_h1", P, M)
-    found = []
-    for delay in (0.0, 15.0):
-        with delayed_messages(delay):
-            (speed,) = link_speeds([(0, 1), (1, 0)], CPU)
-            work = workload(rank, P, 0.0, 0.0, 0.0)
-            pipeline = Pipeline(work.stages(timetable), timetable, work.model.loss)
-            args, target = work.batch(timetable, 0)
-            begin = time.perf_counter()
-            losses = pipeline.step(*args, target=target)
-            found.append((speed.latency_ms, (time.perf_counter() - begin) * 1e3, losses))
-    dist.barrier()
-    return found
-
-
-def test_a_delayed_message_is_late_and_is_the_same():
-    first, second = run_ranks(speeds_and_losses, P)
-    for (quick, _, losses), (slow, _, late_losses) in (first, second):
-        assert quick < 15 <= slow
-        assert [float(loss) for loss in losses] == [float(loss) for loss in late_losses]
-    assert first[1][1] >= 30  # until rank 0 has its first gradient, x has gone one way and g the other
 
 
 # ---------------------------------------------------------------- plans that travel

@@ -12,7 +12,6 @@ import torch
 
 from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
-from zbpp.benchmark.delay import delayed_messages
 from zbpp.benchmark.workload import Workload
 from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
 from zbpp.job.world import world
@@ -78,7 +77,6 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
     with (
         claimed(config.run_dir, overwrite=config.overwrite) if rank_0 else nullcontext() as folder,
         world(device=config.device, timeout=config.timeout) as here,
-        delayed_messages(config.comm),
     ):
         workload = Workload(
             model=model,
@@ -106,7 +104,6 @@ def _about(config: JobConfig, workload: Workload) -> Summary:
         "microbatch_size": config.microbatch_size,
         "model": type(workload.model).__name__,
         "emulated": workload.is_emulated,
-        "message_ms": config.comm,
         "load_average": os.getloadavg()[0],
         **machine(workload.here.device),
     }

@@ -177,11 +177,10 @@ def _with_own_peak(timed: TimedRunner) -> Timeline:
 def describe(about: Row) -> str:
     """Three lines: the sizes and the model, the machine, and what the table's columns mean."""
     kind = "EMULATED: stages sleep instead of computing" if about["emulated"] else "real compute"
-    late = f"; messages take {about['message_ms']} ms at least" if about["message_ms"] else ""
     memory = "" if about["emulated"] else "; peak memory: of the rank that needs most, weights included"
     sizes = f"{about['num_ranks']} ranks, {about['num_microbatches']} microbatches"
     return (
-        f"{sizes}, {about['model']} ({kind}){late}\n"
+        f"{sizes}, {about['model']} ({kind})\n"
         f"{about['device']}, torch {about['torch']}, load {about['load_average']:.1f}; median of "
         f"{about['repeats']} interleaved steps\n"
         f"makespan in ms; bubble: idle share of the rank that idles most{memory}"

@@ -71,7 +71,6 @@ class JobConfig(RunConfig):
     repeats: int = ranged(5, least=1, help="measured steps")
     device: str = one_of("auto", "cpu", "cuda")
     timeout: float = ranged(120.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
-    comm: float = ranged(0.0, unit="milliseconds", help="the least of a message: EMULATED links")
 
 
 @dataclass(kw_only=True)

@@ -67,21 +67,17 @@ def _with_copies_of_weights(costs: Costs, stages: Sequence[StageBytes]) -> Costs
     return with_weight_copies(costs, copies, num_stages=num_stages, num_blocks=num_blocks)
 
 
-def with_weight_copies(
-    costs: Costs, weight_copy: PerStage, *, num_stages: int, num_blocks: int, overlaps: bool = True
-) -> Costs:
+def with_weight_copies(costs: Costs, weight_copy: PerStage, *, num_stages: int, num_blocks: int) -> Costs:
     """The costs of stages whose weights are offloaded, with two buffers on the device.
 
-    costs: without offloaded weights. weight_copy: ms of copying a stage's weights one way. overlaps: whether
-    copies run beside the computation, as on a GPU; on the CPU they do not.
+    costs: without offloaded weights. weight_copy: ms of copying a stage's weights one way.
     """
     given = costs.per_stage(num_stages)
     copies = replace(Costs(), host=weight_copy).per_stage(num_stages).host
 
     def passed(op: Op) -> list[float]:
         return [
-            _pass_ms(time, copy, num_blocks, overlaps=overlaps)
-            for time, copy in zip(given.duration[op], copies, strict=True)
+            _pass_ms(time, copy, num_blocks) for time, copy in zip(given.duration[op], copies, strict=True)
         ]
 
     b, w = passed(Op.B), [w + 2 * copy for w, copy in zip(given.duration[Op.W], copies, strict=True)]
@@ -93,8 +89,6 @@ def with_weight_copies(
     return replace(costs, f=passed(Op.F), b=b, w=w, bw=[max(0.0, each) for each in bw])
 
 
-def _pass_ms(time: float, copy: float, num_blocks: int, *, overlaps: bool) -> float:
+def _pass_ms(time: float, copy: float, num_blocks: int) -> float:
     """The time of F or B of one stage, with the copy of its weights."""
-    if not overlaps:
-        return time + copy
     return (copy + (num_blocks - 1) * max(time, copy) + time) / num_blocks
