@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -125,12 +123,6 @@ def _custom(
         raise ConfigError(f"{error}; optimizer=muon gives what is no matrix to AdamW") from error
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer.build returns {kind_of(made)}, which is no torch.optim.Optimizer")
-    closure = inspect.signature(type(made).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise ConfigError(
-            f"optimizer.build: {type(made).__name__}.step needs a closure that computes loss and gradients "
-            "again, which a pipeline has none of: write another optimizer"
-        )
     return made
 
 
@@ -174,7 +166,6 @@ def build_scheduler(optimizer: torch.optim.Optimizer, options: OptimizerConfig) 
     key, warmup_steps = "optimizer.lr_scheduler", options.warmup_steps
     made = None
     if warmup_steps > 1:
-        _check_warmup(options.lr_scheduler, warmup_steps)
         # Made first: a scheduler's constructor notes the initial rates, which later ones begin with.
         made = torch.optim.lr_scheduler.LinearLR(
             optimizer, start_factor=1 / warmup_steps, total_iters=warmup_steps - 1
@@ -194,25 +185,6 @@ def _scheduler(key: str, node: dict[str, Any], optimizer: torch.optim.Optimizer)
     ]
     further = {"schedulers": inner} if inner else {}
     made = partial_of_node(key, own)(optimizer=optimizer, **further)
-    if isinstance(made, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise ConfigError(
-            f"{key}: ReduceLROnPlateau waits for a measured loss, and the trainer's schedulers step with "
-            "the steps alone: write optimizer.lr_schedule=wsd, or another scheduler"
-        )
     if not isinstance(made, LRScheduler):
         raise ConfigError(f"{key} returns {kind_of(made)}, which is no LRScheduler of torch")
     return made
-
-
-def _check_warmup(node: dict[str, Any], warmup_steps: int) -> None:
-    """Raise ConfigError for a scheduler that can't follow another one: torch starts it by its `step(0)`."""
-    try:
-        kind: Any = pkgutil.resolve_name(node["_target_"])
-        takes_a_step = "epoch" in inspect.signature(kind.step).parameters
-    except Exception:  # the constructor will say what is wrong
-        return
-    if not takes_a_step or kind is torch.optim.lr_scheduler.SequentialLR:
-        raise ConfigError(
-            f"optimizer.warmup_steps={warmup_steps} can't come before {kind.__name__}: write "
-            "optimizer.warmup_steps=0, with a LinearLR among its schedulers"
-        )
