@@ -35,7 +35,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # eight ranks share a node's cores
 export PYTHONUNBUFFERED=1                    # the last lines before a crash reach the log
 
 export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # NCCL says why it fails; INFO: which network it takes
-# Settings that some networks need: docs/launch.md has the reasons.
+# Settings that some networks need: docs/parallel.md has the reasons.
 # export NCCL_SOCKET_IFNAME=ib0  # the interface by which ranks find each other; for gloo: GLOO_SOCKET_IFNAME
 # export NCCL_IB_HCA=mlx5        # which InfiniBand cards
 # export NCCL_CROSS_NIC=1        # networks whose switches connect all cards with each other

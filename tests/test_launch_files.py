@@ -1,4 +1,4 @@
-"""Manifests of Kubernetes, images and docs/launch.md: the fields that have to fit each other do."""
+"""Manifests of Kubernetes, images and docs/parallel.md: the fields that have to fit each other do."""
 
 import re
 from pathlib import Path
@@ -129,7 +129,7 @@ def test_what_an_image_copies_is_there(name):
 
 
 def test_the_page_names_what_zbpp_sets_itself_and_files_that_exist():
-    page = (ROOT / "docs/launch.md").read_text()
+    page = (ROOT / "docs/parallel.md").read_text()
     of_zbpp = {
         name
         for path in (ROOT / "zbpp").rglob("*.py")
@@ -148,7 +148,7 @@ def test_the_drawing_of_placement_is_torchs_numbering():
     from zbpp.job.world import fake_world
     from zbpp.runtime.parallel.mesh import DIMENSIONS
 
-    page = (ROOT / "docs/launch.md").read_text()
+    page = (ROOT / "docs/parallel.md").read_text()
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=DIMENSIONS).mesh
     tensor = ["-".join(map(str, group)) for group in mesh.reshape(-1, 2).tolist()]

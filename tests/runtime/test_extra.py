@@ -194,7 +194,7 @@ def extras_of_zbpp():
 
 
 def test_the_table_of_the_docs_is_what_extras_exclude():
-    page = (Path(__file__).parents[2] / "docs/extras.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/pipeline.md").read_text()
     rows = [
         line for line in page.partition("## What goes with what")[2].splitlines() if line.startswith("| `")
     ]

@@ -1,4 +1,4 @@
-"""Which switches of a config don't go together: what the extras behind them say (docs/extras.md)."""
+"""Which switches of a config don't go together: what the extras behind them say (docs/pipeline.md)."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 The first two steps of equal inputs (their shapes and numbers) are eager; the second one notes the layouts of
 messages. The next such step is captured, then replayed, and so is every later one. A step with other inputs
-is eager. What else a step relies on is taken to stay as it was in the capture: see docs/compiled.md.
+is eager. What else a step relies on is taken to stay as it was in the capture: see docs/pipeline.md.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class CudaGraphs(Extra):
             graphs = ActionGraphs(self._rank, self._eager, maker, self._layouts)
             gradients.captured()
         except Exception as error:
-            error.add_note("a step can't be captured (see docs/compiled.md): leave cuda_graphs out")
+            error.add_note("a step can't be captured (see docs/pipeline.md): leave cuda_graphs out")
             raise
         finally:
             torch.clear_autocast_cache()  # it may hold copies that the capture never computed
