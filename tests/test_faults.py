@@ -19,7 +19,7 @@ def test_after_faults_a_run_has_the_curve_of_the_run_without_them(warm, tmp_path
     setting = Setting(bin, bin, num_ranks=2, timeout=60, steps=32)
     whole = reference(setting, tmp_path / "whole")
     faults = [
-        (9, "flipped bit in the newest checkpoint"),
+        (9, "truncated checkpoint"),
         (13, "exception in B"),
         (17, "kill in a save"),
         (22, "kill in a save"),

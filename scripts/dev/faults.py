@@ -261,12 +261,6 @@ def _damage(change: Callable[[Path, Random], None]) -> Callable[[Path, Random], 
     return before_next
 
 
-def _flip(path: Path, rng: Random) -> None:
-    content = bytearray(path.read_bytes())
-    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
-    path.write_bytes(content)
-
-
 def _truncate(path: Path, rng: Random) -> None:
     os.truncate(path, rng.randrange(path.stat().st_size))
 
@@ -314,9 +308,6 @@ KINDS: dict[str, Kind] = {
     "endless loop in B": _own("loop", "B", _LOOPS.format("B"), r"rank \d is behind: at \dB\d"),
     "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
-    "flipped bit in the newest checkpoint": Kind(
-        inject=_kill_behind_two_saves, words=("SIGKILL", "damaged|checksum"), before_next=_damage(_flip)
-    ),
     "truncated checkpoint": Kind(
         inject=_kill_behind_two_saves,
         words=("SIGKILL", "damaged|bytes"),

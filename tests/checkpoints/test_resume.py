@@ -47,13 +47,13 @@ VARIANTS = {
     "mixed_float16": {"is_scaled": True},
     "post-validation": {"post_validation": True, "clip_norm": 0.3},
     "a scheduler of torch's": {"has_scheduler": True},
-    "released gradients": {"gradient_release": "step", "clip_norm": None},
+    "released gradients": {"gradient_release": True, "clip_norm": None},
     "mixed_float16 with post-validation": {"is_scaled": True, "post_validation": True},
 }
 
 
 def trainer_of(variant, rank=0, num_ranks=1, callbacks=()):
-    options = {"clip_norm": 1.0, "gradient_release": "off", **VARIANTS[variant]}
+    options = {"clip_norm": 1.0, "gradient_release": False, **VARIANTS[variant]}
     is_scaled, has_scheduler = options.pop("is_scaled", False), options.pop("has_scheduler", False)
     model = Noisy(has_statistics=not is_scaled)
     timetable = plan("zb_v" if num_ranks == 1 else "zb_h1", num_ranks, 4)

@@ -60,7 +60,7 @@ VARIANTS = {
     "tied": {"model": {"is_tied": True}, "clip_norm": 0.3},
     "LoRA": {"lora": LORA, "clip_norm": 0.3},
     "LoRA, post-validation": {"lora": LORA, "clip_norm": 0.3, "post_validation": True},
-    "gradients released": {"gradient_release": "step"},
+    "gradients released": {"gradient_release": True},
     "activations offloaded": {"offload": ActivationOffload(Costs(host=1e-6), least_bytes=1)},
     "weights offloaded": {"offload_weights": True},
     "optimizer and scheduler by name, groups": {"optimizer": CUSTOM, "clip_norm": 0.3},
@@ -68,14 +68,14 @@ VARIANTS = {
         "optimizer": OptimizerConfig(
             name="muon", learning_rate=0.01, warmup_steps=3, groups=[{"match": "layer_7*", "lr": 0.1}]
         ),
-        "gradient_release": "step",
+        "gradient_release": True,
     },
     "left before it is replanned": {"left": BEFORE, "replanned": True},
     "left after it was replanned": {"left": AFTER, "replanned": True},
     "replanned, post-validation": {
         "left": AFTER, "replanned": True, "clip_norm": 0.3, "post_validation": True
     },
-    "replanned, released": {"left": AFTER, "replanned": True, "gradient_release": "step"},
+    "replanned, released": {"left": AFTER, "replanned": True, "gradient_release": True},
 }  # fmt: skip
 
 
@@ -99,7 +99,7 @@ def trainer_of(
         OffloadedWeights(stages, torch.device("cpu"))
     pipeline = Pipeline(made if model else stages, timetable, made.loss, extras=[*filter(None, [offload])])
     config = optimizer or adamw()
-    built = optimizer_of(pipeline, config, None, options.get("gradient_release", "off"))
+    built = optimizer_of(pipeline, config, None, options.get("gradient_release", False))
     other = plan("interleaved_1f1b", 1, M, stages_per_rank=2) if replanned else None
     return Trainer(
         pipeline=pipeline,

@@ -77,7 +77,7 @@ def by_trainer(options, *, schedule="zb_v", clip_norm=None, **further):
     timetable, model = plan(schedule, 1, M), Model()
     stages = {i: model.build_stage(i, timetable.num_stages) for i in range(timetable.num_stages)}
     with Pipeline(stages, timetable, model.loss) as pipeline:
-        release = further.get("gradient_release", "off")
+        release = further.get("gradient_release", False)
         optimizer = optimizer_of(pipeline, options, None, release)
         trainer = Trainer(
             pipeline=pipeline,
@@ -152,7 +152,7 @@ def test_an_optimizer_of_optimi_by_its_name_also_where_gradients_are_released():
 
     expected = by_torch(lambda named: [Adan(named.values(), lr=0.01)])
     same(by_trainer(options), expected)
-    same(by_trainer(options, gradient_release="step"), expected)
+    same(by_trainer(options, gradient_release=True), expected)
 
 
 def _muon(named, decay=0.1, lr=0.01):
@@ -177,7 +177,7 @@ MUON = OptimizerConfig(name="muon", learning_rate=0.01, warmup_steps=0, lr_sched
 
 @pytest.mark.parametrize(
     "further",
-    [{"clip_norm": 0.4}, {"clip_norm": 0.4, "post_validation": True}, {"gradient_release": "step"}],
+    [{"clip_norm": 0.4}, {"clip_norm": 0.4, "post_validation": True}, {"gradient_release": True}],
 )
 def test_muon_has_the_matrices_of_hidden_layers_and_adamw_the_rest(further):
     """Muon multiplies in bfloat16: another order of sums of microbatches may round otherwise there."""

@@ -162,8 +162,8 @@ class _Stages:
         largest = max(map(bytes_of, blocks), default=0)
         recompute_stages({index: stage}, config.memory.recompute)
         loss_fn = precision.widened(self._model.loss) if is_last else None
-        release = config.memory.gradient_release
-        optimizer = build_optimizer(_named(stage, masters), config.optimizer, release)
+        is_released = config.memory.gradient_release == "step"
+        optimizer = build_optimizer(_named(stage, masters), config.optimizer, is_released)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:
             memory = microbatch_memory(

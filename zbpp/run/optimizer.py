@@ -50,7 +50,7 @@ def optimizer_of(
     pipeline: Pipeline,
     options: OptimizerConfig,
     masters: MasterWeights | None = None,
-    gradient_release: str = "off",
+    gradient_release: bool = False,
 ) -> torch.optim.Optimizer:
     """The optimizer over this rank's parameters or their masters.
 
@@ -86,7 +86,7 @@ def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, num_ran
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter | Named], options: OptimizerConfig, gradient_release: str = "off"
+    parameters: Iterable[nn.Parameter | Named], options: OptimizerConfig, gradient_release: bool = False
 ) -> torch.optim.Optimizer:
     """The optimizer over those of the parameters that are trainable. Raises ConfigError."""
     with naming("optimizer"):
@@ -109,12 +109,12 @@ def build_optimizer(
 
 
 def _custom(
-    parameters: Sequence[Named], node: dict[str, Any], gradient_release: str, entries: Sequence[Entry]
+    parameters: Sequence[Named], node: dict[str, Any], gradient_release: bool, entries: Sequence[Entry]
 ) -> torch.optim.Optimizer:
     """The optimizer that `build` names, with its own options where no entry of `groups` sets others."""
     groups = grouped(parameters, entries, lambda named, options: {}, [{}])
     is_optimi = str(node["_target_"]).partition(".")[0] == "optimi"
-    further = {"gradient_release": True} if is_optimi and gradient_release != "off" else {}
+    further = {"gradient_release": True} if is_optimi and gradient_release else {}
     try:
         made = partial_of_node("optimizer.build", {**further, **node})(groups)
     except ConfigError as error:

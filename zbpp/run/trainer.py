@@ -83,7 +83,8 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
     precision, memory, optimizer = PRECISIONS[config.precision], config.memory, config.optimizer
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
-    made = optimizer_of(pipeline, optimizer, masters, memory.gradient_release)
+    is_released = memory.gradient_release == "step"
+    made = optimizer_of(pipeline, optimizer, masters, is_released)
     num_parts = pipeline.place.num_data_parts
     loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
     with naming("optimizer"):  # what an update does not go with
@@ -101,7 +102,7 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,
-            gradient_release=memory.gradient_release,
+            gradient_release=is_released,
             per_parameter=optimizer.per_parameter,
             post_validation=optimizer.validation == "after",
             non_finite=config.non_finite,

@@ -33,10 +33,10 @@ from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.non_finite import BegunSteps, Values
-from zbpp.training.optim.choose_update import make_update
 from zbpp.training.optim.master_weights import MasterWeights
+from zbpp.training.optim.post_validated_update import PostValidatedUpdate
 from zbpp.training.optim.precision import LossScale
-from zbpp.training.optim.update import Metrics, Result
+from zbpp.training.optim.update import Metrics, ReleasedUpdate, Result, Update
 from zbpp.training.replan import Replan
 
 _KEPT = 5  # measured steps, or as many as num_recorded
@@ -84,7 +84,7 @@ class Trainer:
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
-    the scale. gradient_release: off or step: the pipeline's step updates the weights itself, see
+    the scale. gradient_release: the pipeline's step updates the weights itself, see
     zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: the update
     does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 
@@ -106,7 +106,7 @@ class Trainer:
     replan: Replan | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
-    gradient_release: str = "off"
+    gradient_release: bool = False
     per_parameter: bool = False
     post_validation: bool = False
     callbacks: Sequence[Callback] = ()
@@ -119,20 +119,10 @@ class Trainer:
         self.values = Values(
             self.non_finite,
             is_scaled=self.loss_scale is not None,
-            has_updated=self.gradient_release != "off",
+            has_updated=self.gradient_release,
             is_shown=place.is_first and place.rank == 0,
         )
-        self._update = make_update(
-            self.pipeline,
-            self.optimizer,
-            skips=self.values.skips,
-            gradient_release=self.gradient_release,
-            per_parameter=self.per_parameter,
-            post_validation=self.post_validation,
-            clip_norm=self.clip_norm,
-            masters=self.masters,
-            loss_scale=self.loss_scale,
-        )
+        self._update = self._made_update()
         self.timelines: dict[int, Timeline] = {}  # of the last measured steps, which are counted from 1
         self._recorder = Recorder()
         self.next_step = 0  # the step that `run` begins with
@@ -142,6 +132,20 @@ class Trainer:
         target_dtype = None if self.masters is None else torch.float32
         self._batches = Batches(self.pipeline, self.data, target_dtype)
         self._begun = BegunSteps(self.values)
+
+    def _made_update(self) -> Update:
+        common: Any = {"clip_norm": self.clip_norm, "masters": self.masters, "loss_scale": self.loss_scale}
+        if self.gradient_release and self.post_validation:
+            raise ValueError(
+                "gradient release drops the gradients that post-validation may need again: leave one out"
+            )
+        if self.gradient_release:
+            return ReleasedUpdate(self.pipeline, self.optimizer, per_parameter=self.per_parameter, **common)
+        if self.post_validation:
+            return PostValidatedUpdate(
+                self.optimizer, pipeline=self.pipeline, skips=self.values.skips, **common
+            )
+        return Update(self.optimizer, skips=self.values.skips, **common)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.

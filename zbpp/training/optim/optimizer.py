@@ -23,7 +23,7 @@ def adamw(
     eps: float,
     weight_decay: float,
     kahan_sum: bool = False,
-    gradient_release: str = "off",
+    gradient_release: bool = False,
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay is for matrices, not for biases and norm scales.
@@ -57,7 +57,7 @@ def _of_optimi(
     eps: float | None,
     weight_decay: float,
     kahan_sum: bool = False,
-    gradient_release: str = "off",
+    gradient_release: bool = False,
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """An optimizer of torch-optimi by its name there. eps: None for one that takes none."""
@@ -72,7 +72,7 @@ def _of_optimi(
         lr=learning_rate,
         betas=betas,
         kahan_sum=kahan_sum,
-        gradient_release=gradient_release != "off",
+        gradient_release=gradient_release,
         triton=None if can_use_triton else False,  # None: optimi's own choice
         **more,
     )
@@ -98,7 +98,7 @@ def muon(
     weight_decay: float,
     momentum: float = 0.95,
     kahan_sum: bool = False,
-    gradient_release: str = "off",
+    gradient_release: bool = False,
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """torch's Muon over the matrices of hidden layers, AdamW over the rest: see MuonAndAdamW."""

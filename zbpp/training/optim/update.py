@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.runtime import Pipeline
+from zbpp.runtime import GradientRelease, Pipeline
 from zbpp.runtime.call import Means, NamedLosses, summed
 from zbpp.runtime.parallel.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.training.optim.master_weights import MasterWeights
@@ -218,3 +218,48 @@ class Update:
             **({} if self._loss_scale is None else {"loss_scale": loss_scale}),
         }
         return outcome, metrics
+
+
+class ReleasedUpdate(Update):
+    """The update of a pipeline whose step updates the weights itself, see zbpp.GradientRelease.
+
+    It sets the learning rate before each step, and gathers the norm after the step.
+
+    per_parameter: see GradientRelease. The other arguments are those of Trainer. Raises ValueError
+    for options that need all gradients at the same time: clipping by the norm, a loss scale, master weights.
+    Collective.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        optimizer: torch.optim.Optimizer,
+        *,
+        per_parameter: bool,
+        clip_norm: float | None,
+        masters: MasterWeights | None,
+        loss_scale: LossScale | None,
+    ) -> None:
+        if clip_norm is not None:
+            raise ValueError(
+                f"clip_norm={clip_norm:g} needs the norm of all gradients before the first update, and "
+                "gradient release updates each stage before that: write clip_norm=None, and take an "
+                "optimizer that limits each update by itself, such as optimi.StableAdamW"
+            )
+        if loss_scale is not None or masters is not None:
+            raise ValueError(
+                "gradient release doesn't go with master weights or a loss scale: write precision=bfloat16 "
+                "with optimizer.kahan_sum=true"
+            )
+        super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
+        pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
+
+    def begin(self, pipeline: Pipeline, factor: float | None) -> None:
+        """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""
+        self._set_rate(factor)
+
+    def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
+        """Return the step's result. `pipeline.step` has updated the weights already."""
+        scale = pipeline.loss_scale
+        outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
+        return [(outcome, {"grad_norm": outcome.norm, "learning_rate": self._rate, "skipped": False})]
