@@ -6,7 +6,7 @@
         scripts/cluster_check.py                                         # the same line on each of four nodes
     torchrun --nproc-per-node 2 scripts/cluster_check.py --device cpu --small    # tries the check itself
 
-    links      latency and bandwidth between neighbours, and between any two nodes
+    links      latency and bandwidth between neighbouring ranks
     schedules  all schedules over all ranks: their losses beside plain autograd's, in float64
     meshes     the same with replicas, shards and tensor parallelism
     hang       the last rank stops inside a step: is it named within the timeout?
@@ -83,25 +83,19 @@ SMALL = Sizes(timeout=60.0, hang_timeout=4.0, message=1)
 
 
 class Link(NamedTuple):
-    """A measured link between two ranks. one_way, both_ways: GB/s, the latter summed over both directions."""
+    """A measured link between two ranks. bandwidth: GB/s one way."""
 
     ranks: tuple[int, int]
     latency_us: float
-    one_way: float
-    both_ways: float
+    bandwidth: float
 
 
 def links(sizes: Sizes, here: World) -> Rows:
     """Links of one round have no rank in common and are measured at once, as a pipeline uses them."""
-    hosts = gather(socket.gethostname())
-    firsts = [hosts.index(host) for host in dict.fromkeys(hosts)]
     if here.size < 2:
         yield "links", lambda: "one rank has no links"
-        return
-    yield "neighbours", lambda: described(measured(neighbours(here.size), sizes, here))
-    if len(firsts) > 1:
-        pairs = [[(firsts[a], firsts[b]) for a, b in each] for each in all_pairs(len(firsts))]
-        yield "all pairs of nodes", lambda: described(measured(pairs, sizes, here))
+    else:
+        yield "neighbours", lambda: described(measured(neighbours(here.size), sizes, here))
 
 
 def neighbours(size: int) -> list[list[tuple[int, int]]]:
@@ -111,31 +105,18 @@ def neighbours(size: int) -> list[list[tuple[int, int]]]:
     return [each for each in rounds if each]
 
 
-def all_pairs(number: int) -> list[list[tuple[int, int]]]:
-    """Every pair of `number` players once, in rounds where each plays once: the circle method."""
-    players: list[int | None] = [*range(number), *([None] if number % 2 else [])]
-    rounds = []
-    for _ in range(len(players) - 1):
-        half = len(players) // 2
-        meetings = zip(players[:half], reversed(players[half:]), strict=True)
-        rounds.append([(min(a, b), max(a, b)) for a, b in meetings if a is not None and b is not None])
-        players = [players[0], players[-1], *players[1:-1]]
-    return rounds
-
-
 def described(found: Sequence[Link]) -> str:
     """The range of the links, and those with less than half of the median bandwidth."""
-    usual = median(each.one_way for each in found)
+    usual = median(each.bandwidth for each in found)
     lines = [
-        f"{len(found)} links: {min(each.one_way for each in found):.2f} to "
-        f"{max(each.one_way for each in found):.2f} GB/s one way (median {usual:.2f}), both ways at once "
-        f"{median(each.both_ways for each in found):.2f}; "
+        f"{len(found)} links: {min(each.bandwidth for each in found):.2f} to "
+        f"{max(each.bandwidth for each in found):.2f} GB/s one way (median {usual:.2f}); "
         f"latency {median(each.latency_us for each in found):.0f} us"
     ]
     lines += [
-        f"SLOW: {each.ranks[0]} <-> {each.ranks[1]} has {each.one_way:.2f} GB/s: look at its cable and card"
+        f"SLOW: {each.ranks[0]} <-> {each.ranks[1]} has {each.bandwidth:.2f} GB/s: look at its cable and card"
         for each in found
-        if each.one_way < SLOW * usual
+        if each.bandwidth < SLOW * usual
     ]
     return "\n".join(lines)
 
@@ -176,18 +157,9 @@ def _measure(pair: tuple[int, int], groups: Mapping[tuple[int, int], Any], large
             else:
                 dist.recv(message, src=other, group=back)
 
-    def passing(sent: Tensor, received: Tensor) -> None:
-        works = dist.irecv(received, src=other, group=back), dist.isend(sent, dst=other, group=out)
-        for work in works:
-            assert work is not None  # this rank is in both groups
-            work.wait()
-
-    small = torch.zeros(4, dtype=torch.uint8, device=here.device)
-    some, more = (torch.zeros(large, dtype=torch.uint8, device=here.device) for _ in range(2))
-    latency, one_way = seconds(lambda: answered(small)) / 2, seconds(lambda: answered(some)) / 2
-    return Link(
-        pair, 1e6 * latency, large / 1e9 / one_way, 2 * large / 1e9 / seconds(lambda: passing(some, more))
-    )
+    few, many = (torch.zeros(size, dtype=torch.uint8, device=here.device) for size in (4, large))
+    latency, one_way = seconds(lambda: answered(few)) / 2, seconds(lambda: answered(many)) / 2
+    return Link(pair, 1e6 * latency, large / 1e9 / one_way)
 
 
 # ---------------------------------------------------------------- parts schedules and meshes

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""What zbpp does on ONE GPU, checked and measured within 8 minutes, without the internet.
+"""What zbpp does on ONE GPU, checked and measured, without the internet.
 
     python scripts/gpu_check.py                         # writes one page, scripts/results/gpu_NAME.txt
     python scripts/gpu_check.py split offload           # these parts only
@@ -9,29 +9,20 @@
     graphs     CUDA graphs of actions beside eager actions: host time, step time, losses
     schedules  a pipeline of one rank under every schedule: losses and gradients beside plain autograd's
     offload    bandwidth of copies to host memory and back; a pipeline with and without offload
-    tests      the tests marked `gpu`
 
-It runs from a clone, with the Python that has torch (2.11 or newer) and numpy; the part `tests` needs pytest.
-Each part runs in a process of its own, for a limited time, and writes each row as soon as the row is known: a
-part that fails, takes too long or loses its device costs no other part's rows. A mark is a limit for the
-first value of a row. Exit status: 0, or 1 if a mark was missed. NOT RUN ON A GPU YET: `--device cpu --small`
-runs the same code on small sizes.
+It runs from a clone, with the Python that has torch (2.11 or newer) and numpy. Each row is printed and
+written as soon as it is known. If a part loses the device, run the parts behind it by their names. The tests
+for a GPU are `pytest -m gpu`. A mark is a limit for the first value of a row. Exit status: 0, or 1 if a mark
+was missed or a part failed. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
-import json
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import mean, median
@@ -84,12 +75,8 @@ class Row:
     noise: float = 0.0
 
     def __str__(self) -> str:
-        return (
-            f"{self.what:<46}".rstrip()
-            if not self.values
-            else f"{self.what:<46}"
-            + "".join(f"  {name} {value:{self.form}}" for name, value in self.values.items())
-        )
+        values = (f"  {name} {value:{self.form}}" for name, value in self.values.items())
+        return f"{self.what:<46}{''.join(values)}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -345,113 +332,57 @@ def _seconds(run: Callable[[], object], settings: Settings) -> float:
     return median(times[1:])
 
 
-# ---------------------------------------------------------------- part tests
+# ---------------------------------------------------------------- the page
 
 
-def tests(settings: Settings) -> Iterator[Row]:
-    """pytest's last line, and a row for each test that failed."""
-    if not settings.is_cuda or importlib.util.find_spec("pytest") is None:
-        yield Row(f"not run: {'pytest is not installed' if settings.is_cuda else 'they need a GPU'}")
-        return
-    # To collect all files would take longer than these tests. -c: without the suite's plugins.
-    files = [str(path) for path in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in path.read_text()]
-    own = ["-c", os.devnull, f"--rootdir={ROOT}", "--noconftest", "--import-mode=importlib", "-W", "ignore"]
-    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", *own, "-m", "gpu"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), str(ROOT)])}
-    done = subprocess.run(
-        [*command, *files], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, check=False
-    )
-    *lines, last = done.stdout.strip().splitlines() or ["pytest printed nothing"]
-    for line in (*(each for each in lines if each.startswith(("FAILED", "ERROR"))), last):
-        yield Row(line[:200])
-
-
-# ---------------------------------------------------------------- the parts, each in its process
-
-
-PARTS: dict[str, tuple[Callable[[Settings], Iterator[Row]], int]] = {  # (rows, the most seconds)
-    "split": (split, 150),
-    "graphs": (graphs, 80),
-    "schedules": (schedules, 80),
-    "offload": (offload, 60),
-    "tests": (tests, 100),
+PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
+    "split": split,
+    "graphs": graphs,
+    "schedules": schedules,
+    "offload": offload,
 }
 
 
-@dataclass
-class Outcome:
-    """What a part has found. why: why it ended early; "" if it ended well."""
+class Page:
+    """Lines on standard output and in a file."""
 
-    name: str
-    rows: list[Row] = field(default_factory=list)
-    why: str = ""
-    seconds: float = 0.0
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path, self.rows, self.num_failed = path, list[Row](), 0
+        path.write_text("")
 
+    def write(self, line: str = "") -> None:
+        print(line, flush=True)
+        with self._path.open("a") as file:
+            print(line, file=file)
 
-def run_part(name: str, options: argparse.Namespace) -> Outcome:
-    """Run a part in a process of its own, which is ended after its time, with all that it started."""
-    outcome, begin, limit = Outcome(name), time.monotonic(), PARTS[name][1]
-    print(f"{name}, up to {limit} s ...", file=sys.stderr, flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        rows, log = Path(folder, "rows"), Path(folder, "log")
-        rows.touch()
-        command = [sys.executable, __file__, name, "--device", options.device, "--rows", str(rows)]
-        command += ["--small"] if options.small else []
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+    def part(self, name: str, settings: Settings) -> None:
+        """The rows of a part."""
+        self.write(f"\n{name}")
         try:
-            if process.wait(limit):
-                said = log.read_text(errors="replace").strip().splitlines() or ["no output"]
-                outcome.why = f"ended with status {process.returncode}: {said[-1]}"
-        except subprocess.TimeoutExpired:
-            outcome.why = f"stopped after its {limit} s"
-        finally:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-        whole = [line for line in rows.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        outcome.rows = [Row(**json.loads(line)) for line in whole]
-        outcome.seconds = time.monotonic() - begin
-    return outcome
+            for row in PARTS[name](settings):
+                self.rows.append(row)
+                self.write(f"  {row}")
+        except Exception as error:  # whatever it is belongs into the page
+            self.num_failed += 1
+            self.write(f"  NOT COMPLETE: {type(error).__name__}: {error}")
 
 
-def write_rows(name: str, path: Path, settings: Settings) -> None:
-    """What the process of a part does."""
-    with path.open("w") as file:
-        for row in PARTS[name][0](settings):
-            print(json.dumps(asdict(row)), file=file, flush=True)
-
-
-# ---------------------------------------------------------------- the report
-
-
-def verdicts(outcomes: Sequence[Outcome], *, is_real: bool) -> dict[str, str]:
+def verdicts(rows: Sequence[Row], *, is_real: bool) -> dict[str, str]:
     """For each mark: held, NOT HELD, or not measured. Of several rows the worst counts.
 
     is_real: whether device and sizes are those that the marks are for.
     """
     found = {}
     for mark, (_, limit) in MARKS.items():
-        rows = [row for outcome in outcomes for row in outcome.rows if row.mark == mark]
-        least = [next(iter(row.values.values())) - row.noise for row in rows]
-        if not rows or not is_real:
-            found[mark] = "not measured" + (f" (small form: {max(least):.2f})" if rows else "")
+        least = [next(iter(row.values.values())) - row.noise for row in rows if row.mark == mark]
+        if not least or not is_real:
+            found[mark] = "not measured" + (f" (small form: {max(least):.2f})" if least else "")
         else:
             # NaN is not held: it is not below any limit.
             is_held = all(value <= limit for value in least)
             found[mark] = f"{'held' if is_held else 'NOT HELD'}: {max(least):.2f}"
     return found
-
-
-def report(outcomes: Sequence[Outcome], options: argparse.Namespace) -> tuple[str, bool]:
-    """(the page, whether no mark was missed)."""
-    found = verdicts(outcomes, is_real=options.device == "cuda" and not options.small)
-    lines = [_machine(options), "", "marks"]
-    lines += [f"  {text:<72} <= {limit:.2f}  {found[mark]}" for mark, (text, limit) in MARKS.items()]
-    for outcome in outcomes:
-        lines += ["", f"{outcome.name}, {outcome.seconds:.0f} s", *(f"  {row}" for row in outcome.rows)]
-        lines += [f"  NOT COMPLETE: {outcome.why}"] if outcome.why else []
-    return "\n".join(lines) + "\n", not any("NOT HELD" in each for each in found.values())
 
 
 def _machine(options: argparse.Namespace) -> str:
@@ -465,17 +396,16 @@ def _machine(options: argparse.Namespace) -> str:
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: see above."""
     options = parse(arguments)
-    if options.rows is not None:
-        write_rows(options.parts[0], options.rows, Settings(options.device, options.small))
-        return 0
-    outcomes = [run_part(name, options) for name in options.parts]
-    text, is_held = report(outcomes, options)
-    print(text)
     device = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
-    path = options.out / f"gpu_{'_'.join(device.lower().split())}.txt"
-    path.write_text(text)
-    print(f"written: {path}")
-    return int(not is_held)
+    page = Page(options.out / f"gpu_{'_'.join(device.lower().split())}.txt")
+    page.write(_machine(options))
+    for name in options.parts:
+        page.part(name, Settings(options.device, options.small))
+    found = verdicts(page.rows, is_real=options.device == "cuda" and not options.small)
+    page.write("\nmarks")
+    for mark, (text, limit) in MARKS.items():
+        page.write(f"  {text:<72} <= {limit:.2f}  {found[mark]}")
+    return int(page.num_failed > 0 or any("NOT HELD" in each for each in found.values()))
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -487,7 +417,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
     parser.add_argument("--out", type=Path, default=ROOT / "scripts/results", help="its folder")
-    parser.add_argument("--rows", type=Path, help=argparse.SUPPRESS)  # for the process of a part
     options = parser.parse_args(arguments)
     for name in options.parts:
         if name not in PARTS:
@@ -497,11 +426,6 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--device cpu is for trying the check itself: write --device cpu --small")
     if options.device == "cuda" and not torch.cuda.is_available():
         parser.error(f"torch {torch.__version__} sees no GPU: --device cpu --small tries the check itself")
-    try:
-        options.out.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=options.out).close()  # better now than after eight minutes
-    except OSError as error:
-        parser.error(f"--out {options.out}: no file can be written there: {error}")
     return options
 
 

@@ -21,7 +21,7 @@ def test_the_gpu_check_writes_the_rows_of_its_parts(tmp_path, capsys):
     arguments = ["split", "schedules", "--device", "cpu", "--small", "--out", str(tmp_path)]
     assert gpu_check.main(arguments) == 0
     text = (tmp_path / "gpu_cpu.txt").read_text()
-    assert text in capsys.readouterr().out
+    assert text == capsys.readouterr().out
     assert "after B / after F" in text
     for name in SCHEDULES:
         assert f"\n  {name:<46}  unlike losses 0  unlike gradients 0" in text
@@ -34,7 +34,7 @@ def test_the_gpu_check_writes_the_rows_of_its_parts(tmp_path, capsys):
 )
 def test_a_mark_is_held_below_its_limit(value, said):
     rows = [gpu_check.Row("a", {"zbpp": value, "plain": 9.0}, mark="after_b")]
-    found = gpu_check.verdicts([gpu_check.Outcome("split", rows)], is_real=True)
+    found = gpu_check.verdicts(rows, is_real=True)
     assert (found["after_b"], found["backward"]) == (said, "not measured")
 
 
@@ -43,7 +43,6 @@ def test_a_mark_is_held_below_its_limit(value, said):
     [
         (["speed"], "part 'speed' does not exist"),
         (["--device", "cpu"], "write --device cpu --small"),
-        (["--device", "cpu", "--small", "--out", "/dev/null/a"], "no file can be written there"),
     ],
 )
 def test_wrong_arguments_of_the_gpu_check_are_one_line(arguments, text, capsys):
@@ -75,8 +74,8 @@ def test_a_row_that_raises_is_failed_and_a_slow_link_is_named(tmp_path, monkeypa
     table = cluster_check.Table(tmp_path / "a")
     table.row("links", "x", lambda: "fine")
     assert "FAILED: rank 1: ValueError: b" in (tmp_path / "a").read_text()
-    links = [cluster_check.Link((rank, rank + 1), 10.0, 20.0, 38.0) for rank in range(40)]
-    links[7] = links[7]._replace(one_way=9.0)
+    links = [cluster_check.Link((rank, rank + 1), 10.0, 20.0) for rank in range(40)]
+    links[7] = links[7]._replace(bandwidth=9.0)
     assert cluster_check.described(links).splitlines()[1:] == [
         "SLOW: 7 <-> 8 has 9.00 GB/s: look at its cable and card"
     ]
