@@ -142,23 +142,6 @@ def test_a_recompute_counts_values_once_and_gradients_once(call, backward):
     assert_close(grads_of(module), grads)
 
 
-@pytest.mark.parametrize("call", [checkpoint, nested])
-def test_a_recompute_inside_the_block_adds_nothing_to_it(call):
-    """And gradients are right where the main output is not used at all."""
-    module = stack(call)
-    with auxiliary_losses() as found:
-        module(double(5, 4))
-        before = dict(found)
-        sum(found.values()).backward()
-    assert found == before
-    plain = stack()
-    with auxiliary_losses() as values:
-        plain(double(5, 4))
-    sum(values.values()).backward()
-    assert_close(grads_of(module), grads_of(plain))
-    assert "layers.2.linear.weight" not in grads_of(module)
-
-
 # ---------------------------------------------------------------- compilers
 
 

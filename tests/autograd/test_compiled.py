@@ -149,10 +149,6 @@ def test_an_output_is_changed_without_changing_another_one_where_plain_outputs_c
     assert shared(is_compiled=True) <= shared(is_compiled=False)
 
 
-def test_layers_compiled_one_by_one_are_right():
-    equals_plain(lambda: llama(num_layers=6), lambda: leaf(2, 8, 16), how={"whole": False})
-
-
 @pytest.mark.parametrize("budget", [0.0, 0.5])
 def test_a_budget_keeps_less_between_f_and_b_and_the_same_masks(budget):
     def make():
@@ -184,20 +180,6 @@ def kept_bytes(module, budget):
 def split_of(module, x, dy=None):
     y = module(x)
     return backward_input(y, torch.ones_like(y) if dy is None else dy, x)
-
-
-def test_less_is_kept_for_b_than_by_the_eager_split():
-    stage, kept = llama(), set()
-
-    def pack(tensor):
-        kept.add(tensor.untyped_storage())
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        stage(leaf(2, 8, 16))
-    own = {each.untyped_storage().data_ptr() for each in [*stage.parameters(), *stage.buffers()]}
-    eager = {each.data_ptr(): each.nbytes() for each in kept if each.data_ptr() not in own}
-    assert kept_bytes(stage, 1.0) < sum(eager.values())
 
 
 class Operations(torch.utils._python_dispatch.TorchDispatchMode):
@@ -251,29 +233,6 @@ def test_hooks_of_parameters_fire_once_and_may_change_gradients():
             split_of(side, x)[1].accumulate()
     assert fired.number == 2 * 2 * 2
     assert_close(grads_of(compiled), grads_of(eager), 1e-5)
-
-
-def test_main_grad_is_added_to():
-    def change(module):
-        weight = module.layer_1.mlp.up.weight
-        weight.main_grad = torch.ones_like(weight, dtype=torch.float64)
-
-    x = leaf(2, 8, 16)
-    eager, compiled = both_sides(change)
-    for side in (eager, compiled):
-        split_of(side, x)[1].accumulate()
-        assert side.layer_1.mlp.up.weight.grad is None
-    assert_close(grads_of(compiled), grads_of(eager), 1e-5)
-
-
-def test_a_plain_backward_passes_through_a_frozen_stage():
-    """It has no weights whose gradients W could add."""
-    grads = []
-    for side in both_sides(lambda stage: stage.requires_grad_(False)):
-        x = torch.ones(2, 8, 16, requires_grad=True)
-        side(x).square().sum().backward()
-        grads.append(x.grad)
-    torch.testing.assert_close(*grads)
 
 
 # ---------------------------------------------------------------- how often it compiles

@@ -110,17 +110,6 @@ def test_a_storage_leaves_once_and_its_device_memory_is_free_until_it_is_fetched
     copier.close()
 
 
-def test_parameters_buffers_and_what_the_caller_keeps_stay():
-    module, copier = layers(), Copier(CPU)
-    x = torch.randn(ROWS, SIZE)
-    saved, output = activations_of(
-        module, copier, lambda: module.scale * module.out(x) * module.out.weight[0], least_bytes=SMALLEST
-    )
-    assert saved.nbytes == x.nbytes + output.nbytes  # and scale * out(x)
-    saved.leave_out([x])
-    assert saved.nbytes == output.nbytes
-
-
 def taken_and_filled(pool, layout, value):
     with torch.no_grad():
         return pool.take(layout).fill_(value)

@@ -163,6 +163,10 @@ def rows():
     for name in graphs.COMPLEX:
         yield graphs.complex_weight, (name,), ALL
     yield graphs.backward_inside_forward, (), RIGHT
+    yield graphs.parameters_alone, (), RIGHT
+    yield graphs.buffers_and_constants, (), RIGHT
+    yield graphs.output_on_the_way_to_another, (), RIGHT
+    yield graphs.several_losses, (), RIGHT
 
     yield precision.convolution_under_autocast, (), {"weight"}
     yield precision.weight_cast_once_for_two_uses, (), {"weight"}  # both sites share the cast's node
@@ -171,6 +175,9 @@ def rows():
     yield functions.deferring_function_of_computed_weight, (), NONE
     yield functions.weight_of_function_and_layer, (), RIGHT
     yield functions.weight_of_function_used_twice, (), ALL
+    yield functions.deferring_function_of_frozen_weight, (), RIGHT
+    yield functions.function_with_two_outputs, (), NONE
+    yield functions.function_that_saves_history, (), RIGHT
 
     yield hooks.hooks_that_replace_gradients, (), RIGHT
     yield hooks.hook_on_input, (), RIGHT

@@ -3,13 +3,11 @@
 Every tensor made in F and B is watched by its storage; the garbage collector is off.
 """
 
-import weakref
-
 import pytest
 import torch
 from torch import nn
 
-from helpers.split import CountProducts, draw_grads, tensors_of
+from helpers.split import draw_grads
 from helpers.watch import MODULES, Block, Watch
 from zbpp import backward_input
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
@@ -39,38 +37,6 @@ def test_after_b_only_what_w_needs_is_alive_and_after_w_only_gradients(name, nee
         weight_grads.accumulate()
         gradients = {parameter.grad.untyped_storage()._cdata for parameter in module.parameters()}
         assert {key: what for key, what in watch.alive().items() if key not in gradients} == {}
-
-
-def test_what_a_function_keeps_on_its_ctx_is_gone_after_b():
-    """Not saved for backward but stored: it lives as long as the node, so W must not hold the graph."""
-
-    class Stores(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.stored = x.exp()
-            stored.append(weakref.ref(ctx.stored))
-            return x * 2
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad * 2
-
-    class Module(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-        def forward(self, x):
-            return self.second(Stores.apply(self.first(x)))
-
-    stored = []
-    module = Module()
-    with without_garbage_collection():
-        output = module(torch.randn(5, 4))
-        _, weight_grads = backward_input(output, torch.ones(5, 4), ())
-        del output
-        assert stored[0]() is None
-        weight_grads.accumulate()
 
 
 def test_during_b_no_more_is_alive_than_during_plain_backward_and_the_held_dy():
@@ -172,24 +138,3 @@ def test_every_node_runs_at_most_once_in_b_and_w_together(name):
     ran = sum(runs.values())
     skipped = len(runs) - ran
     assert skipped <= sum(1 for _ in module.parameters())  # at most the transpose of each deferred weight
-
-
-@pytest.mark.parametrize("name", ["blocks", "convolutions", "checkpointed blocks", "weight_norm"])
-@pytest.mark.parametrize("needs_grad", [True, False], ids=["inner stage", "stage 0"])
-def test_as_many_matrix_products_run_as_in_plain_backward(name, needs_grad):
-    """Equal, not just no more: nothing is left out, either."""
-    module = MODULES[name]()
-    numbers = []
-    for split in (False, True):
-        module.zero_grad()
-        x = torch.randn(2, 5, 16).requires_grad_(needs_grad)
-        outputs = tensors_of(module(x))
-        grads = draw_grads(outputs)
-        with CountProducts() as counted:
-            if split:
-                _, weight_grads = backward_input(outputs, grads, x)
-                weight_grads.accumulate()
-            else:
-                torch.autograd.backward(outputs, grads)
-        numbers.append(counted.number)
-    assert numbers[0] == numbers[1] > 0

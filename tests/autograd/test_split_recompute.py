@@ -1,6 +1,5 @@
 """A recompute finds what the forward found, or says that it can't; what it is attached to may be copied."""
 
-import copy
 from functools import partial
 
 import pytest
@@ -8,8 +7,7 @@ import torch
 from torch import nn
 
 from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
-from zbpp import auxiliary_loss, auxiliary_losses, backward_input, checkpoint
-from zbpp.autograd import recompute
+from zbpp import backward_input, checkpoint
 
 
 class Block(nn.Module):
@@ -77,15 +75,6 @@ def test_a_function_that_changes_its_argument_in_place_is_refused(needs_grad):
     block.zero_grad()
     plain_backward(block(x * 3))
     assert_close(found, grads_of(block))
-
-
-@pytest.mark.parametrize("backward", [plain_backward, split_backward])
-def test_a_change_of_an_argument_between_f_and_its_recompute_is_noticed(backward):
-    x = double(5, 4)
-    output = checkpoint(made(), x)
-    x.mul_(3)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        backward(output)
 
 
 @pytest.mark.parametrize("backward", [plain_backward, split_backward])
@@ -226,45 +215,3 @@ def test_a_tensor_hook_sees_the_sum_over_checkpoints_and_other_uses_once(backwar
 
 
 # ---- A forward that asks whether gradients are on
-
-
-class Branches(nn.Linear):
-    """Computes something else without gradients."""
-
-    def forward(self, x):
-        return 2 * super().forward(x) if torch.is_grad_enabled() else super().forward(x)
-
-
-class Penalized(Block):
-    """Reports a gradient penalty, as docs/split.md has it."""
-
-    def forward(self, x):
-        if torch.is_grad_enabled():
-            leaf = x.detach().requires_grad_()
-            (gradient,) = torch.autograd.grad(super().forward(leaf).sum(), leaf, create_graph=True)
-            auxiliary_loss("penalty", (gradient.norm(dim=1) - 1).square().mean())
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("how", ["block", "stage", "nested"])
-@pytest.mark.parametrize("kind", [partial(Branches, 4, 4), Penalized])
-def test_a_forward_that_asks_for_gradients_computes_the_same_under_recompute(kind, how):
-    plain = made(lambda: nn.Sequential(Block(), kind(), Block()))
-    module = copy.deepcopy(plain)
-    for each in [*module] * (how != "stage") + [module] * (how != "block"):
-        recompute(each)
-    found = []
-    for each, backward in ((plain, torch.autograd.backward), (module, split_several)):
-        with auxiliary_losses() as reported:
-            output = each(double(5, 4))
-        assert bool(reported) == (kind is Penalized)
-        values = [output, *reported.values()]
-        backward(values, [double(5, 4, seed=1), *(torch.ones_like(value) for value in reported.values())])
-        found.append((output, reported, grads_of(each)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert found[0][1] == found[1][1]
-    assert_close(found[1][2], found[0][2])
-
-
-def split_several(outputs, gradients):
-    backward_input(outputs, gradients, ())[1].accumulate()

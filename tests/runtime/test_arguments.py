@@ -61,13 +61,6 @@ def test_a_model_trains_as_the_stages_that_it_builds_given_by_hand(num_ranks):
             assert all(torch.equal(grads[name], expected_grads[name]) for name in grads)
 
 
-def test_a_loss_fn_stands_in_place_of_the_models_loss():
-    x, target = batch()
-    losses = Pipeline(mlp(), "zb_h1", F.l1_loss, num_microbatches=M).step(x, target=target)
-    expected = F.l1_loss(mlp().build_stage(0, 1)(x[:2]), target[:2])
-    assert losses[0].item() == pytest.approx(expected.item())
-
-
 class TwoLayers:
     """Can't be cut into more than two stages, as stage 2 finds out."""
 

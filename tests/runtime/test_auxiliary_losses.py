@@ -212,25 +212,6 @@ def test_a_dict_of_losses_trains_with_its_sum_and_each_is_reported():
     assert pipeline.auxiliary_losses() == twice  # still the last step's
 
 
-@pytest.mark.parametrize(
-    ("losses", "said"),
-    [
-        ({}, "the loss is an empty dict"),
-        (
-            {"loss": 1.0, "logits": 2.0},
-            r"entries 'loss', 'logits'\. .* return output\['loss'\] alone if it is",
-        ),
-        ({"a": 1.0}, "the loss 'a' is a float, which no gradient can flow through"),
-        ({"a": torch.ones(2)}, r"the loss 'a' is a tensor of shape \(2,\)"),
-        ({1: torch.ones(())}, "the loss 1: the name must be a string"),
-    ],
-)
-def test_a_dict_that_holds_no_losses_is_refused(losses, said):
-    x, _, target = data(0)
-    with pytest.raises(ValueError, match=said):
-        one_rank(lambda output, target: losses).step(x, target=target)
-
-
 # ---------------------------------------------------------------- what is reported
 
 

@@ -131,58 +131,8 @@ def test_shapes_may_differ_between_microbatches():
 # ---------------------------------------------------------------- a value that a later stage needs
 
 
-class Down(nn.Module):
-    """Its input, a mask of it and its own first layer are needed by later stages: they travel along."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = linear(0), linear(1)
-
-    def forward(self, x):
-        hidden = torch.tanh(self.first(x))
-        return self.second(hidden), hidden, x, x > 0
-
-
-class Through(nn.Module):
-    """Uses one of them and hands all on."""
-
-    def __init__(self, index):
-        super().__init__()
-        self.layer = linear(index)
-
-    def forward(self, y, hidden, x, mask):
-        return torch.tanh(self.layer(y) + hidden), hidden, x, mask
-
-
-class Up(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = linear(9)
-
-    def forward(self, y, hidden, x, mask):
-        return self.layer(y) * mask + hidden.square() + x
-
-
-def unet(num_stages):
-    return [Down(), *(Through(index) for index in range(2, num_stages)), Up()]
-
-
 def even(num_microbatches=6):
     return [(drawn(2, SIZE, seed=i), drawn(2, SIZE, seed=50 + i)) for i in range(num_microbatches)]
-
-
-SKIPPING = ["1f1b", "zb_h1", "zb_h2", "zb_v"]
-
-
-def run_unet(rank, num_ranks):
-    return [piped(rank, unet, even(), name, num_ranks) for name in SKIPPING]
-
-
-def test_a_skip_connection_over_several_stages_travels_along():
-    results = run_ranks(run_unet, 3, 3)
-    for number, schedule in enumerate(SKIPPING):
-        ranks = [rank[number] for rank in results]
-        assert_equals_plain(ranks, unet, even(), plan(schedule, 3, 6).num_stages)
 
 
 # ---------------------------------------------------------------- fewer microbatches than ranks

@@ -95,26 +95,6 @@ def wait_for(path):
     return path.exists()
 
 
-def closed_early(rank, folder):
-    """Rank 0 closes at once, rank 1 only after some work; what rank 0 finds done when it is through."""
-    begun, done = Path(folder) / "begun", Path(folder) / "done"
-    pipeline = pipeline_of(rank)
-    step(pipeline)
-    if rank == 0:
-        begun.touch()
-        pipeline.close()
-        return done.exists()
-    wait_for(begun)
-    time.sleep(0.2)
-    done.touch()
-    pipeline.close()
-    return True
-
-
-def test_a_rank_that_closes_waits_for_the_others(tmp_path):
-    assert run_ranks(closed_early, 2, str(tmp_path)) == [True, True]
-
-
 def step_twice(pipeline, rank):
     with pipeline:
         step(pipeline)

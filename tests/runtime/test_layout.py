@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zbpp.runtime.layout import TensorLayout, decode, describe, encode, layout_of
+from zbpp.runtime.layout import TensorLayout, decode, encode
 
 DTYPES = [
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,
@@ -35,8 +35,3 @@ def test_a_layout_too_long_for_a_header_is_refused():
 def test_a_dtype_that_cannot_travel_is_refused_with_those_that_can():
     with pytest.raises(ValueError, match=r"float8_e5m2\[2\] can't be sent: cast it to one of float32, "):
         encode((TensorLayout(torch.float8_e5m2, (2,), False),))
-
-
-def test_a_layout_is_described_by_dtypes_and_shapes():
-    message = (torch.zeros(4, 64), None, torch.zeros((), dtype=torch.int64))
-    assert describe(layout_of(message)) == "(float32[4, 64], None, int64[])"

@@ -58,16 +58,6 @@ def test_tensors_inside_containers_are_split():
         assert piece["c"].name == "name"
 
 
-def test_marks_work_inside_containers():
-    shared, x = torch.zeros(3), torch.arange(4)
-    value = {"mask": replicate(shared), "x": x, "sizes": per_microbatch([1, 2]), "all": replicate((x, 1))}
-    first, second = into_microbatches("argument 0", value, 2)
-    assert first["mask"] is second["mask"] is shared
-    assert (first["x"].tolist(), second["x"].tolist()) == ([0, 1], [2, 3])
-    assert (first["sizes"], second["sizes"]) == (1, 2)
-    assert first["all"][0] is second["all"][0] is x
-
-
 # ---------------------------------------------------------------- arrays, and changes in place
 
 

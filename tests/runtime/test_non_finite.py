@@ -1,7 +1,6 @@
 """find_non_finite against hooks of plain torch on the whole model."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -87,27 +86,6 @@ def plain_first_output(model, x):
     return found[0]
 
 
-def plain_first_gradient(model, x, y):
-    """The first module of the whole model whose output gets a bad gradient, by hooks of plain torch."""
-    whole = _named({f"layer{i}": layer for i, layer in enumerate(model.layers())})
-    return first_gradient(whole, lambda: model.loss(whole(x), y))
-
-
-def first_gradient(whole, loss):
-    found = []
-
-    def look(name, gradient):
-        if not gradient.isfinite().all():
-            found.append(name)
-
-    for name, module in whole.named_modules():
-        module.register_forward_hook(
-            lambda module, args, output, name=name: output.register_hook(partial(look, name)) and None
-        )
-    loss().backward()
-    return found[0]
-
-
 def one_rank(model, schedule="zb_v", **options):
     return Pipeline(model, plan(schedule, 1, M), **options)
 
@@ -146,18 +124,6 @@ def test_the_first_output_is_that_of_forward_hooks_on_the_whole_model(value, wor
             f"{word} first appeared in the output of layer{place}.1, stage {place // 2}, microbatch 2 "
             "(its input is finite)"
         )
-
-
-def test_the_first_bad_gradient_is_that_of_hooks_on_the_whole_model():
-    x, y = batch(marked=3)  # of microbatch 1
-    model = Model({"backward": math.nan}, 1)
-    expected = plain_first_gradient(model, x, y)
-    with one_rank(model) as pipeline:
-        pipeline.step(x, target=y)
-        found = find_non_finite(pipeline, x, target=y)
-    assert str(found) == (
-        f"NaN first appeared in the gradient at the output of {expected}, stage 0, microbatch 1"
-    )
 
 
 @pytest.mark.parametrize("what", ["input", "target", "parameter", "loss", "auxiliary loss", "mask"])

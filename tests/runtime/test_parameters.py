@@ -149,17 +149,6 @@ def test_names_that_stages_share_are_told_apart_by_the_stage():
     assert_close(pipeline.state_dict(), before, tolerance=0)
 
 
-def test_a_shared_parameter_under_a_name_that_means_two_tensors_is_loaded_back():
-    """Its second name was said to belong to no stage."""
-    stages = {index: nn.Linear(2, 2) for index in range(2)}
-    stages[1].weight = stages[0].weight
-    pipeline = Pipeline(stages, plan("zb_v", 1, 2), F.mse_loss)
-    state = {name: value.clone() for name, value in pipeline.state_dict().items()}
-    assert list(state) == ["stages.0.weight", "stages.0.bias", "stages.1.weight", "stages.1.bias"]
-    pipeline.load_state_dict(state)
-    assert [name for name, _ in pipeline.named_parameters()] == [*list(state)[:2], "stages.1.bias"]
-
-
 def test_clipping_counts_main_grads_and_takes_a_pipeline_only():
     stage = nn.Linear(2, 2)
     pipeline = Pipeline({0: stage}, plan("1f1b", 1, 1), F.mse_loss)

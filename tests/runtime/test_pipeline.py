@@ -18,8 +18,7 @@ from torch import nn
 from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
-from zbpp import Pipeline, Recorder, Timetable, plan, replicate
-from zbpp.job.agreement import gather
+from zbpp import Pipeline, Timetable, plan, replicate
 from zbpp.runtime.rank import METHODS
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
@@ -187,27 +186,6 @@ def test_a_pipeline_may_be_a_part_of_the_job():
     assert_close(merged(run_ranks(in_a_subgroup, 3, plan("zb_h1", 2, 4))), plain())
 
 
-def each_by_itself(rank):
-    """Two pipelines of one rank in a job of two processes, which take different numbers of steps."""
-    timetable = plan("zb_v", 1, 4)
-    stages = stages_for(timetable, 0)
-    pipeline = Pipeline(stages, timetable, F.mse_loss)
-    x, target = batch()
-    for _ in range(1 + 2 * rank):
-        for stage in stages.values():
-            stage.zero_grad()
-        with pipeline.using(Recorder()) as recorder:
-            pipeline.step(x, target=target)
-        assert len(recorder.timeline().starts) == 1
-    return gradients(stages), gather(rank, pipeline.group)
-
-
-def test_pipelines_of_one_rank_in_a_larger_job_know_nothing_of_each_other():
-    for rank, (found, group) in enumerate(run_ranks(each_by_itself, 2)):
-        assert_close(found, plain())
-        assert group == [rank]
-
-
 # ---------------------------------------------------------------- random numbers
 
 
@@ -288,27 +266,6 @@ def test_evaluation_of_any_shape_leaves_training_as_it_was(schedule):
 
 
 # ---------------------------------------------------------------- state has an end
-
-
-def test_an_error_in_one_step_does_not_spoil_the_next():
-    timetable = plan("zb_v", 1, 4)
-    stages = stages_for(timetable, 0)
-    calls = []
-
-    def loss(output, target):
-        calls.append(output)
-        if len(calls) == 3:
-            raise KeyError("planted")
-        return F.mse_loss(output, target)
-
-    pipeline = Pipeline(stages, timetable, loss)
-    x, target = batch()
-    with pytest.raises(KeyError, match="planted"):
-        pipeline.step(x, target=target)
-    for stage in stages.values():
-        stage.zero_grad()
-    assert len(pipeline.step(x, target=target)) == 4
-    assert_close(gradients(stages), plain())
 
 
 # ---------------------------------------------------------------- what is refused

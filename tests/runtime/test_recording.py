@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, Recorder, plan
+from zbpp import Pipeline, plan
 
 M, SIZE = 4, 4
 
@@ -20,20 +20,6 @@ def pipeline_of(schedule, rank=0, num_ranks=1):
 
 def step(pipeline):
     return pipeline.step(torch.ones(2 * M, SIZE), target=torch.zeros(2 * M, SIZE))
-
-
-def test_a_timeline_is_of_the_last_step_inside_recording():
-    pipeline = pipeline_of("zb_v")
-    with pipeline.using(Recorder()) as recorder:
-        step(pipeline)
-        first = recorder.timeline()
-        step(pipeline)
-    second = recorder.timeline()
-    step(pipeline)
-    assert first.timetable == pipeline.timetable
-    assert [len(starts) for starts in first.starts] == [len(pipeline.timetable.rows[0])]
-    assert second.starts[0].tolist() != first.starts[0].tolist()
-    assert recorder.timeline().starts[0].tolist() == second.starts[0].tolist()
 
 
 # ---------------------------------------------------------------- with_timetable

@@ -8,7 +8,6 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.tensors import drawn
-from zbpp.autograd import checkpoint
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
 from zbpp.runtime.call import Feed
@@ -162,54 +161,6 @@ def test_an_output_that_the_next_stage_ignored_has_no_gradient_and_gives_none():
     assert gradients(module).keys() == {"second.weight", "second.bias"}
 
 
-@pytest.mark.parametrize("shape", [(), (0, SIZE), (1, 2, 3)])
-def test_an_input_of_any_shape_may_be_changed_in_place(shape):
-    worker = middle(nn.Sequential(nn.Hardtanh(-9, 9, inplace=True), nn.Tanh()))
-    x = drawn(*shape).requires_grad_()
-    worker.forward(0, (x,))
-    (found,) = worker.backward(0, (torch.ones(shape).double(),))
-    torch.testing.assert_close(found, 1 - x.detach().tanh() ** 2, rtol=1e-12, atol=0)
-
-
-def doubled(y):
-    """Its gradient is, where there will be one."""
-    if y.requires_grad:
-        y.register_hook(lambda grad: 2 * grad)
-    return y
-
-
-class HookedInside(nn.Module):
-    """The recompute makes a hook, F none."""
-
-    def __init__(self, call=checkpoint):
-        super().__init__()
-        self.linear, self.call = nn.Linear(SIZE, SIZE).double(), call
-
-    def forward(self, x):
-        return self.call(lambda a: doubled(self.linear(a)).tanh(), x)
-
-
-class HookedOutside(HookedInside):
-    """What is recomputed uses a tensor with a hook from before, and nothing else that needs a gradient."""
-
-    def forward(self, x):
-        hooked = doubled(self.linear(x))
-        return self.call(lambda a: a.sin() + hooked, x.detach())
-
-
-@pytest.mark.parametrize("cls", [HookedInside, HookedOutside])
-def test_hooks_in_and_around_a_checkpoint_are_seen(cls):
-    module, expected = cls(), cls(lambda fn, *args: fn(*args))
-    expected.load_state_dict(module.state_dict())
-    x, g = drawn(ROWS, SIZE), drawn(ROWS, SIZE, seed=1)
-    expected(x.clone().requires_grad_()).backward(g)
-    worker = middle(module)
-    worker.forward(0, (x.clone().requires_grad_(),))
-    worker.backward_input(0, (g,))
-    worker.backward_weight(0)
-    torch.testing.assert_close(gradients(module), gradients(expected), rtol=1e-12, atol=1e-14)
-
-
 class Tripled(nn.Module):
     def forward(self, x):
         return x.mul_(3.0)
@@ -225,31 +176,6 @@ def test_changing_what_the_stage_before_on_this_rank_has_saved_is_an_error(name)
         nn.Sequential(*stages.values())(x).sum().backward()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         pipeline.step(x, target=x)
-
-
-class KeepsABuffer(nn.Module):
-    """Writes the input of its layer into memory that the next forward writes into."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.layer, self.kept = nn.Linear(4, 4), nn.Linear(4, 4), drawn(2, 4)
-
-    def forward(self, x):
-        y = self.first(x)
-        return y + self.layer(torch.tanh(y.detach(), out=self.kept))
-
-
-def test_a_forward_that_overwrites_what_a_w_will_read_is_an_error_that_names_the_weight():
-    """F0 B0 F1 W0, an order of ZB-H1."""
-    worker = StageWorker(1, KeepsABuffer().double(), is_last=False)
-    worker.begin(feed(2))
-    dy = drawn(2, 4, seed=5)
-    worker.forward(0, (drawn(2, 4).requires_grad_(),))
-    worker.backward_input(0, (dy,))
-    worker.forward(1, (drawn(2, 4, seed=1).requires_grad_(),))
-    with pytest.raises(RuntimeError, match="the input that AddmmBackward0 saved.*changed in place") as caught:
-        worker.backward_weight(0)
-    assert caught.value.__notes__ == ["the weight is layer.weight of stage 1"]
 
 
 # ---------------------------------------------------------------- the last stage
@@ -293,16 +219,6 @@ class FailsAt(nn.Module):
             raise self.error
         self.left -= 1
         return x
-
-
-def test_an_error_after_the_first_microbatch_is_not_blamed_on_the_boundary():
-    """All microbatches have the same shapes: a boundary that fitted once is not to blame."""
-    worker = middle(FailsAt(1, RuntimeError("planted")))
-    worker.forward(0, (drawn(ROWS, SIZE),))
-    with pytest.raises(RuntimeError) as caught:
-        worker.forward(1, (drawn(ROWS, SIZE),))
-    assert str(caught.value) == "planted"
-    assert caught.value.__notes__ == ["the forward was given what stage 0 returned, (float64[4, 5])"]
 
 
 class Returns(nn.Module):

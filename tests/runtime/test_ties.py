@@ -11,7 +11,6 @@ from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, check_replicas, clip_grad_norm_, plan
 from zbpp.autograd import recompute
-from zbpp.models.gpt import Gpt
 from zbpp.runtime.parallel.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.training.weights import save_weights
 
@@ -242,13 +241,6 @@ def test_ties_join_whatever_way_they_are_declared():
     assert ties == [((0, "a.weight"), (1, "a.weight"))]
 
 
-def test_one_parameter_in_several_places_of_a_rank_is_a_tie_and_equal_identities_of_ranks_are_not():
-    one, other = linear(), linear()
-    other.b = one.a
-    everyone = reports({0: one, 1: other}, {2: one})
-    assert ties_of(everyone) == [((0, "a.weight"), (1, "b.weight"))]
-
-
 SPARSE = {"a": nn.Embedding(3, 2, sparse=True)}
 REFUSED = [
     ([{0: linear()}, {1: linear({"b.weight": "a.weight"})}], "declares b.weight in tied_parameters, but"),
@@ -352,15 +344,6 @@ def test_what_stages_share_is_found_without_memory_for_them():
     assert shared_parameters(Huge().build_stage, 3) == [((1, "bias"), (2, "bias"))]
     assert time.perf_counter() - begin < 150
     assert shared_parameters(Lazy().build_stage, 4) == [((0, "embedding.weight"), (3, "head.weight"))]
-
-
-def test_a_model_that_shares_nothing_is_not_refused_and_no_random_number_is_drawn():
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    gpt = Gpt(num_layers=4, hidden_size=8, num_heads=2, sequence_length=8)
-    assert shared_parameters(gpt.build_stage, 4) == []
-    assert shared_parameters(lambda index, num_stages: nn.Linear(2, 2), 4) == []
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 # ---------------------------------------------------------------- two ranks: refusals, and a step that fails

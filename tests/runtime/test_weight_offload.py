@@ -12,7 +12,6 @@ from torch import nn
 from helpers.split import grads_of
 from zbpp import Pipeline, backward_input
 from zbpp.autograd import recompute
-from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.measure.live_tensors import live_bytes
@@ -305,24 +304,6 @@ def test_stages_that_cannot_be_offloaded_are_refused_and_left_as_they_are(said):
     assert {name: each.data_ptr() for name, each in stage.named_parameters()} == before
 
 
-def test_stages_that_changed_after_offloading_are_refused():
-    """A hook would find no values; a compiled forward, or a second OffloadedWeights, weights on the host."""
-    stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    OffloadedWeights({0: stage})
-    stage[0].weight.register_post_accumulate_grad_hook(lambda weight: None)
-    pipeline = Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
-    with pytest.raises(RuntimeError, match="a weight of 0 of stage 0 has a hook"):
-        pipeline.step(torch.randn(2, 4), target=torch.randn(2, 4))
-    compile_stage(stage[0], backend="eager")
-    with pytest.raises(ValueError, match="the forward of 0 of stage 0 was replaced"):
-        Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=1)
-    stages = {index: nn.Sequential(nn.Linear(4, 4)) for index in (0, 1)}
-    for index, each in stages.items():
-        OffloadedWeights({index: each})
-    with pytest.raises(ValueError, match="several OffloadedWeights"):
-        Pipeline(stages, "zb_v", loss_fn=F.mse_loss, num_microbatches=2)
-
-
 def test_a_weight_that_changes_between_f_and_b_is_refused():
     stage = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     OffloadedWeights({0: stage})
@@ -435,39 +416,3 @@ def steps_of(make, offload=True):
     x = torch.randn(6, SIZE, generator=torch.Generator().manual_seed(0))
     losses = [*pipeline.step(x, target=x), *pipeline.step(x, target=x)]
     return torch.stack(losses), grads_of(stage)
-
-
-class NotedScale(torch.autograd.Function):
-    """Notes where its weight is in B."""
-
-    @staticmethod
-    def forward(ctx, x, weight, seen):
-        ctx.save_for_backward(x, weight)
-        ctx.seen = seen
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        ctx.seen.append(weight.data_ptr())
-        return dy * weight, (dy * x).sum(0), None
-
-
-class Scaled(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale, self.seen = nn.Parameter(torch.randn(SIZE)), []
-
-    def forward(self, x):
-        return NotedScale.apply(x, self.scale, self.seen)
-
-
-def test_a_weight_that_is_saved_itself_is_on_the_device_in_b():
-    """Autograd keeps a leaf as it is, not a view of it: unpacked, it would be where the leaf is then."""
-    stage = nn.Sequential(nn.Linear(SIZE, SIZE), Scaled(), nn.Linear(SIZE, SIZE))
-    OffloadedWeights({0: stage})
-    home = stage[1].scale.data_ptr()
-    pipeline = Pipeline({0: stage}, "zb_h1", loss_fn=F.mse_loss, num_microbatches=2)
-    pipeline.step(torch.randn(4, SIZE), target=torch.randn(4, SIZE))
-    assert len(stage[1].seen) == 2
-    assert home not in stage[1].seen
