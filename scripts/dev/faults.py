@@ -276,7 +276,6 @@ _BOTH: Any = {"hows": ("zbpp", "torchrun")}
 _KILLED = r"rank \d died of SIGKILL|exitcode: -9"
 _MISSING = r"rank \d left no record"
 _DIED = (_KILLED, _MISSING)
-_LOOPS = r"rank \d .*its own code: it is at \d{}\d"
 _PLANTED = "planted in user code"
 
 KINDS: dict[str, Kind] = {
@@ -304,8 +303,8 @@ KINDS: dict[str, Kind] = {
     ),
     "a rank never comes": Kind(inject=_at_start, words=("rank {last} ",), hows=("without the last rank",)),
     "a rank leaves with 0": _own("leave", "F", _MISSING),
-    "endless loop in F": _own("loop", "F", _LOOPS.format("F"), r"rank \d is behind: at \dF\d"),
-    "endless loop in B": _own("loop", "B", _LOOPS.format("B"), r"rank \d is behind: at \dB\d"),
+    "endless loop in F": _own("loop", "F", r"rank \d is behind: at \dF\d", needs_sigkill=True),
+    "endless loop in B": _own("loop", "B", r"rank \d is behind: at \dB\d", needs_sigkill=True),
     "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
     "truncated checkpoint": Kind(
