@@ -84,11 +84,6 @@ def test_the_heaviest_stage_is_as_light_as_can_be():
     )
     by_parameters = [list(dict(each.named_children())) for each in split_sequential(layers, 2).values()]
     assert by_parameters == [["0", "1"], ["2", "3", "4", "5"]]
-    by_cost = split_sequential(layers, 2, costs=[3, 0, 1, 4, 1, 1])
-    assert [list(dict(each.named_children())) for each in by_cost.values()] == [
-        ["0", "1", "2"],
-        ["3", "4", "5"],
-    ]
     plain = split_sequential(nn.Sequential(*(nn.Tanh() for _ in range(6))), 3)
     assert [len(list(stage.children())) for stage in plain.values()] == [2, 2, 2]
 
@@ -170,8 +165,6 @@ def with_none():
         (chain, 2, {"layers_per_stage": [7, 0]}, ValueError, r"=\[7, 0\] leaves stage 1 empty"),
         (chain, 2, {"layers_per_stage": [3, 3]}, ValueError, "adds up to 6"),
         (chain, 2, {"layers_per_stage": [3, 3, 1]}, ValueError, "is for 3 stages: write 2 numbers"),
-        (chain, 2, {"costs": [1, 2]}, ValueError, "costs has 2 numbers for 7 children"),
-        (chain, 2, {"costs": [1] * 7, "layers_per_stage": [3, 4]}, ValueError, "give one of them"),
     ],
 )  # fmt: skip
 def test_a_container_that_is_no_chain_or_a_cut_that_does_not_fit_is_refused(

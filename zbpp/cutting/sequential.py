@@ -54,7 +54,6 @@ def split_sequential(
     num_stages: int,
     *,
     layers_per_stage: Sequence[int] | None = None,
-    costs: Sequence[float] | None = None,
 ) -> dict[int, nn.Module]:
     """{stage index: module}, each with a contiguous part of the children. A ModuleList is called as a chain.
 
@@ -63,15 +62,15 @@ def split_sequential(
     as one value, as inside an nn.Sequential, also where the tuple comes from another stage. A rank keeps
     `stages[i]` of its own stages; the others are freed with the dict and `layers`.
 
-    layers_per_stage: how many children each stage gets. None: the cut whose heaviest stage is the lightest.
-    costs: how heavy each child is, in any unit; None: its number of parameters.
+    layers_per_stage: how many children each stage gets. None: the cut whose heaviest stage has the fewest
+    parameters.
     Stages on different ranks that share a parameter have a copy each, which is trained as one (see
     zbpp/stage_api.py).
     Raises TypeError for a container that is not a plain chain (with a forward, hooks or parameters of its
     own), ValueError for a cut that does not fit, and for a buffer that two stages would share.
     """
     children = _children(layers)
-    counts = _counts(children, num_stages, layers_per_stage, costs)
+    counts = _counts(children, num_stages, layers_per_stage)
     bounds = list(pairwise(accumulate(counts, initial=0)))
     parts = [children[start:stop] for start, stop in bounds]
     return {
@@ -117,12 +116,7 @@ def _has_hooks(module: nn.Module) -> bool:
     )
 
 
-def _counts(
-    children: Children,
-    num_stages: int,
-    layers_per_stage: Sequence[int] | None,
-    costs: Sequence[float] | None,
-) -> list[int]:
+def _counts(children: Children, num_stages: int, layers_per_stage: Sequence[int] | None) -> list[int]:
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: write 1 or more")
     if len(children) < num_stages:
@@ -131,17 +125,11 @@ def _counts(
             "stages, or make one chain of all layers where a child is a chain itself"
         )
     if layers_per_stage is not None:
-        if costs is not None:
-            raise ValueError("layers_per_stage and costs both say where to cut: give one of them")
         check_counts(list(layers_per_stage), len(children), num_stages)
         return list(layers_per_stage)
-    if costs is None:
-        # If no child has parameters, all children weigh the same.
-        sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
-        costs = sizes if any(sizes) else [1] * len(sizes)
-    if len(costs) != len(children):
-        raise ValueError(f"costs has {len(costs)} numbers for {len(children)} children: write one per child")
-    return partition(costs, num_stages)
+    sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
+    # If no child has parameters, all children weigh the same.
+    return partition(sizes if any(sizes) else [1] * len(sizes), num_stages)
 
 
 def _ties(stages: Sequence[Children]) -> list[Ties]:

@@ -9,15 +9,14 @@ and sends values directly to later stages; a `Pipeline` sends to the next stage 
 
 from __future__ import annotations
 
-import difflib
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.pipelining import SplitPoint, pipe_split
+from torch.distributed.pipelining import pipe_split
 from torch.export import ExportedProgram
 
 from zbpp.autograd import auxiliary_losses
@@ -25,13 +24,11 @@ from zbpp.cutting.check import check_equal, modes_kept
 from zbpp.cutting.graph import Part, cut, describe
 from zbpp.cutting.stage import Arguments, Trace, TracedStage
 
-SplitPoints = Iterable[str] | Mapping[str, SplitPoint]
-
 
 def trace_stages(
     module: nn.Module,
     example: Tensor | tuple[Any, ...],
-    split_points: SplitPoints = (),
+    split_points: Iterable[str] = (),
     *,
     example_kwargs: Mapping[str, Any] | None = None,
     check: bool = True,
@@ -39,8 +36,8 @@ def trace_stages(
     """Cut a module into {stage index: module}: one stage more than split points, in forward order.
 
     example, example_kwargs: what forward gets for one MICROBATCH; the stages take its shapes and no others.
-    split_points: names of submodules, each called once, before which a stage begins; or {name: torch's
-    SplitPoint.BEGINNING or END}. Calls of torch's `pipe_split` in forward are split points, too.
+    split_points: names of submodules, each called once, before which a stage begins. Calls of torch's
+    `pipe_split` in forward are split points, too.
 
     The stages hold the module's own parameters and buffers, no copies, under their names in the module. The
     owner of stage 0 passes all inputs; keyword arguments of later stages are ignored. Inputs that later
@@ -75,22 +72,20 @@ def trace_stages(
     return stages
 
 
-def _checked(module: nn.Module, split_points: SplitPoints) -> dict[str, SplitPoint]:
-    """{submodule: whether to split before or after it}. Raises ValueError for a name that none has."""
+def _checked(module: nn.Module, split_points: Iterable[str]) -> list[str]:
+    """The names of the submodules to split before. Raises ValueError for a name that none has."""
     if isinstance(split_points, str):
         raise ValueError(f"split_points={split_points!r} is one string: write [{split_points!r}]")
-    given = split_points if isinstance(split_points, Mapping) else None
     names = list(split_points)
     known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
     for name, count in Counter(names).items():
         if count > 1:
             raise ValueError(f"the split point {name!r} is given {count} times: a stage begins there once")
         if name not in known:
-            near = ", ".join(difflib.get_close_matches(name, known, 3) or known[:3])
             raise ValueError(
-                f"{type(module).__name__} has no submodule {name!r} to split at; it has {near}, ..."
+                f"{type(module).__name__} has no submodule {name!r} to split at; it has {known[0]}, ..."
             )
-    return {name: SplitPoint.BEGINNING if given is None else given[name] for name in names}
+    return names
 
 
 def _parts(
@@ -98,7 +93,7 @@ def _parts(
     training: bool,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    points: Mapping[str, SplitPoint],
+    points: Sequence[str],
     state: Mapping[str, Tensor],
 ) -> list[Part]:
     """The parts, one per stage, of a trace in training or eval mode."""
@@ -109,7 +104,7 @@ def _parts(
 
 
 def _traced(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], points: Mapping[str, SplitPoint]
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], points: Sequence[str]
 ) -> ExportedProgram:
     with _marks(module, points) as calls, torch.enable_grad(), auxiliary_losses() as auxiliary:
         try:
@@ -135,21 +130,17 @@ def _traced(
 
 
 @contextmanager
-def _marks(module: nn.Module, points: Mapping[str, SplitPoint]) -> Iterator[Counter[str]]:
+def _marks(module: nn.Module, points: Sequence[str]) -> Iterator[Counter[str]]:
     """Mark the split points in what is traced inside; yields {name: how often its submodule was called}."""
     calls: Counter[str] = Counter()
     handles = []
-    for name, point in points.items():
+    for name in points:
 
         def mark(*_: Any, name: str = name) -> None:
             calls[name] += 1
             pipe_split()
 
-        submodule = module.get_submodule(name)
-        if point is SplitPoint.BEGINNING:
-            handles.append(submodule.register_forward_pre_hook(mark, prepend=True))
-        else:
-            handles.append(submodule.register_forward_hook(mark))
+        handles.append(module.get_submodule(name).register_forward_pre_hook(mark, prepend=True))
     try:
         yield calls
     finally:
