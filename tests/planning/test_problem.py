@@ -49,13 +49,11 @@ def test_a_plan_that_cannot_run_or_does_not_fit_takes_for_ever():
     ("arguments", "message"),
     [
         (((0, 2), 1), "rank_of=(0, 2): write a rank per stage, 0..p-1 without a gap"),
-        (((), 1), "rank_of=(): write a rank per stage"),
         (((0, 1), 0), "num_microbatches=0: write a whole number, 1 or more"),
         (((0, 1), 1, Costs(), None, "speed"), "objective='speed': write makespan or span"),
         (((0, 1), 1, Costs(f=[1, 2, 3])), "Costs: f has 3 numbers for 2 stages"),
         (((0, 1), 1, Costs(), [1, 2, 3]), "memory_limit has 3 numbers for 2 ranks"),
         (((0, 1), 1, Costs(), -1), "memory_limit -1 on rank 0 can't hold one microbatch"),
-        (((0, 1), 1, Costs(), [1, math.nan]), "memory_limit nan on rank 1 can't hold one microbatch"),
         (
             ((0, 1, 0), 1, CostsInBytes(saved=2**30, deferred=0), 2**30),
             "memory_limit 1 GiB on rank 0 can't hold one microbatch; the least that works, per rank: "
