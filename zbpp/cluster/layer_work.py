@@ -52,6 +52,12 @@ class Part(NamedTuple):
     buffers: float = 0.0
     gathered: float = 0.0
 
+    def without_logits(self) -> Part:
+        """The head, computed again in B: no logits stay from F until B."""
+        again = Work(*(b + f for b, f in zip(self.b, self.f, strict=True)))
+        saved, temporary = self.saved - self.gathered, self.temporary + self.gathered
+        return self._replace(b=again, saved=saved, temporary=temporary)
+
     def w_at_once(self) -> Part:
         """With W at the end of B, so that nothing waits for W."""
         both = Work(*(b + w for b, w in zip(self.b, self.w, strict=True)))

@@ -111,8 +111,9 @@ class StageWork(NamedTuple):
 def parts_of(run: Run) -> tuple[Part, Part, Part]:
     """(the embedding, a layer, the head) for one microbatch on one rank."""
     known = run.sizes, run.tokens, run.mesh.tensor, run.bytes_of
-    head = layer_work.head(*known)
-    last = head.w_at_once() if run.head_at_once else head
+    last = layer_work.head(*known)
+    last = last.without_logits() if run.recompute else last
+    last = last.w_at_once() if run.head_at_once else last
     return layer_work.embedding(*known), layer_work.layer(*known), last
 
 
