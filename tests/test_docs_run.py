@@ -48,7 +48,9 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
     """Each trains a pipeline of two ranks; replicas, shards and parts of layers have one loss."""
     (script,) = blocks("docs/parallel.md", "python")
     (tmp_path / "mesh.py").write_text(script)
-    *runs, own_loop = blocks("docs/parallel.md", "bash")
+    commands = blocks("docs/parallel.md", "bash")
+    runs = [each for each in commands if each.startswith("zbpp")]
+    (own_loop,) = (each for each in commands if each.startswith("torchrun"))
     for command in runs:
         run_command(command.replace("steps=4", "steps=2 precision=float64 evaluate_every=0"), tmp_path)
     folders = [tmp_path / "runs" / name for name in ("replicas", "shards", "tensor")]
