@@ -1,0 +1,222 @@
+#!/usr/bin/env python
+"""Do W's hide the exchanges of experts? EMULATED: stages sleep, an exchange is a timer.
+
+    python scripts/bench_exchange.py                                     # zb_h1, 4 ranks, 16 microbatches
+    python scripts/bench_exchange.py --placement v --ranks 8 --microbatches 32 --share .25
+    python scripts/bench_exchange.py --exchanges 4                       # as many short ones in a layer
+
+F, B and W of a rank take `ms` each without exchanges, which are `share` of a rank's time. Plans:
+
+    exposed     zb_h1 (zb_v in a V); every exchange is waited for
+    as it is    the same plan, W's run in the exchanges as far as any is pending
+    postponed   what zb_auto finds for the costs measured under "exposed", in 1F1B's memory and one `deferred`
+    hidden      the same model without exchanges, under the first plan: what no overlap can beat
+
+The plans take turns, a step each. predicted: by the costs measured in this job. The exit status is 1 if a bit
+of a loss or a gradient differs between the first three, or if "postponed" takes 5 % longer than predicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from zbpp.benchmark.interleaved_timing import without_garbage_collection
+from zbpp.job.agreement import gather
+from zbpp.job.world import world
+from zbpp.launch import on_ranks
+from zbpp.models.emulated import Emulated
+from zbpp.planning import lower_bound, plan
+from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
+from zbpp.runtime.parallel.mesh import planned_by_rank_0
+from zbpp.schedule import Costs, Timeline, Timetable, simulate
+
+LAYERS = 4  # per rank
+WIDTH = 8
+
+
+class Run(NamedTuple):
+    """A plan that takes its turns."""
+
+    name: str
+    timetable: Timetable
+    pipeline: Pipeline
+    recorder: Recorder
+    timelines: list[Timeline]
+    found: list[Tensor]  # losses and gradients of each step
+
+
+def exchange_of(options: argparse.Namespace) -> float:
+    """The time (ms) of exchanges inside F of a rank, and inside B: together `share` of F + B + W."""
+    return float(1.5 * options.ms * options.share / (1 - options.share))
+
+
+def costs_of(options: argparse.Namespace, *, with_exchanges: bool = True) -> Costs:
+    """Costs per stage, as they are set."""
+    stages = 2 if options.placement == "v" else 1
+    exchange = exchange_of(options) * with_exchanges
+    computing = options.ms + exchange
+    times = {"f": computing, "b": computing, "w": options.ms, "exchange": exchange}
+    return Costs(**{name: time / stages for name, time in times.items()})
+
+
+def model_of(options: argparse.Namespace, costs: Costs) -> Emulated:
+    """In the first `exchanges` layers of a stage, exchanges and the F and B around them."""
+    stages = 2 if options.placement == "v" else 1
+    layers, exchanges = LAYERS // stages, min(options.exchanges, LAYERS // stages)
+    numbers: dict[str, Any] = costs.numbers
+    part = numbers["exchange"] / exchanges
+    exchange = [part if layer < exchanges else 0.0 for layer in range(layers)] * (options.ranks * stages)
+    computing = (numbers["f"] - numbers["exchange"]) / layers
+    times = [computing + each for each in exchange]
+    return Emulated(
+        num_layers=len(exchange),
+        f=times,
+        b=times,
+        w=numbers["w"] / layers,
+        exchange=exchange,
+        hidden_size=WIDTH,
+    )
+
+
+def start(name: str, model: Emulated, timetable: Timetable, options: argparse.Namespace, *extras: Any) -> Run:
+    recorder = Recorder()
+    pipeline = Pipeline(model, timetable, extras=[*extras, recorder], timeout=120.0)
+    run = Run(name, timetable, pipeline, recorder, [], [])
+    step(run, options)  # the first step also agrees on shapes
+    run.timelines.clear()
+    run.found.clear()
+    return run
+
+
+def step(run: Run, options: argparse.Namespace) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, target = (torch.randn(options.microbatches, WIDTH, generator=generator) for _ in range(2))
+    torch.distributed.barrier()
+    with without_garbage_collection():
+        losses = run.pipeline.step(x, target=target)
+    run.timelines.append(run.recorder.timeline())
+    gradients = [each.grad for each in run.pipeline.parameters() if each.grad is not None]
+    run.found[:] = [*losses, *(each.clone() for each in gradients)]
+    for each in run.pipeline.parameters():
+        each.grad = None
+
+
+def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """On every rank: (lines of the table, whether all is as it must be)."""
+    with world(device="cpu", timeout=120.0):
+        schedule = "zb_v" if options.placement == "v" else "zb_h1"
+        given, without = costs_of(options), costs_of(options, with_exchanges=False)
+        model = model_of(options, given)
+        timetable = plan(schedule, options.ranks, options.microbatches)
+        first = start("exposed", model, timetable, options)
+        for _ in range(3):
+            step(first, options)
+        measured = measured_costs(*first.timelines)
+        first.timelines.clear()
+        limit = max(simulate(timetable, given).peak_memory) + 0.5
+        postponed = planned_by_rank_0(
+            lambda: plan(
+                "zb_auto",
+                options.ranks,
+                options.microbatches,
+                costs=measured,
+                memory_limit=limit,
+                placement=options.placement,
+                time_limit=options.time_limit,
+            )
+        )
+        computing = model_of(options, without)
+        runs = [
+            first,
+            start("as it is", model, timetable, options, OverlapExchange()),
+            start("postponed", model, postponed, options, OverlapExchange()),
+            start("hidden", computing, timetable, options),
+        ]
+        for turn in range(options.repeats):
+            for run in (*runs[turn % 4 :], *runs[: turn % 4]):
+                step(run, options)
+        costs = {"hidden": measured_costs(*runs[3].timelines), "exposed": without_exchange(measured)}
+        lines = [row_of(run, costs.get(run.name, measured), options) for run in runs]
+        is_equal = all(gather(all(map(is_same, runs[:3], runs[1:3]))))
+        late = makespan(runs[2]) / simulate(postponed, measured).makespan
+        bound = lower_bound(
+            "makespan",
+            rank_of=timetable.rank_of,
+            num_microbatches=options.microbatches,
+            costs=given,
+            memory_limit=limit,
+        )
+        lines.append(
+            f"no plan in {limit:g} activations takes less than {bound.value:.1f} as set: {bound.argument}"
+        )
+        lines.append(f"losses and gradients are {'equal to the last bit' if is_equal else 'DIFFERENT'}")
+        for run in runs:
+            run.pipeline.close()
+        return lines, is_equal and late < 1.05
+
+
+def without_exchange(costs: Costs) -> Costs:
+    return replace(costs, exchange=0.0)
+
+
+def is_same(one: Run, other: Run) -> bool:
+    return len(one.found) == len(other.found) and all(map(torch.equal, one.found, other.found))
+
+
+def makespan(run: Run) -> float:
+    return median(timeline.makespan for timeline in run.timelines)
+
+
+def row_of(run: Run, costs: Costs, options: argparse.Namespace) -> str:
+    """Step by the costs as they are set, by the measured ones, and as measured; then exposed exchange."""
+    given = costs_of(options, with_exchanges=run.name != "hidden")
+    as_set = simulate(run.timetable, given if run.name != "exposed" else without_exchange(given))
+    predicted = simulate(run.timetable, costs)
+    exposed = [max(timeline.exposed_exchange, default=0.0) for timeline in run.timelines]
+    expected = max(simulate(run.timetable, given).exposed_exchange, default=0.0)
+    if run.name == "exposed":
+        expected = 2 * options.microbatches * exchange_of(options)
+    step_ms = makespan(run)
+    times = (
+        f"{as_set.makespan:9.1f}{predicted.makespan:11.1f}{step_ms:10.1f}{step_ms / predicted.makespan:8.3f}"
+    )
+    memory = max(simulate(run.timetable, given).peak_memory)
+    return f"{run.name:10}{times}{expected:14.1f}{median(exposed):10.1f}{memory:8.1f}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--microbatches", type=int, default=16)
+    parser.add_argument("--placement", choices=("one", "v"), default="one")
+    parser.add_argument("--ms", type=float, default=10.0)
+    parser.add_argument("--share", type=float, default=0.25, help="of a rank's time, in exchanges")
+    parser.add_argument("--exchanges", type=int, default=1, help="per stage; they share the time")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--time-limit", type=float, default=10.0, help="of the search, s")
+    options = parser.parse_args(argv)
+    lines, is_right = on_ranks(options.ranks, bench, options)
+    print(
+        f"EMULATED, {options.ranks} ranks, {options.microbatches} microbatches, share {options.share:g}; ms"
+    )
+    head = f"{'as set':>9}{'predicted':>11}{'measured':>10}{'ratio':>8}{'exposed: set':>14}{'measured':>10}"
+    print(f"{'':10}{head}{'memory':>8}")
+    print("\n".join(lines))
+    return 0 if is_right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
