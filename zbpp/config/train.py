@@ -98,6 +98,7 @@ class ParallelConfig(Checked):
     shard: int = ranged(1, least=1, help="copies with other data and a part of the weights each (FSDP2)")
     tensor: int = ranged(1, least=1, help="parts of each layer")
     expert: int = ranged(1, least=1, help="replicas that share the experts of each layer; divides replicate")
+    overlap_exchange: bool = described(False, "W's run while experts exchange rows, as far as any is pending")
     reshard: str = one_of("step", "microbatch", help="shards free gathered weights after each of these")
     device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")

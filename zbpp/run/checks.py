@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease
+from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.update.validation import Validation
@@ -19,6 +19,7 @@ def check_together(config: TrainConfig) -> None:
         (ExpertParallel, "parallel.expert", str(config.parallel.expert), config.parallel.expert > 1),
         (GradientRelease, "memory.gradient_release", release, release != "off"),
         (OffloadedWeights, "memory.offload_weights", "true", memory.offload_weights),
+        (OverlapExchange, "parallel.overlap_exchange", "true", config.parallel.overlap_exchange),
         (Validation, "optimizer.validation", validation, validation == "after"),
     )
     on = {extra.name: f"{key}={value}" for extra, key, value, is_on in switches if is_on}

@@ -16,7 +16,7 @@ from zbpp.run.model import metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.run.plan import build_replan
 from zbpp.run.stages import Parts
-from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, Pipeline
+from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
@@ -58,6 +58,8 @@ def build_pipeline(
             switched.append(ActivationOffload(plan.costs, gib))
     if config.memory.head_at_once:
         switched.append(HeadAtOnce())
+    if parallel.overlap_exchange:
+        switched.append(OverlapExchange())
     if config.cuda_graphs:
         switched.append(CudaGraphs())
     with naming("model"):
