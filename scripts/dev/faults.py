@@ -301,7 +301,9 @@ KINDS: dict[str, Kind] = {
     "a port in use at the start": Kind(
         inject=_at_start, words=("in use|EADDRINUSE",), hows=("torchrun, port in use",)
     ),
-    "a rank never comes": Kind(inject=_at_start, words=("rank {last} ",), hows=("without the last rank",)),
+    "a rank never comes": Kind(
+        inject=_at_start, words=("rank {last} |clients joined",), hows=("without the last rank",)
+    ),
     "a rank leaves with 0": _own("leave", "F", _MISSING),
     "endless loop in F": _own("loop", "F", r"rank \d is behind: at \dF\d", needs_sigkill=True),
     "endless loop in B": _own("loop", "B", r"rank \d is behind: at \dB\d", needs_sigkill=True),

@@ -6,9 +6,9 @@ and writes has one address for ever:
     what                              where it is                                    file
     what lives between F, B and W     in the graphs' memory pool                     capture.py
     messages between stages           in buffers outside the pool                    capture.py
-    inputs, targets, keywords         copied into buffers when a step begins         inputs.py
+    inputs, targets, keywords         copied into buffers when a step begins         static.py
     losses                            in the pool, copied out of it after the step   capture.py
-    gradients                         `.grad` stays the same tensor                  gradients.py
+    gradients                         `.grad` stays the same tensor                  static.py
     random numbers                    each F's seed is set before its replay         capture.py
 
 All graphs share one pool. The capture goes over the actions in the order of the program, so torch's allocator

@@ -20,8 +20,7 @@ from zbpp.runtime.call import Call, Feed, Result
 from zbpp.runtime.extra import Extra, OwnRank, Run, instead
 from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, noting
 from zbpp.runtime.graphs.cuda import TorchGraphs
-from zbpp.runtime.graphs.gradients import StaticGradients
-from zbpp.runtime.graphs.inputs import Key, StaticInputs, key_of
+from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message
 from zbpp.runtime.parallel.mesh import SHARD, TENSOR
 from zbpp.schedule import Action, Program
