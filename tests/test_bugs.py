@@ -7,7 +7,7 @@ import torch.utils.checkpoint
 from torch import nn
 
 from helpers.processes import outcomes
-from zbpp import Pipeline, backward_input, plan
+from zbpp import Pipeline, backward_input, checkpoint, plan
 from zbpp.autograd.compiled import compile_stage
 from zbpp.config import ConfigError
 from zbpp.data import regression_data
@@ -136,3 +136,11 @@ def test_a_compiled_stage_without_anything_to_train_ended_in_a_zip_error():
     compile_stage(stages[0], backend="eager")
     Pipeline(stages, plan("zb_v", 1, 1), F.mse_loss).step(x, target=target)
     torch.testing.assert_close(head.weight.grad, expected)
+
+
+def test_a_reentrant_checkpoint_in_a_recomputed_block_ended_in_advice_that_did_not_fit():
+    """`incompatible with .grad() or passing an `inputs` parameter`: the user had written neither."""
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    y = checkpoint(lambda x: torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=True), x)
+    with pytest.raises(RuntimeError, match="in a block that zbpp.checkpoint or recompute computes again"):
+        backward_input(y.sum(), None, [x])

@@ -145,6 +145,7 @@ EAGER = {
     "checkpoint.input_that_is_a_view",
     "checkpoint.in_place_operations_inside",
     "checkpoint.torchs_checkpoint",
+    "checkpoint.reentrant_checkpoint",
     "saved_hooks.hooks_around_one_layer",
     "models.recurrent_network",
     "models.hf_gpt2",

@@ -5,7 +5,7 @@ import torch
 import torch.utils.checkpoint
 from torch import nn
 
-from helpers.cases.checkpoint import torchs
+from helpers.cases.checkpoint import reentrant, torchs
 from helpers.cases.functions import Deferring, Layer
 from zbpp.autograd import backward_input, checkpoint, explain
 from zbpp.autograd.weight_grads import ComputedTask
@@ -168,3 +168,10 @@ def test_a_checkpoint_hides_its_parameters_until_it_is_recomputed():
     rows = {row.name: (row.where, row.why) for row in told.rows}
     assert rows["first.weight"] == ("W", "AddmmBackward0 through TBackward0")
     assert rows["second.weight"][0] == "later"
+
+
+def test_a_reentrant_checkpoint_puts_everything_into_b():
+    module = Recomputed(reentrant)
+    told = explain(module(torch.randn(3, 4, requires_grad=True)), (), module.named_parameters())
+    assert {row.where for row in told.rows} == {"B"}
+    assert all("reentrant checkpoint" in row.why for row in told.rows)

@@ -9,10 +9,12 @@ from torch import nn
 
 from helpers.cases import checkpoint as cases
 from helpers.cases.checkpoint import (
+    AroundReentrant,
     Block,
     Checkpointed,
     Nested,
     plainly,
+    reentrant,
     torchs,
 )
 from helpers.split import (
@@ -144,16 +146,55 @@ def test_torchs_checkpoint_recomputes_each_block_once(forwards):
     assert len(forwards) == 4 + 4
 
 
-@pytest.mark.parametrize("in_a_block", [False, True])
-def test_a_reentrant_checkpoint_is_refused_before_any_gradient_changes(in_a_block):
-    """Its backward refuses to run in the pass of B, with advice that did not fit: about `.grad()`."""
-    block = Block()
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_a_reentrant_checkpoint_takes_one_plain_backward_in_b(needs_grad, forwards):
+    """It refuses torch.autograd.grad: nothing can wait."""
+    facts = cases.reentrant_checkpoint(needs_grad).compare()
+    assert facts.deferred | facts.computed == set()
+    forwards.clear()
+    module = AroundReentrant()
+    _, weight_grads = backward_input(module(torch.randn(5, 8)), torch.ones(5, 8), ())
+    assert len(forwards) == 2
+    weight_grads.accumulate()
+    assert len(forwards) == 2
 
-    def forward(x):
-        return torch.utils.checkpoint.checkpoint(block, x, use_reentrant=True)
 
+def test_a_reentrant_checkpoint_leaves_the_inputs_grad_as_it_was():
+    module = Checkpointed(reentrant, Block())
     x = torch.randn(5, 8, requires_grad=True)
-    y = checkpoint(forward, x) if in_a_block else forward(x)
-    with pytest.raises(RuntimeError, match="reentrant checkpoint can't be split: write use_reentrant=False"):
-        backward_input(y, torch.ones(5, 8), x)
-    assert grads_of(block) == {}
+    x.grad = before = torch.ones(5, 8)
+    (grad,), _ = backward_input(module(x), torch.ones(5, 8), x)
+    assert x.grad is before
+    assert torch.equal(x.grad, torch.ones(5, 8))
+    assert grad.shape == (5, 8)
+
+
+def test_a_reentrant_checkpoint_allows_an_input_that_is_one_step_from_a_leaf():
+    """So that a stage may change its input in place."""
+    module = Checkpointed(reentrant, Block())
+    x = torch.randn(5, 8, requires_grad=True)
+    (expected,), _ = backward_input(module(x), torch.ones(5, 8), x)
+    copied = x.clone()
+    (grad,), _ = backward_input(module(copied), torch.ones(5, 8), copied)
+    assert torch.equal(grad, expected)
+
+
+def test_a_reentrant_checkpoint_refuses_an_input_that_was_computed():
+    """What lies above an input belongs to another B, and a plain backward would not stop there."""
+    above, module = nn.Linear(8, 8), Checkpointed(reentrant, Block())
+    x = above(torch.randn(5, 8))
+    output = module(x)
+    with pytest.raises(ValueError, match=r"inputs\[0\] was computed.*use_reentrant=False"):
+        backward_input(output, torch.ones(5, 8), x)
+    assert above.weight.grad is None
+    assert grads_of(module) == {}
+    output.sum().backward()  # nothing has run
+
+
+def test_a_reentrant_checkpoint_refuses_chosen_parameters():
+    """A plain backward adds to the `.grad` of all."""
+    module = Checkpointed(reentrant, Block())
+    x = torch.randn(5, 8, requires_grad=True)
+    with pytest.raises(ValueError, match="parameters.*use_reentrant=False"):
+        backward_input(module(x), torch.ones(5, 8), x, parameters=[module[0].up.weight])
+    assert grads_of(module) == {}

@@ -55,6 +55,13 @@ def test_a_dy_with_other_placements_is_redistributed(claims):
             assert max(differences.values()) < 1e-12
 
 
+def test_several_backward_passes_add_up(claims):
+    for found in claims:
+        for deferred, differences in found["several_passes"].values():
+            assert deferred == {"weight", "bias"}
+            assert max(differences.values()) < 1e-12
+
+
 def test_w_computes_with_shards_of_a_mesh_with_two_dimensions(claims):
     """Rows of x that are sharded over the first dimension leave a partial sum: to B."""
     for found in claims:

@@ -148,6 +148,8 @@ def _layer(rng: random.Random, case: Case) -> str:
     if case.weights == "offloaded":
         possible = [*ZBPP_CHECKPOINTS]
     wrappers = rng.choices(possible, k=rng.choice([0, 0, 0, 1] if case.compiled else [0, 0, 1, 1, 2]))
+    if case.has_main_grads or "recompute" in case.switches or {*wrappers} & {*ZBPP_CHECKPOINTS}:
+        wrappers = [each for each in wrappers if each != "reentrant"]
     return "/".join([*wrappers, kind])
 
 

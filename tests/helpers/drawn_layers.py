@@ -164,6 +164,11 @@ EMBEDDINGS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def reentrant(layer: nn.Module, x: Tensor) -> Any:
+    """Torch's reentrant checkpoint, which gives weights no gradient where its inputs need none."""
+    return checkpoint(layer, x, use_reentrant=True) if x.requires_grad else layer(x)
+
+
 def on_cpu(layer: nn.Module, x: Tensor) -> Any:
     with save_on_cpu():
         return layer(x)
@@ -179,6 +184,7 @@ _selective = partial(create_selective_checkpoint_contexts, _products)
 TORCH_CHECKPOINTS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
     "torch checkpoint": partial(checkpoint, use_reentrant=False),
     "selective": partial(checkpoint, use_reentrant=False, context_fn=_selective),
+    "reentrant": reentrant,
 }
 ZBPP_CHECKPOINTS = {"zbpp checkpoint": zbpp.checkpoint, "recompute": nn.Module.__call__}
 WRAPPERS = {**TORCH_CHECKPOINTS, "save_on_cpu": on_cpu, "packed": packed, **ZBPP_CHECKPOINTS}

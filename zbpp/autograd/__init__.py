@@ -11,10 +11,12 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     arguments.py       the arguments of backward_input, checked
     node_roles.py      what each type of node means for the walk
     views.py           chains that only make views of a weight
+    chains.py          chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py       where a leaf's gradients are summed: `.grad` or `main_grad`
     storages.py        the storages of a tensor, of sparse tensors and DTensors too
     hooks.py           users' hooks: whether there are any, and running those that W has to run
     gradient_guard.py  notices Python code that changes a captured gradient during B
+    reentrant.py       graphs with a reentrant checkpoint: one plain backward instead of the split
     collector.py       `defer`: how the backward of an autograd Function puts off a gradient
     explain.py         `explain`: what B would do with each weight
 

@@ -28,13 +28,13 @@ Gradients = Sequence[Tensor | None]
 class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: the inputs of this B. wanted: as in `survey`. is_hooked: as in `split`.
+    inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
     large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
     that hold them may run right after B, see `apart`.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool) -> None:
-        self.inputs, self.wanted, self.is_hooked = inputs, wanted, is_hooked
+    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
+        self.inputs, self.wanted, self.is_hooked, self.keep = inputs, wanted, is_hooked, keep
         self.tasks: list[Task] = []
         self.large: list[Tensor] = []
         # A checkpoint's function may close over a tensor that was computed from the inputs. The split of its

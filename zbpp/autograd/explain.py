@@ -16,6 +16,7 @@ from zbpp.autograd.arguments import Outputs, as_list, edge_of, needs_grad
 from zbpp.autograd.graph import Edge, Survey, WeightUse, survey
 from zbpp.autograd.hooks import has_node_hooks, num_hooks_made
 from zbpp.autograd.node_roles import node_name
+from zbpp.autograd.reentrant import is_reentrant
 from zbpp.autograd.rules import rule_of
 
 Names = Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
@@ -70,7 +71,11 @@ def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: N
         names[id(tensor)] = f"{names[id(tensor)]} = {name}" if id(tensor) in names else name
     found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
     rows: dict[int, Row] = {}
-    told = [*_in_w(found), *_in_b(found, _users(roots, stops)), *_compiled(found)]
+    if any(map(is_reentrant, found.functions)):
+        told: list[_Told] = [(each, "B", _REENTRANT) for _, each in named]
+        found = found._replace(sites=[], uses=[], computed_in_b={}, functions=[])
+    else:
+        told = [*_in_w(found), *_in_b(found, _users(roots, stops)), *_compiled(found)]
     for tensor, where, why in (*told, *(_not_shown(found, each) for _, each in named)):
         shape = f"[{', '.join(map(str, tensor.shape))}] {str(tensor.dtype).removeprefix('torch.')}"
         reason = getattr(tensor, NOT_COMPILED, None)
@@ -86,6 +91,7 @@ _COMPILED = "zbpp_explained"
 _UNCLEAR = (
     "uses that can't be told apart, or beside another weight's; a tensor subclass; shards that don't fit"
 )
+_REENTRANT = "a reentrant checkpoint is in the graph: everything in B"
 _Users = dict[Node, list[tuple[Node | None, int]]]
 """Node -> the nodes that use it, None for an output, and which of their operands it is."""
 

@@ -16,6 +16,9 @@ as its node has run, no node runs twice, and nothing that WeightGrads holds refe
 few nodes of a weight's own chain, see graph.py). torch's own split (torch.distributed.pipelining) keeps the
 whole graph until W.
 
+Several passes. With keep=True the pass retains the graph, so that another B can follow. The tasks of each
+pass hold x (shared with the graph, no copy) and a dy of their own.
+
 Who notices a change in place. Autograd checks that its saved tensors are unchanged; the split checks the
 same of all that W reads. If Python code changes a gradient while B's pass runs, B raises ChangedInPlace
 (gradient_guard.py); if an x, a dy or a gradient changes between B and W, W raises it (weight_grads.py).
@@ -31,11 +34,13 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.arguments import Outputs, Root, as_list, edge_of, leaf_ids, needs_grad, roots_and_grads
+from zbpp.autograd.chains import share_chains
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.node_roles import changes_no_gradient, node_name
+from zbpp.autograd.reentrant import is_reentrant, whole_backward
 from zbpp.autograd.weight_grads import (
     ChangedInPlace,
     ComputedTask,
@@ -53,6 +58,8 @@ def backward_input(
     output_grads: Tensor | Sequence[Tensor | None] | Mapping[Any, Tensor | None] | None,
     inputs: Tensor | Sequence[Any],
     parameters: Iterable[Tensor] | None = None,
+    *,
+    keep: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], WeightGrads]:
     """B: the gradients of `inputs`, and a WeightGrads from which W computes those of `parameters`.
 
@@ -64,6 +71,9 @@ def backward_input(
     inputs: the tensors whose gradients are wanted; one without grad gets None.
     parameters: leaves. None stands for every trainable leaf that the graph reaches, inputs excluded. The walk
     stops at each input: with inputs=[x, h], h computed from x, a weight between x and h gets no gradient.
+    keep: leave the graph and its saved tensors for another backward_input, as retain_graph=True does. Each
+    pass has a WeightGrads of its own; their W's may run in any order, before or after later passes. The last
+    pass, without keep, frees the saved tensors. Without a last pass the graph lives as long as the outputs.
 
     Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't run: hooks on
     views of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle
@@ -71,16 +81,18 @@ def backward_input(
     as from torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
-    `WeightGrads.accumulate()`. The graph's saved tensors are freed, as by backward().
+    `WeightGrads.accumulate()`. Without keep the graph's saved tensors are freed, as by backward(). A graph
+    that holds a reentrant torch checkpoint takes one plain backward instead: then every `.grad` is complete
+    before W.
 
     Raises ValueError for arguments that don't fit, before anything runs; RuntimeError for a graph that an
-    earlier backward has gone through, or that holds a reentrant checkpoint of torch's; ChangedInPlace, a
-    RuntimeError, if a Function's backward or a hook changes a gradient in place that W needs.
+    earlier backward has gone through; ChangedInPlace, a RuntimeError, if a Function's backward or a hook
+    changes a gradient in place that W needs.
     """
     roots, root_grads = roots_and_grads(outputs, output_grads)
     inputs = tuple(as_list(inputs))
     wanted = leaf_ids(parameters)
-    grads, tasks, _ = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0)
+    grads, tasks, _ = split(roots, root_grads, inputs, wanted, is_hooked=num_hooks_made() > 0, keep=keep)
     return grads, WeightGrads(tasks)
 
 
@@ -91,13 +103,14 @@ def split(
     wanted: set[int] | None,
     *,
     is_hooked: bool,
+    keep: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
     """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
     may run these tasks at once, see `apart`.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time.
+    looking for hooks takes time. keep: as in backward_input.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -105,8 +118,12 @@ def split(
         found = survey([edge_of(root) for root in roots], stops, wanted, is_hooked=is_hooked)
     except RuntimeError as error:
         raise _in_our_words(error) from error
-    collector = Collector(inputs, wanted, is_hooked) if found.functions else None
-    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked))
+    if found.functions and any(map(is_reentrant, found.functions)):
+        return whole_backward(roots, root_grads, inputs, edges, wanted, keep=keep), [], []
+    if keep:
+        share_chains(found.uses)
+    collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
+    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
@@ -121,6 +138,7 @@ def _captured(
     found: Survey,
     collector: Collector | None,
     is_hooked: bool,
+    keep: bool,
 ) -> Gradients:
     """Run the pass. Returns the inputs' gradients, then each site's dy, then the other leaves' gradients."""
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
@@ -132,7 +150,7 @@ def _captured(
     may_change = is_hooked or not all(map(changes_no_gradient, found.functions))
     guard = GradientGuard(found.sites, found.computed_in_b.values()) if may_change else None
     try:
-        captured = _run(roots, root_grads, targets)
+        captured = _run(roots, root_grads, targets, keep)
     finally:
         for function in found.functions:
             del function.zbpp_collector
@@ -168,8 +186,10 @@ def _tasks(found: Survey, captured: Iterator[Tensor | None]) -> list[Task]:
     return tasks
 
 
-def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge]) -> Gradients:
-    """torch.autograd.grad(roots, targets, root_grads, allow_unused=True) without its checks.
+def _run(
+    roots: Sequence[Root], root_grads: list[Tensor], targets: list[GradientEdge], keep: bool
+) -> Gradients:
+    """torch.autograd.grad(roots, targets, root_grads, keep, allow_unused=True) without its checks.
 
     The checks have been made before, or are needless (StageWorker). Here they would cost as much as B of ten
     linear layers, and import sympy.
@@ -181,7 +201,7 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[Gradient
         captured: Gradients = engine.run_backward(
             tuple(roots),
             tuple(root_grads),
-            False,  # keep_graph
+            keep,  # keep_graph
             False,  # create_graph
             tuple(targets),
             allow_unreachable=True,
@@ -193,13 +213,12 @@ def _run(roots: Sequence[Root], root_grads: list[Tensor], targets: list[Gradient
 
 
 def _in_our_words(error: RuntimeError) -> Exception:
-    """The error itself, or one with our own text for what B can't serve."""
-    if "incompatible with .grad()" in str(error):
-        return RuntimeError("torch's reentrant checkpoint can't be split: write use_reentrant=False")
+    """The error itself, or one with our own text for a freed graph or a hook that B can't serve."""
     if "backward through the graph a second time" not in str(error):
         return error
     return RuntimeError(
         "this graph has been gone through before, and B keeps nothing of it. One of these helps: run the "
-        "forward again; give all outputs and their gradients to one backward_input; if the function of a "
+        "forward again; give all outputs and their gradients to one backward_input; write "
+        "backward_input(..., keep=True) in every pass but the last; if the function of a "
         "zbpp.checkpoint uses a tensor that was computed outside, pass that tensor as an argument"
     )

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.capture import AddOfParts, tensors_in, version_of
+from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
 from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
@@ -190,32 +190,11 @@ def _through_chains(leaf: Tensor, uses: list[UseTask]) -> Tensor:
         head = use.chain[0]
         fresh = head not in at_head
         if fresh:
-            at_head[head] = _like_output(head)
+            at_head[head] = like_output(head)
         use.add(at_head[head], use.held, dy, fresh)
     direct = [each for each in uses if each.use.views is not None]  # their gradient starts at the leaf itself
-    starts: list[Any] = [GradientEdge(*head) for head in at_head]
-    gradients = list(at_head.values())
-    if direct:
-        starts.append(leaf)
-        gradients.append(_sum_of(leaf, direct))
-    try:
-        (gradient,) = torch.autograd.grad(starts, leaf, gradients)
-    except RuntimeError as error:
-        if "backward through the graph a second time" not in str(error):
-            raise
-        raise RuntimeError(
-            f"W of a weight of shape {tuple(leaf.shape)} goes through what was computed from this weight "
-            "alone (a cast, a Function), and another backward has freed that: run W before that backward, or "
-            "give that backward retain_graph=True"
-        ) from error
-    return gradient
-
-
-def _like_output(edge: Edge) -> Tensor:
-    """Uninitialised memory for the gradient of a node's output."""
-    node: Any = edge[0]
-    meta = node._input_metadata[edge[1]]
-    return torch.empty(tuple(meta.shape), dtype=meta.dtype, device=meta.device)
+    start = _sum_of(leaf, direct) if direct else None
+    return run_chains(leaf, at_head, start, [each.use for each in uses])
 
 
 class ComputedTask(NamedTuple):

@@ -46,6 +46,10 @@ def torchs(fn, *args):
     return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=False)
 
 
+def reentrant(fn, *args):
+    return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=True)
+
+
 def checkpointed_blocks(how=checkpoint, p=0.0) -> Case:
     return Case(lambda: Checkpointed(how, *(Block(p) for _ in range(3))), lambda: leaf(2, 5, 8))
 
@@ -222,3 +226,16 @@ def layers_beside_torchs_checkpoint() -> Case:
 
 def torchs_checkpoint_on_stage_0() -> Case:
     return Case(lambda: Checkpointed(torchs, Block(), Block()), lambda: torch.randn(5, 8))
+
+
+class AroundReentrant(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.block, self.last = nn.Linear(8, 8), Block(0.3), nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.last(reentrant(self.block, self.first(x)))
+
+
+def reentrant_checkpoint(needs_grad=True) -> Case:
+    return Case(AroundReentrant, lambda: leaf(5, 8) if needs_grad else torch.randn(5, 8), grads_in_b=True)

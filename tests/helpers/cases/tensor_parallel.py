@@ -280,6 +280,28 @@ def dy_placed_otherwise(mesh):
     return found
 
 
+def several_passes(mesh):
+    """Two backward passes through columns and rows, whose W's come in reverse order -> the differences."""
+    found = {}
+    for placements, x_placement, dy_placement in (
+        (([Shard(0)], [Shard(0)]), Replicate(), Shard(1)),
+        (([Shard(1)], [Replicate()]), Shard(1), Replicate()),
+    ):
+        whole, placed = layer(mesh, *placements)
+        x, dys = double(4, 8), [double(4, 6, seed=seed) for seed in (1, 2)]
+        whole(x).backward(sum(dys))
+        output = placed(on_mesh(x, mesh, x_placement)).redistribute(placements=[dy_placement])
+        later = [
+            backward_input(output, on_mesh(dy, mesh, dy_placement), (), keep=keep)[1]
+            for dy, keep in zip(dys, (True, False), strict=True)
+        ]
+        deferred, _ = deferred_and_computed(placed, later[0])
+        for weight_grads in reversed(later):
+            weight_grads.accumulate()
+        found[str(placements)] = deferred, differences(whole, placed)
+    return found
+
+
 def mesh_of_two_dimensions(_):
     """Placements of x -> what waits, and the differences. The first dimension shards nothing, or x's rows."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "tensor"))
@@ -383,6 +405,7 @@ def reasons_of_explain(mesh):
 
 CLAIMS = (
     dy_placed_otherwise,
+    several_passes,
     mesh_of_two_dimensions,
     what_is_changed_in_place,
     what_is_changed_in_b,

@@ -254,7 +254,7 @@ class _LossesOfLogits(torch.autograd.Function):
         logits, labels, at_target, scale = ctx.saved_tensors
         scale = scale * dy[:, None]
         collector = collector_of(ctx)
-        may_overwrite = collector is not None and _is_last_holder(logits)
+        may_overwrite = collector is not None and not collector.keep and _is_last_holder(logits)
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)

@@ -173,13 +173,11 @@ class _Checkpoint(torch.autograd.Function):
         returned = [leaf if collector.must_return(leaf) else None for leaf in ctx.call.hooked]
         # A tensor that fn closes over may also have been computed from the inputs of the B around this one.
         inputs = (*tensors, *returned, *collector.inputs)
+        # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
+        keep = collector.keep
         with _without_hooks(leaf for leaf in returned if leaf is not None):
             grads, tasks, large = split(
-                roots,
-                root_grads,
-                inputs,
-                collector.wanted,
-                is_hooked=is_hooked,
+                roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep
             )
         collector.tasks += tasks
         collector.large += large
