@@ -3,7 +3,7 @@
 
     python scripts/bench_exchange.py                                     # zb_h1, 4 ranks, 16 microbatches
     python scripts/bench_exchange.py --placement v --ranks 8 --microbatches 32 --share .25
-    python scripts/bench_exchange.py --exchanges 4                       # as many short ones in a layer
+    python scripts/bench_exchange.py --exchanges 4 --layers 16           # shorter ones, and shorter W tasks
 
 F, B and W of a rank take `ms` each without exchanges, which are `share` of a rank's time. Plans:
 
@@ -41,7 +41,6 @@ from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
 from zbpp.runtime.parallel.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
-LAYERS = 4  # per rank
 WIDTH = 8
 
 
@@ -73,7 +72,8 @@ def costs_of(options: argparse.Namespace, *, with_exchanges: bool = True) -> Cos
 def model_of(options: argparse.Namespace, costs: Costs) -> Emulated:
     """In the first `exchanges` layers of a stage, exchanges and the F and B around them."""
     stages = 2 if options.placement == "v" else 1
-    layers, exchanges = LAYERS // stages, min(options.exchanges, LAYERS // stages)
+    layers = options.layers // stages
+    exchanges = min(options.exchanges, layers)
     numbers: dict[str, Any] = costs.numbers
     part = numbers["exchange"] / exchanges
     exchange = [part if layer < exchanges else 0.0 for layer in range(layers)] * (options.ranks * stages)
@@ -204,6 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--placement", choices=("one", "v"), default="one")
     parser.add_argument("--ms", type=float, default=10.0)
     parser.add_argument("--share", type=float, default=0.25, help="of a rank's time, in exchanges")
+    parser.add_argument("--layers", type=int, default=4, help="of a rank, even; W is as many tasks")
     parser.add_argument("--exchanges", type=int, default=1, help="per stage; they share the time")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=10.0, help="of the search, s")
