@@ -111,9 +111,9 @@ def word_shard(logits: Any) -> tuple[Tensor, WordShard | None]:
     group, num_ranks, num_words = mesh.get_group(dim), mesh.size(dim), logits.shape[1]
 
     def gather(numbers: Tensor) -> Tensor:
-        found = numbers.new_empty(num_ranks * len(numbers), *numbers.shape[1:])  # gloo takes no other shape
-        sys.modules["torch.distributed"].all_gather_into_tensor(found, numbers.contiguous(), group)
-        return found.view(num_ranks, *numbers.shape)
+        found = [torch.empty_like(numbers) for _ in range(num_ranks)]
+        sys.modules["torch.distributed"].all_gather(found, numbers.contiguous(), group)
+        return torch.stack(found)
 
     return local, WordShard(min(mesh.get_local_rank(dim) * -(-num_words // num_ranks), num_words), gather)
 
