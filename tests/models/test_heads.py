@@ -29,7 +29,7 @@ MODELS = {
 LIBRARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 LIBRARY["num_key_value_heads"] = 2
 FAMILIES = {  # the config of a family -> why the last stage leaves the loss to the logits; "": it does not
-    "llama": ({}, ""),
+    "llama, untied": ({}, ""),
     "qwen3": ({"head_dim": 8, "tie_word_embeddings": True}, ""),
     "granite": ({}, ""),
     "granite, scaled": ({"logits_scaling": 2.0}, "scaled, capped"),
