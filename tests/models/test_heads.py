@@ -358,6 +358,8 @@ def split_by_tensor(rank, cases):
             model = model_of(name, head=head, **options)
             with pipeline_of(model, mesh=mesh) as pipeline:
                 found.append(trained(pipeline))
+        with pytest.raises(ValueError, match="model.head=auto"):
+            trained(pipeline_of(MODELS["gpt"](head="recompute"), mesh=mesh))
         return found, {head: most_alive(head, mesh) for head in ("auto", "whole")}
 
 

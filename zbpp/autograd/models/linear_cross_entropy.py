@@ -75,7 +75,7 @@ def linear_cross_entropy(
         if keep_logits:
             losses = _losses(F.linear(tokens, weight), labels, loss)
         elif is_on_mesh(weight):
-            raise ValueError("keep_logits=False goes with no DTensor as weight: leave keep_logits out")
+            raise ValueError("keep_logits=False goes with no DTensor as weight: write model.head=auto")
         else:
             wants_dx = x.requires_grad and torch.is_grad_enabled()
             losses, dx = _apply(_WeightOfHead, weight, tokens.detach(), labels, loss, wants_dx)
