@@ -36,9 +36,6 @@ def alone(family):
     """Losses and gradients of plain autograd, through the library's own loop over experts."""
     model = model_of(family)
     whole = model.build_stage(0, 1).double()
-    for module in whole.modules():
-        if hasattr(module, "exchange"):
-            module.exchange.own = "eager"
     losses = []
     for inputs, target in zip(*(each.chunk(2 * M) for each in batch(0, ROWS)), strict=True):
         loss = model.loss(whole(inputs), target)

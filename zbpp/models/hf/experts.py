@@ -62,7 +62,9 @@ def _experts_forward(module: Any, x: Tensor, chosen: Tensor, weights: Tensor) ->
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
         eager = type(module).forward.__wrapped__
-        own: Any = ALL_EXPERTS_FUNCTIONS.get_interface(exchange.own or "eager", eager)
+        # The library's default, grouped_mm, takes no float64.
+        name = (exchange.own or "eager") if x.dtype != torch.float64 else "eager"
+        own: Any = ALL_EXPERTS_FUNCTIONS.get_interface(name, eager)
         whole: Tensor = own(module, x, chosen, weights)
         return whole
 

@@ -35,7 +35,8 @@ from zbpp.schedule.lower import Instruction
 class OverlapExchange(Extra):
     """Runs pending W's during the exchanges of experts. Losses and gradients stay equal, to the last bit.
 
-    With reshard="microbatch" nothing runs there: a W has to gather its weights first.
+    With reshard="microbatch" nothing runs there: a W has to gather its weights first. A parameter's hook that
+    draws random numbers then draws them inside an F or B, and changes what a dropout there draws.
     Raises ValueError, on every rank, for a pipeline without exchanges, for tensor parallel stages, and for
     stages of one rank that share a parameter.
     """
