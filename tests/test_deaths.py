@@ -63,6 +63,7 @@ class Dies(Mlp):
 RUN = [
     "model=mlp", "model._target_=dies.Dies", "model.num_layers=4", "data=regression", "schedule=zb_h1",
     "num_microbatches=4", "microbatch_size=2", f"steps={STEPS}", "checkpoint.every=8", "checkpoint.keep=9",
+    "checkpoint.background=false",
     "evaluate_every=0", "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
     "precision=float64",
 ]  # fmt: skip
