@@ -73,7 +73,7 @@ def test_it_draws_the_losses_of_tokens_in_bits(tmp_path, monkeypatch):
     ],
 )
 def test_what_can_not_be_compared_is_refused(tmp_path, capsys, more, said):
-    """Of one run it said that the losses are equal to the last bit."""
+    """For a single run the command said that "the losses are equal to the last bit"."""
     folder = run(tmp_path / "a", 0.5)
     with pytest.raises(SystemExit):
         compare.main([folder, *(each.format(folder) for each in more)])

@@ -318,7 +318,7 @@ def test_llama_of_hugging_face():
     linears = linear_weights(case.make_module())
     assert len(linears) == 3 * 7 + 1
     assert case.compare().deferred == linears | {"model.embed_tokens.weight"}
-    make_model = hugging_face("Llama", **LLAMA_LIKE)  # a middle stage: what comes in needs grad
+    make_model = hugging_face("Llama", **LLAMA_LIKE)  # a middle stage: its input needs a gradient
     middle = Case(make_model, lambda: leaf(2, 7, 16), lambda model, x: model(inputs_embeds=x).logits)
     assert middle.compare().deferred == linear_weights(make_model())
 

@@ -64,8 +64,8 @@ def ticking(timetable, costs):
     per_stage = costs.per_stage(timetable.num_stages)
     have, now = set(), 0
     rows = [list(row) for row in timetable.rows]
-    busy = [0] * len(rows)  # what is left of the action at the head of a row; 0: not begun
-    pending = [{} for _ in rows]  # W -> what is left of it
+    busy = [0] * len(rows)  # ms left of the action at the head of a row; 0: the action has not begun
+    pending = [{} for _ in rows]  # pending W -> ms left of this W
     exposed = [0] * len(rows)
     while any(rows):
         made, has_run = [], False

@@ -286,9 +286,7 @@ class WeightGrads:
         tasks = self._tasks or []
         with torch.set_grad_enabled(False):
             while tasks and not is_over():
-                leaf = tasks.pop(0).accumulate()  # pop: the task's tensors are freed before any hook runs
-                if leaf._post_accumulate_grad_hooks and all(task.leaf is not leaf for task in tasks):
-                    run_post_accumulate_hooks(leaf)
+                _run_first(tasks)
 
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
@@ -302,14 +300,16 @@ class WeightGrads:
                 "call backward_input again after another forward"
             )
         tasks, self._tasks = self._tasks, None
-        tasks.reverse()
-        tasks_left: dict[int, int] = {}  # id of a leaf -> how many tasks are left after the leaf's last one
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             while tasks:
-                leaf = tasks.pop().accumulate()  # pop: the task's tensors are freed now, before any hook runs
-                if leaf._post_accumulate_grad_hooks:
-                    # torch.autograd.grad doesn't fire these hooks, so W does, after the leaf's last task.
-                    if not tasks_left:
-                        tasks_left = {id(task.leaf): left for left, task in reversed([*enumerate(tasks)])}
-                    if tasks_left.get(id(leaf), len(tasks)) >= len(tasks):
-                        run_post_accumulate_hooks(leaf)
+                _run_first(tasks)
+
+
+def _run_first(tasks: list[Task]) -> None:
+    """Run the first task and drop it. After the last task of a leaf run the leaf's post-accumulate hooks.
+
+    torch.autograd.grad doesn't fire these hooks, so W does.
+    """
+    leaf = tasks.pop(0).accumulate()  # pop: the task's tensors are freed now, before any hook runs
+    if leaf._post_accumulate_grad_hooks and all(task.leaf is not leaf for task in tasks):
+        run_post_accumulate_hooks(leaf)

@@ -14,7 +14,7 @@ exchanges in the same order, in forward and in backward.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -106,6 +106,16 @@ class _Arrived(NamedTuple):
 
     def wait(self) -> Tensor:
         return self.rows
+
+
+def exchanges_in(modules: Iterable[nn.Module]) -> list[Exchange]:
+    """The exchanges inside these modules that move rows between processes."""
+    return [
+        each
+        for module in modules
+        for each in module.modules()
+        if isinstance(each, Exchange) and each.transfer is not None
+    ]
 
 
 def _apply(function: Any, *args: Any) -> Any:

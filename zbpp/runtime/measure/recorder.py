@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.profiler import record_function
 
-from zbpp.autograd.models.exchange import Exchange, Pending, Transfer
+from zbpp.autograd.models.exchange import Exchange, Pending, Transfer, exchanges_in
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Background, Extra, OwnRank, Run
 from zbpp.runtime.layout import Message
@@ -38,12 +38,11 @@ class Recorder(Extra):
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given
-        modules = [module for worker in rank.workers.values() for module in worker.module.modules()]
-        self._transfers = [
-            (each, each.transfer) for each in modules if isinstance(each, Exchange) and each.transfer
-        ]
-        for exchange, transfer in self._transfers:
-            exchange.transfer = self._timed(transfer)
+        self._transfers: list[tuple[Exchange, Transfer]] = []
+        for exchange in exchanges_in(worker.module for worker in rank.workers.values()):
+            assert exchange.transfer is not None
+            self._transfers.append((exchange, exchange.transfer))
+            exchange.transfer = self._timed(exchange.transfer)
 
     def rewrite(self, program: Program, call: str) -> Program:
         """See Extra."""

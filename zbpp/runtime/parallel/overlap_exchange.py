@@ -24,7 +24,7 @@ from types import MappingProxyType
 
 import torch
 
-from zbpp.autograd.models.exchange import Exchange, Pending
+from zbpp.autograd.models.exchange import Pending, exchanges_in
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extra, OwnRank, Run, after, then
 from zbpp.runtime.parallel.mesh import TENSOR
@@ -51,8 +51,7 @@ class OverlapExchange(Extra):
 
     def attach(self, rank: OwnRank) -> None:
         """See Extra."""
-        modules = [module for worker in rank.workers.values() for module in worker.module.modules()]
-        self._exchanges = [each for each in modules if isinstance(each, Exchange) and each.transfer]
+        self._exchanges = exchanges_in(worker.module for worker in rank.workers.values())
         told = rank.place.gather((_refusal(rank), bool(self._exchanges)))
         for refusal, _ in told:
             if refusal:
