@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Do W's hide the exchanges of experts? EMULATED: stages sleep, an exchange is a timer.
+"""Do W's hide the exchanges of experts? EMULATED: stages sleep, an exchange is a timer. Or --real.
 
     python scripts/bench_exchange.py                                     # zb_h1, 4 ranks, 16 microbatches
     python scripts/bench_exchange.py --placement v --ranks 8 --microbatches 32 --share .25
@@ -14,6 +14,11 @@ F, B and W of a rank take `ms` each without exchanges, which are `share` of a ra
 
 The plans take turns, a step each. predicted: by the costs measured in this job. The exit status is 1 if a bit
 of a loss or a gradient differs between the first three, or if "postponed" takes 5 % longer than predicted.
+
+    python scripts/bench_exchange.py --real                              # 2 ranks x 2 processes with experts
+
+A small llama with experts, whose processes exchange rows on gloo. The first three plans take turns; what the
+processes of a machine without a core for each of them wait for is mostly each other.
 """
 
 from __future__ import annotations
@@ -36,12 +41,14 @@ from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.models.emulated import Emulated
+from zbpp.models.llama import Llama
 from zbpp.planning import lower_bound, plan
 from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
-from zbpp.runtime.parallel.mesh import planned_by_rank_0
+from zbpp.runtime.parallel.mesh import Place, local_of, make_mesh, planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 WIDTH = 8
+VOCAB, TIME, SEQUENCES = 256, 128, 2  # of --real: words, tokens in a sequence, sequences in a microbatch
 
 
 class Run(NamedTuple):
@@ -89,9 +96,11 @@ def model_of(options: argparse.Namespace, costs: Costs) -> Emulated:
     )
 
 
-def start(name: str, model: Emulated, timetable: Timetable, options: argparse.Namespace, *extras: Any) -> Run:
+def start(
+    name: str, model: Any, timetable: Timetable, options: argparse.Namespace, *extras: Any, mesh: Any = None
+) -> Run:
     recorder = Recorder()
-    pipeline = Pipeline(model, timetable, extras=[*extras, recorder], timeout=120.0)
+    pipeline = Pipeline(model, timetable, extras=[*extras, recorder], timeout=120.0, mesh=mesh)
     run = Run(name, timetable, pipeline, recorder, [], [])
     step(run, options)  # the first step also agrees on shapes
     run.timelines.clear()
@@ -100,14 +109,18 @@ def start(name: str, model: Emulated, timetable: Timetable, options: argparse.Na
 
 
 def step(run: Run, options: argparse.Namespace) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x, target = (torch.randn(options.microbatches, WIDTH, generator=generator) for _ in range(2))
+    generator = torch.Generator().manual_seed(run.pipeline.place.data_part)
+    if options.real:
+        rows = torch.randint(VOCAB, (options.microbatches * SEQUENCES, TIME + 1), generator=generator)
+        x, target = rows[:, :-1], rows[:, 1:]
+    else:
+        x, target = (torch.randn(options.microbatches, WIDTH, generator=generator) for _ in range(2))
     torch.distributed.barrier()
     with without_garbage_collection():
         losses = run.pipeline.step(x, target=target)
     run.timelines.append(run.recorder.timeline())
     gradients = [each.grad for each in run.pipeline.parameters() if each.grad is not None]
-    run.found[:] = [*losses, *(each.clone() for each in gradients)]
+    run.found[:] = [*losses, *(local_of(each).clone() for each in gradients)]
     for each in run.pipeline.parameters():
         each.grad = None
 
@@ -125,17 +138,7 @@ def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
         measured = measured_costs(*first.timelines)
         first.timelines.clear()
         limit = max(simulate(timetable, given).peak_memory) + 0.5
-        postponed = planned_by_rank_0(
-            lambda: plan(
-                "zb_auto",
-                options.ranks,
-                options.microbatches,
-                costs=measured,
-                memory_limit=limit,
-                placement=options.placement,
-                time_limit=options.time_limit,
-            )
-        )
+        postponed = planned_by_rank_0(lambda: postponed_plan(options, measured, limit))
         computing = model_of(options, without)
         runs = [
             first,
@@ -147,7 +150,13 @@ def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
             for run in (*runs[turn % 4 :], *runs[: turn % 4]):
                 step(run, options)
         costs = {"hidden": measured_costs(*runs[3].timelines), "exposed": without_exchange(measured)}
-        lines = [row_of(run, costs.get(run.name, measured), options) for run in runs]
+        share = f"{options.microbatches} microbatches, share {options.share:g}"
+        times = f"{'as set':>9}{'predicted':>11}{'measured':>10}{'ratio':>8}"
+        lines = [
+            f"EMULATED, {options.ranks} ranks, {share}; ms",
+            f"{'':10}{times}{'exposed: set':>14}{'measured':>10}{'memory':>8}",
+            *(row_of(run, costs.get(run.name, measured), options) for run in runs),
+        ]
         is_equal = all(gather(all(map(is_same, runs[:3], runs[1:3]))))
         late = makespan(runs[2]) / simulate(postponed, measured).makespan
         bound = lower_bound(
@@ -164,6 +173,57 @@ def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
         for run in runs:
             run.pipeline.close()
         return lines, is_equal and late < 1.05
+
+
+def postponed_plan(options: argparse.Namespace, costs: Costs, limit: float) -> Timetable:
+    return plan(
+        "zb_auto",
+        options.ranks,
+        options.microbatches,
+        costs=costs,
+        memory_limit=limit,
+        placement=options.placement,
+        time_limit=options.time_limit,
+    )
+
+
+def bench_real(options: argparse.Namespace) -> tuple[list[str], bool]:
+    """As `bench`, with rows that travel between processes: on 2 x options.ranks processes."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_heads": 4, "num_layers": 2 * options.ranks}
+    with world(device="cpu", timeout=120.0):
+        mesh = make_mesh(replicate=2, expert=2)
+        model = Llama(vocab_size=VOCAB, sequence_length=TIME, experts=8, **sizes)
+        timetable = plan("zb_h1", options.ranks, options.microbatches)
+        runs = [start("exposed", model, timetable, options, mesh=mesh)]
+        for _ in range(3):
+            step(runs[0], options)
+        costs = measured_costs(*runs[0].timelines)
+        limit = max(simulate(timetable, Costs()).peak_memory) + 0.5
+        postponed = planned_by_rank_0(lambda: postponed_plan(options, costs, limit), Place(mesh))
+        for name, each in (("as it is", timetable), ("postponed", postponed)):
+            runs.append(start(name, model, each, options, OverlapExchange(), mesh=mesh))
+        runs[0].timelines.clear()
+        for turn in range(options.repeats):
+            for run in (*runs[turn % 3 :], *runs[: turn % 3]):
+                step(run, options)
+        is_equal = all(gather(all(map(is_same, runs, runs[1:]))))
+        head = "ms; F and B of a stage exchange for {} of {} and {}"
+        longest = (f"{max(costs.numbers[name]):.1f}" for name in ("exchange", "f", "b"))
+        lines = [head.format(*longest)]
+        for run in runs:
+            predicted = simulate(run.timetable, costs if run is not runs[0] else without_exchange(costs))
+            exposed = median(max(each.exposed_exchange, default=0.0) for each in run.timelines)
+            ratio = median(
+                a.makespan / b.makespan for a, b in zip(run.timelines, runs[0].timelines, strict=True)
+            )
+            lines.append(
+                f"{run.name:10}{predicted.makespan:9.1f} predicted{makespan(run):9.1f} measured, "
+                f"{ratio:.3f} of exposed; {exposed:8.1f} of exchanges exposed"
+            )
+        lines.append(f"losses and gradients are {'equal to the last bit' if is_equal else 'DIFFERENT'}")
+        for run in runs:
+            run.pipeline.close()
+        return lines, is_equal
 
 
 def without_exchange(costs: Costs) -> Costs:
@@ -199,22 +259,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--ranks", type=int, help="4; with --real 2")
     parser.add_argument("--microbatches", type=int, default=16)
     parser.add_argument("--placement", choices=("one", "v"), default="one")
     parser.add_argument("--ms", type=float, default=10.0)
     parser.add_argument("--share", type=float, default=0.25, help="of a rank's time, in exchanges")
     parser.add_argument("--layers", type=int, default=4, help="of a rank, even; W is as many tasks")
     parser.add_argument("--exchanges", type=int, default=1, help="per stage; they share the time")
+    parser.add_argument("--real", action="store_true", help="two replicas share experts; rows travel")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--time-limit", type=float, default=10.0, help="of the search, s")
     options = parser.parse_args(argv)
-    lines, is_right = on_ranks(options.ranks, bench, options)
-    print(
-        f"EMULATED, {options.ranks} ranks, {options.microbatches} microbatches, share {options.share:g}; ms"
-    )
-    head = f"{'as set':>9}{'predicted':>11}{'measured':>10}{'ratio':>8}{'exposed: set':>14}{'measured':>10}"
-    print(f"{'':10}{head}{'memory':>8}")
+    options.ranks = options.ranks or (2 if options.real else 4)
+    num_processes = options.ranks * (2 if options.real else 1)
+    lines, is_right = on_ranks(num_processes, bench_real if options.real else bench, options)
     print("\n".join(lines))
     return 0 if is_right else 1
 

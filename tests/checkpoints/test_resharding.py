@@ -23,6 +23,7 @@ SHAPES = {  # schedule, number of microbatches of each data part, mesh
     "shard2 x tensor2": ("1f1b", 2, {"shard": 2, "tensor": 2}),
     "experts pp2 x expert2": ("zb_h1", 2, {"replicate": 2, "expert": 2}),
     "experts expert4": ("1f1b", 1, {"replicate": 4, "expert": 4}),
+    "experts shard4 x expert2": ("1f1b", 1, {"shard": 4, "expert": 2}),
     "experts pp1": ("1f1b", 4, {}),
 }
 
@@ -152,11 +153,11 @@ def test_a_run_goes_on_under_any_other_shape(runs, origin, shape):
         assert found[origin, shape] == whole[origin][SAVED:]
 
 
-EXPERTS = ["experts pp2 x expert2", "experts expert4"]
+EXPERTS = ["experts pp2 x expert2", "experts expert4", "experts shard4 x expert2"]
 
 
 def test_experts_go_on_on_another_number_of_processes(tmp_path):
-    """Saved by two, which hold half of them each, and by four; loaded by one, two and four."""
+    """Saved by two, which hold half of them each, by four, and in shards; loaded by all these and by one."""
     whole, found = run_ranks(saved_and_resumed_runs, 4, tmp_path, EXPERTS, EXPERTS)[0]
     found |= resumed_runs(0, tmp_path, ["experts pp1"], EXPERTS)
     for origin, shape in found:

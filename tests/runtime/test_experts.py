@@ -1,5 +1,6 @@
 """Experts that are spread over processes: losses and gradients are those of one process over all rows."""
 
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -32,9 +33,9 @@ class Mixture(Llama):
         return super().build_stage(index, num_stages).double()
 
 
-def alone(num_microbatches, steps=2):
+def alone(num_microbatches, steps=2, **model_options):
     """Losses and gradients of plain autograd in one process, microbatch by microbatch, and their norm."""
-    model = Mixture()
+    model = Mixture(**model_options)
     whole = model.build_stage(0, 1)
     losses = []
     for step in range(steps):
@@ -51,35 +52,38 @@ def whole_of(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def in_mesh(rank, degrees, schedules):
+def in_mesh(rank, degrees, schedules, model_options=(), **options):
     """Per schedule what `alone` returns, as this process has it; and facts."""
     found = {}
     for schedule in schedules:
-        with Pipeline(Mixture(), schedule, num_microbatches=M, mesh=make_mesh(**degrees)) as pipeline:
+        model, mesh = Mixture(**dict(model_options)), make_mesh(**degrees)
+        with Pipeline(model, schedule, num_microbatches=M, mesh=mesh, **options) as pipeline:
             losses = []
             for step in range(2):
                 inputs, target = rows_of(pipeline.place, *batch(step, ROWS))
                 losses += [each.item() for each in pipeline.step(inputs, target=target)]
             norm = clip_grad_norm_(pipeline, 1e9).item()
-            num_copies = check_replicas(pipeline)
+            check_replicas(pipeline)
             grads = {name: whole_of(each.grad) for name, each in pipeline.named_parameters()}
             bytes_here = {
                 name: each.to_local().nbytes for name, each in pipeline.named_parameters() if is_spread(each)
             }
-        found[schedule] = losses, grads, norm, pipeline.place.data_part, bytes_here, num_copies
+        found[schedule] = losses, grads, norm, pipeline.place.data_part, bytes_here
     return found
 
 
-def check_against_one_process(everyone, num_parts):
-    """Losses in the order of the rows: parts stand side by side in the batch of each step."""
-    expected, expected_grads, expected_norm = alone(M * num_parts)
+def check_against_one_process(everyone, num_parts, *, split=2, **model_options):
+    """Losses in the order of the rows: parts stand side by side in the batch of each step.
+
+    split: over how many processes each expert's weights are divided.
+    """
+    expected, expected_grads, expected_norm = alone(M * num_parts, **model_options)
     sizes = {name: each.nbytes for name, each in expected_grads.items()}
     for schedule in everyone[0]:
         losses, seen = {}, set()
         for found in everyone:
-            some, grads, norm, part, bytes_here, num_copies = found[schedule]
+            some, grads, norm, part, bytes_here = found[schedule]
             assert norm == pytest.approx(expected_norm, rel=1e-12)
-            assert num_copies > 0
             losses.setdefault(part, []).extend(some)
             for name, grad in grads.items():
                 seen.add(name)
@@ -88,7 +92,7 @@ def check_against_one_process(everyone, num_parts):
             assert bytes_here
             for name, count in bytes_here.items():
                 assert "experts" in name
-                assert count * 2 == sizes[name]
+                assert count * split == sizes[name]
         assert seen == expected_grads.keys()
         in_order = [x for step in (0, 1) for part in range(num_parts) for x in losses[part][step * M :][:M]]
         assert in_order == pytest.approx(expected, rel=1e-12)
@@ -109,10 +113,35 @@ def test_two_processes_share_the_experts():
     check_equal_bits(everyone)
 
 
+def test_shards_share_the_experts():
+    everyone = run_ranks(in_mesh, 4, {"shard": 2, "expert": 2}, SCHEDULES)
+    check_against_one_process(everyone, 2)
+    check_equal_bits(everyone)
+
+
+def test_shards_that_free_their_weights_after_each_microbatch_share_the_experts():
+    balanced = {"balance_loss": 0.0}  # this reshard refuses auxiliary losses
+    degrees = {"shard": 2, "expert": 2}
+    function = partial(in_mesh, model_options=balanced, reshard="microbatch")
+    everyone = run_ranks(function, 4, degrees, ("1f1b", "zb_h1"))
+    check_against_one_process(everyone, 2, **balanced)
+    check_equal_bits(everyone)
+
+
 @pytest.mark.slow  # 8 processes
-def test_two_processes_share_the_experts_and_there_are_two_copies():
-    everyone = run_ranks(in_mesh, 8, {"replicate": 4, "expert": 2}, ("zb_h1",))
-    check_against_one_process(everyone, 4)
+@pytest.mark.parametrize(
+    "degrees, split",
+    [
+        ({"replicate": 4, "expert": 2}, 2),
+        ({"shard": 4, "expert": 2}, 4),  # FSDP2 splits what copies of the same experts have
+        ({"replicate": 2, "shard": 2, "expert": 2}, 4),
+        ({"replicate": 2, "shard": 2, "expert": 4}, 4),
+    ],
+)
+def test_four_processes_share_the_experts_or_have_copies_of_them(degrees, split):
+    everyone = run_ranks(in_mesh, 8, degrees, ("1f1b", "zb_h1"))
+    check_against_one_process(everyone, 4, split=split)
+    check_equal_bits(everyone)
 
 
 def test_through_experts_is_each_token_through_each_of_its_experts():
@@ -188,7 +217,7 @@ def refused(rank):
     for degrees, stage in (
         ({"replicate": 2, "expert": 4}, Stack()),
         ({"replicate": 2, "expert": 0}, Stack()),
-        ({"shard": 2, "replicate": 2, "expert": 2}, Stack()),
+        ({"shard": 2, "expert": 4}, Stack()),
         ({"tensor": 2, "replicate": 2, "expert": 2}, Stack()),
         ({"replicate": 4, "expert": 4}, nn.Linear(3, 3)),
         ({"replicate": 4, "expert": 4}, Stack(6)),
@@ -204,7 +233,7 @@ def test_what_can_not_be_spread_is_refused():
     expected = (
         "replicate=4",
         "expert=0",
-        "write shard=1",
+        "shard=2",
         "write tensor=1",
         "no stage has experts",
         "divides 6",

@@ -48,8 +48,8 @@ def whole_of(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def in_mesh(rank):
-    mesh, found = make_mesh(replicate=2, expert=2), {}
+def in_mesh(rank, others):
+    mesh, found = make_mesh(**{others: 2}, expert=2), {}
     for family in FAMILIES:
         model = model_of(family)
         stages = {(index := mesh.get_local_rank("pipeline")): model.build_stage(index, 2).double()}
@@ -67,9 +67,9 @@ def in_mesh(rank):
     return found
 
 
-@pytest.fixture(scope="module")
-def everyone():
-    return run_ranks(in_mesh, 4)
+@pytest.fixture(scope="module", params=["replicate", "shard"])
+def everyone(request):
+    return run_ranks(in_mesh, 4, request.param)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -97,7 +97,7 @@ class ParallelConfig(Checked):
     replicate: int = ranged(1, least=1, help="copies of each stage, which see different data")
     shard: int = ranged(1, least=1, help="copies with other data and a part of the weights each (FSDP2)")
     tensor: int = ranged(1, least=1, help="parts of each layer")
-    expert: int = ranged(1, least=1, help="replicas that share the experts of each layer; divides replicate")
+    expert: int = ranged(1, least=1, help="processes that share a layer's experts; divides replicate x shard")
     overlap_exchange: bool = described(False, "W's run while experts exchange rows, as far as any is pending")
     reshard: str = one_of("step", "microbatch", help="shards free gathered weights after each of these")
     device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")

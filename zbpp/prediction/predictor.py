@@ -88,7 +88,7 @@ class Predictor:
     def _measured(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
-        mesh = parallel.shard, parallel.tensor, parallel.expert, parallel.reshard
+        mesh = parallel.replicate, parallel.shard, parallel.tensor, parallel.expert, parallel.reshard
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
         key = *sizes, *mesh, memory.head_at_once, memory.recompute, config.precision, optimizer
         if key not in self._known:

@@ -32,6 +32,7 @@ from zbpp.runtime.memory.gradient_release import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
+from zbpp.runtime.parallel.mesh import is_spread, local_of
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
@@ -198,9 +199,9 @@ class _Stages:
         parallel = self._config.parallel
         stored, computed = self._precision.stored.itemsize, self._precision.compute.itemsize
         parameters = list(dict.fromkeys(stage.parameters()))
-        shards = [_shard_numel(each, parallel.shard) for each in parameters]
+        shards = [_shard_numel(each, parallel) for each in parameters]
         trained = sum(n for n, each in zip(shards, parameters, strict=True) if each.requires_grad)
-        full = sum(each.numel() for each in parameters if each.requires_grad)
+        full = sum(local_of(each).numel() for each in parameters if each.requires_grad)
         share = trained * stored / max(1, full * computed)  # of the bytes measured with whole weights
         found = sharded(
             whole,
@@ -264,10 +265,13 @@ def _gradients_of(stage: nn.Module) -> list[Tensor]:
     return [each for each in found if each is not None]
 
 
-def _shard_numel(parameter: Tensor, shards: int) -> int:
+def _shard_numel(parameter: Tensor, parallel: ParallelConfig) -> int:
     """The number of elements of the largest shard: FSDP2 cuts dimension 0, and pads."""
     if not parameter.dim():
         return 1
+    shards = parallel.shard
+    if is_spread(parameter):  # experts are cut evenly
+        return local_of(parameter).numel() * parallel.expert // (parallel.replicate * shards)
     return -(-len(parameter) // shards) * (parameter.numel() // max(1, len(parameter)))
 
 

@@ -353,7 +353,7 @@ class Pipeline:
     def counted_parameters(self) -> Iterator[nn.Parameter]:
         """Those of `parameters` that this process counts: over the mesh, each part of each comes once.
 
-        Replicas count each for itself.
+        Replicas count each for itself, unless experts are spread over them.
         """
         mine = (each for each in self.parameters() if id(each) not in self._copies)
         return filter(self.place.counts, mine)

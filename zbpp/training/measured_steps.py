@@ -20,7 +20,7 @@ from zbpp.job.world import World
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.parallel.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
+from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, TENSOR, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
 from zbpp.training.optim.update import Metrics
@@ -157,8 +157,8 @@ def parameters_in_all(pipeline: Pipeline) -> int:
     """The number of the model's parameters. Collective over the job."""
     own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
     place = pipeline.place
-    # Each replica counts its own; replicas that share experts count as one.
-    return sum(gather(own)) * place.size(EXPERT) // place.size(REPLICATE)
+    # Each replica counts its own, unless replicas share experts.
+    return sum(gather(own)) // (1 if place.expert_groups else place.size(REPLICATE))
 
 
 # ----------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 A mesh with a dimension "shard" has all its stages sharded: each block by itself, the rest of the stage with
 the stage. With "replicate" beside it, FSDP2 shards over the one and replicates over the other (HSDP). Plain
-stages are wrapped here, wrapped ones are checked.
+stages are wrapped here, wrapped ones are checked. Spread experts (experts.py) are wrapped by themselves, and
+sharded over the processes that have the same experts.
 
 FSDP2 gathers a block's weights by hooks of its forward and of its backward, and reduces the block's gradients
 at the end of every backward. In a pipeline gradients are complete only after the stage's last W:
@@ -20,6 +21,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import filterfalse
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -31,12 +34,16 @@ from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
 from zbpp.runtime.parallel.mesh import (
     DIMENSIONS,
+    EXPERT,
+    EXPERT_COPIES,
     REPLICATE,
     SHARD,
     TENSOR,
     Place,
     copy_to_replicas,
+    experts_mesh,
     is_fully_sharded,
+    is_spread,
     is_taken,
     local_of,
     names_in,
@@ -64,7 +71,7 @@ class FullyShardedStage:
         self.frees_before_w = reshard == "microbatch"
         self._state: Any = self._stage._get_fsdp_state()
         self._state._lazy_init()
-        self._modules: list[Any] = [each for each in stage.modules() if is_fully_sharded(each)]
+        self._modules: list[Any] = [*dict.fromkeys(_inside_out(stage))]
         self._groups = [group for state in self._state._state_ctx.all_states for group in _groups_of(state)]
         self._params = [each for group in self._groups for each in group.fsdp_params]
         self._flags = Flags()
@@ -91,6 +98,10 @@ class FullyShardedStage:
         self._trained = [each for each in self._params if each.sharded_param.requires_grad]
         self._before = [each.sharded_param.grad for each in self._trained]
         self._is_missing = [_add_zeros_if_missing(each) for each in self._trained]
+        for each in self._trained:
+            # Experts have summed over the rows of all processes that share them.
+            if is_spread(each.sharded_param):
+                _divide_gradient(each, self._place.size(EXPERT))
         self._set_reductions(True)
         with communicating(self._what):
             for group in reversed(self._groups):
@@ -158,13 +169,12 @@ class FullyShardedStage:
     # ---- Settings
 
     def _set_prefetch(self) -> None:
-        """Let each block, in B, gather the block before it in the stage; the first block gathers nothing.
+        """Let each module, in B, gather the one that B enters next; the last one gathers nothing.
 
         By default FSDP2 gathers the block that ran before in time, which may be another microbatch's.
         """
-        root, *blocks = self._modules
-        in_order = [*blocks, root]  # B enters the root first; the first block is given itself: nothing to do
-        for module, before in zip(in_order, [in_order[0], *in_order], strict=False):
+        befores = [self._modules[0], *self._modules]  # the first is given itself: nothing to do
+        for module, before in zip(self._modules, befores, strict=False):
             module.set_modules_to_backward_prefetch([before])
 
     def _set_reductions(self, are_on: bool) -> None:
@@ -183,6 +193,14 @@ class FullyShardedStage:
             return ended()
 
 
+def _inside_out(module: nn.Module) -> Iterator[nn.Module]:
+    """The wrapped modules, each behind those inside it: B enters them in the reverse order."""
+    for child in module.children():
+        yield from _inside_out(child)
+    if is_fully_sharded(module):
+        yield module
+
+
 def _groups_of(state: Any) -> list[Any]:
     """The parameter groups of a wrapped module; torch 2.11 has one at most."""
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -198,6 +216,12 @@ def _add_zeros_if_missing(param: Any) -> bool:
         return False
     weight.grad = torch.zeros_like(weight, dtype=getattr(weight, "grad_dtype", None) or weight.dtype)
     return True
+
+
+def _divide_gradient(param: Any, divisor: int) -> None:
+    for total in (param._unsharded_param.grad, param.unsharded_accumulated_grad):
+        if total is not None:
+            local_of(total).div_(divisor)
 
 
 def _drop_gradient(param: Any) -> None:
@@ -240,9 +264,12 @@ def shard_stages(
         stages = {index: stage for index, stage in stages.items() if is_fully_sharded(stage)}
     plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
     for stage in plain.values():
+        tensors = [*stage.parameters(), *stage.buffers()]
         for name in (SHARD, REPLICATE):
             if name in place.groups:
-                copy_to_replicas((*stage.parameters(), *stage.buffers()), place.groups[name])
+                copy_to_replicas(filterfalse(is_spread, tensors), place.groups[name])
+        if EXPERT_COPIES in place.expert_groups:
+            copy_to_replicas(filter(is_spread, tensors), place.expert_groups[EXPERT_COPIES])
     sharded, refusal = {}, ""
     try:
         for index, stage in stages.items():
@@ -268,8 +295,31 @@ def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
         )
     assert place.mesh is not None
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
-    for module in (*_blocks_with_own_parameters(stage), stage):
-        fully_shard(module, mesh=mesh, mp_policy=policy or MixedPrecisionPolicy())
+    policy = policy or MixedPrecisionPolicy()
+    blocks = [*_blocks_with_own_parameters(stage)]
+    for module in [*stage.modules()]:
+        if any(map(is_spread, module.parameters(recurse=False))):
+            _wrap_experts(module, place, policy)
+    for module in (*blocks, stage):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _wrap_experts(module: nn.Module, place: Place, policy: Any) -> None:
+    """Dimension 0 of their parameters is the expert: FSDP2 splits dimension 1, which it divides evenly.
+
+    What the module gets and returns is cast by the block around it, as inside of any block.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    experts = experts_mesh(place.mesh)
+    assert experts is not None
+    fully_shard(
+        module,
+        mesh=experts[EXPERT_COPIES],
+        shard_placement_fn=lambda _: Shard(1),
+        mp_policy=replace(policy, cast_forward_inputs=False, output_dtype=None),
+    )
 
 
 def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
@@ -318,10 +368,13 @@ def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
     """
     names = names_in(mesh)
     groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
-    if SHARD not in names or not set(names) <= set(DIMENSIONS):
+    if names == (EXPERT_COPIES, EXPERT):
+        compared: tuple[str, ...] = names
+    elif SHARD in names and set(names) <= set(DIMENSIONS):
+        compared = (REPLICATE, SHARD, *({TENSOR} & set(names) if not is_taken(mesh) else ()))
+    else:
         return False
-    compared = (REPLICATE, SHARD, *({TENSOR} & set(names) if not is_taken(mesh) else ()))
-    pairs = [(_ranks(groups.get(name)), _ranks(place.groups.get(name))) for name in compared]
+    pairs = [(_ranks(groups.get(name)), _ranks(place.group(name))) for name in compared]
     return all(set(own) <= set(whole) if is_taken(mesh) else own == whole for own, whole in pairs)
 
 

@@ -9,11 +9,12 @@
 A process belongs to one process group per dimension, together with the processes that differ from it in this
 dimension alone.
 
-The experts of a layer may be spread over some of the replicas. `replicate` is then seen as two dimensions,
-in a mesh of its own (EXPERT below):
+The experts of a layer may be spread over the processes that see different data. For experts alone replicate
+x shard is then divided otherwise, in a mesh of its own (EXPERT below):
 
-    expert         different experts, copies of all other weights     different data
-    expert_copies  copies of the same experts, too                    different data
+    expert         different experts (inner dimension)                different data
+    expert_copies  copies of the same experts; with shards, a part    different data
+                   of each weight, FSDP2
 
 The last part of this file holds what the runtime asks of DTensors, the tensors that lie on such a mesh.
 """
@@ -34,7 +35,7 @@ from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 EXPERT, EXPERT_COPIES = "expert", "expert_copies"
-_EXPERTS = "_zbpp_experts"  # an attribute of a DeviceMesh: the mesh that sees `replicate` as two dimensions
+_EXPERTS = "_zbpp_experts"  # an attribute of a DeviceMesh: the mesh with the dimensions of experts
 
 
 def make_mesh(
@@ -43,8 +44,8 @@ def make_mesh(
     """A mesh over all processes of the job. Collective.
 
     Each pipeline has (number of processes) / (replicate x shard x tensor) ranks; ValueError is raised if that
-    is no whole number. expert: over how many of the replicas the experts of a layer are spread; it divides
-    `replicate`. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
+    is no whole number. expert: over how many processes the experts of a layer are spread; it divides
+    replicate x shard. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
     """
     check_expert_degree(replicate=replicate, shard=shard, tensor=tensor, expert=expert)
     if not dist.is_initialized():
@@ -57,24 +58,25 @@ def make_mesh(
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     mesh = init_device_mesh(device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS)
     if expert > 1:
-        shape, names = (num_ranks, replicate // expert, expert), (PIPELINE, EXPERT_COPIES, EXPERT)
+        shape = num_ranks, replicate * shard // expert, expert
+        names = PIPELINE, EXPERT_COPIES, EXPERT
         setattr(mesh, _EXPERTS, init_device_mesh(device_type, shape, mesh_dim_names=names))
     return mesh
 
 
 def check_expert_degree(*, replicate: int, shard: int, tensor: int, expert: int) -> None:
-    """Raises ValueError unless experts can be spread over `expert` of the replicas."""
+    """Raises ValueError unless experts can be spread over `expert` of the replicas and shards."""
     if type(expert) is not int or expert < 1:
         raise ValueError(f"expert={expert!r}: write a number of processes, 1 or more")
-    for name, degree in {"shard": shard, "tensor": tensor}.items():
-        if expert > 1 and degree > 1:
-            raise ValueError(
-                f"expert={expert} doesn't go with {name}={degree}: write {name}=1, and replicate= instead"
-            )
-    if replicate % expert:
+    if expert > 1 and tensor > 1:
         raise ValueError(
-            f"expert={expert} does not divide replicate={replicate}, whose processes share the experts: "
-            f"write replicate={-(-replicate // expert) * expert}, or another expert="
+            f"expert={expert} doesn't go with tensor={tensor}: write tensor=1, with replicate= or shard="
+        )
+    if replicate * shard % expert:
+        step = expert // math.gcd(expert, shard)
+        raise ValueError(
+            f"expert={expert} does not divide replicate={replicate} x shard={shard}, whose processes share "
+            f"the experts: write replicate={-(-replicate // step) * step}, or another expert="
         )
 
 
@@ -131,15 +133,16 @@ class Place:
 
     def size(self, name: str) -> int:
         """How many processes the group of a dimension has; `name` is any dimension but "pipeline"."""
-        group = self._group(name)
+        group = self.group(name)
         return 1 if group is None else dist.get_world_size(group)
 
     def coordinate(self, name: str) -> int:
         """This process's number in the group of a dimension; `name` is any dimension but "pipeline"."""
-        group = self._group(name)
+        group = self.group(name)
         return 0 if group is None else dist.get_rank(group)
 
-    def _group(self, name: str) -> dist.ProcessGroup | None:
+    def group(self, name: str) -> dist.ProcessGroup | None:
+        """The group of a dimension; None for one process. `name` is any dimension but "pipeline"."""
         return self.groups.get(name) or self.expert_groups.get(name)
 
     def mesh_groups(self) -> list[dist.ProcessGroup]:
@@ -174,9 +177,9 @@ class Place:
 
     def sum_over_parts(self, values: torch.Tensor) -> None:
         """Sum the values, in place, over the processes that hold parts of the same parameters. Collective."""
-        for name in (TENSOR, EXPERT, SHARD):
-            if (group := self._group(name)) is not None:
-                dist.all_reduce(values, group=group)
+        for name in self._dimensions_of_parts:
+            if name in self.groups:
+                dist.all_reduce(values, group=self.groups[name])
 
     def sum_over_data(self, values: torch.Tensor) -> None:
         """Sum the values, in place, over the processes that see different data. Collective."""
@@ -191,8 +194,13 @@ class Place:
         first process alone counts them.
         """
         placements = dimensions_of(tensor)
-        not_split = [name for name in (TENSOR, EXPERT, SHARD) if not is_split(placements.get(name))]
-        return all(self.coordinate(name) == 0 for name in not_split)
+        names = (EXPERT_COPIES, EXPERT) if EXPERT in placements else self._dimensions_of_parts
+        return all(self.coordinate(name) == 0 for name in names if not is_split(placements.get(name)))
+
+    @property
+    def _dimensions_of_parts(self) -> tuple[str, ...]:
+        """Over their processes parts are added up. Replicas have different parts of spread experts only."""
+        return (TENSOR, SHARD, REPLICATE) if self.expert_groups else (TENSOR, SHARD)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every process of the mesh, on every process. Collective.
@@ -260,13 +268,14 @@ def is_split(placement: Any) -> bool:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is split over the mesh's dimension "shard", by FSDP2."""
-    return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(SHARD))
+    """Whether FSDP2 has split the tensor: over the dimension "shard", experts over "expert_copies"."""
+    placements = dimensions_of(tensor)
+    return any(is_split(placements.get(name)) for name in (SHARD, EXPERT_COPIES))
 
 
 def is_spread(tensor: torch.Tensor) -> bool:
     """Whether the tensor holds the experts of this process, which has others in the dimension "expert"."""
-    return hasattr(tensor, "device_mesh") and is_split(dimensions_of(tensor).get(EXPERT))
+    return is_split(dimensions_of(tensor).get(EXPERT))
 
 
 def is_fully_sharded(module: object) -> bool:

@@ -76,8 +76,8 @@ class Reductions(Extra):
         )
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
-        self._copies: dist.ProcessGroup | None = None  # of this process's experts
-        if EXPERT_COPIES in place.expert_groups:
+        self._copies: dist.ProcessGroup | None = None  # of this process's experts, unless FSDP2 has them
+        if EXPERT_COPIES in place.expert_groups and not self._sharded:
             self._copies = group_like(place.expert_groups[EXPERT_COPIES], rank.timeout)
             self._groups.append(self._copies)
         self._last: list[Reducer] = []  # they start when all stages and all ties are reduced
