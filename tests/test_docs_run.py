@@ -53,9 +53,11 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
     (own_loop,) = (each for each in commands if each.startswith("torchrun"))
     for command in runs:
         run_command(command.replace("steps=4", "steps=2 precision=float64 evaluate_every=0"), tmp_path)
-    folders = [tmp_path / "runs" / name for name in ("replicas", "shards", "tensor")]
+    names = ("replicas", "shards", "tensor", "experts", "sharded_experts")
+    folders = [tmp_path / "runs" / name for name in names]
     losses = [json.loads((each / "summary.json").read_text())["loss"] for each in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)  # both see twice the rows that the third sees
+    assert losses[3] == pytest.approx(losses[4], rel=1e-12)
     printed = run_command(own_loop, tmp_path).splitlines()
     rows = [line.split() for line in printed]
     assert {row[0] for row in rows if len(row) == 3 and row[1] == "20"} == {"0", "1"}

@@ -6,11 +6,20 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helpers.processes import run_ranks
 from helpers.tensors import drawn
 from helpers.toy_lm import VOCAB, batch, rows_of
-from zbpp import Pipeline, auxiliary_losses, backward_input, check_replicas, clip_grad_norm_, make_mesh
+from zbpp import (
+    OverlapExchange,
+    Pipeline,
+    auxiliary_losses,
+    backward_input,
+    check_replicas,
+    clip_grad_norm_,
+    make_mesh,
+)
 from zbpp.autograd.models.exchange import Exchange, through_experts
 from zbpp.autograd.models.grouped_linear import grouped_linear
 from zbpp.autograd.models.sharded import local_part
@@ -52,11 +61,12 @@ def whole_of(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def in_mesh(rank, degrees, schedules, model_options=(), **options):
+def in_mesh(rank, degrees, schedules, *, model_options=(), overlap=False, **options):
     """Per schedule what `alone` returns, as this process has it; and facts."""
     found = {}
     for schedule in schedules:
         model, mesh = Mixture(**dict(model_options)), make_mesh(**degrees)
+        options["extras"] = [OverlapExchange()] if overlap else []
         with Pipeline(model, schedule, num_microbatches=M, mesh=mesh, **options) as pipeline:
             losses = []
             for step in range(2):
@@ -126,6 +136,32 @@ def test_shards_that_free_their_weights_after_each_microbatch_share_the_experts(
     everyone = run_ranks(function, 4, degrees, ("1f1b", "zb_h1"))
     check_against_one_process(everyone, 2, **balanced)
     check_equal_bits(everyone)
+
+
+def test_shards_that_compute_in_16_bits_compute_experts_so():
+    """Each token goes to all experts: else rounding would send some to others."""
+    every = {"experts_per_token": EXPERTS}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float64)
+    function = partial(in_mesh, model_options=every, mp_policy=policy)
+    everyone = run_ranks(function, 4, {"shard": 2, "expert": 2}, ("zb_h1",))
+    _, expected, norm = alone(2 * M, **every)
+    for found in everyone:
+        _, grads, mine, *_ = found["zb_h1"]
+        assert norm != mine == pytest.approx(norm, rel=0.01)
+        for name, grad in grads.items():
+            assert grad.dtype == torch.float64
+            scale = expected[name].abs().max().item()
+            torch.testing.assert_close(grad, expected[name], rtol=0, atol=0.05 * scale, msg=name)
+
+
+@pytest.mark.parametrize("others", ["replicate", "shard"])
+def test_weight_gradients_in_the_exchanges_change_no_bit(others):
+    degrees, schedules = {others: 2, "expert": 2}, ("zb_h2",)
+    without, overlapped = (
+        run_ranks(partial(in_mesh, overlap=overlap), 4, degrees, schedules) for overlap in (False, True)
+    )
+    for some, others in zip(without, overlapped, strict=True):
+        check_equal_bits([{"without": some["zb_h2"], "overlapped": others["zb_h2"]}])
 
 
 @pytest.mark.slow  # 8 processes

@@ -3,7 +3,8 @@
 A module with an `Exchange` (zbpp/autograd/models/exchange.py) holds stacked experts: the first dimension of
 each of its own parameters is the expert. Of n processes each gets the n-th part of them, in order, as a
 DTensor with Shard(0) on the mesh's dimension "expert". So a norm, a checkpoint and an optimizer see the
-parameter whole, as they do under tensor parallelism. All other parameters are copies.
+parameter whole, as they do under tensor parallelism. With shards, FSDP2 then takes the part as it takes all
+other parameters (fully_shard.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Extra, OwnRank
 from zbpp.runtime.parallel.groups import close_groups, group_like
-from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread
+from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
 
 
 def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
@@ -95,8 +96,16 @@ def _refusal(holders: Iterable[nn.Module], num: int) -> str:
                     f"expert={num} does not divide the {len(parameter)} experts of {type(holder).__name__}: "
                     f"write an expert= that divides {len(parameter)}"
                 )
-            if hasattr(parameter, "device_mesh") and not is_spread(parameter):
-                return f"{type(holder).__name__}.{name} is split over another dimension: write expert=1"
+            mesh = getattr(parameter, "device_mesh", None)
+            if mesh is not None and not is_spread(parameter):
+                return (
+                    f"{type(holder).__name__}.{name} is split over another dimension: write expert=1, or let "
+                    "the Pipeline shard the plain stage"
+                )
+            if mesh is not None and mesh.size(names_in(mesh).index(EXPERT)) != num:
+                return (
+                    f"expert={num}, but {type(holder).__name__}.{name} is spread over another number already"
+                )
     return ""
 
 
