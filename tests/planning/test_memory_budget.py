@@ -50,9 +50,7 @@ def test_what_an_action_needs_for_itself_counts_at_the_peak():
 
 
 def test_offloaded_weights_take_two_buffers_of_the_largest_block():
-    stages = [
-        weights_on_host(StageBytes(weights=20), parameters=20, block=each, num_blocks=2) for each in (10, 8)
-    ]
+    stages = [weights_on_host(StageBytes(weights=20), parameters=20, block=each) for each in (10, 8)]
     (rank,) = predict_memory(plan("interleaved_zb", 1, 2, stages_per_rank=2), stages)
     assert (rank.levels[0].sum(), rank.host) == (20, 40)
 

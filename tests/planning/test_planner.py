@@ -1,13 +1,8 @@
 """plan(): which options reach a generator, and what is refused with which words."""
 
-import math
-import tracemalloc
-
 import pytest
-from torch.distributed.pipelining.schedules import get_schedule_class
 
-from zbpp.benchmark.torch_runner import SCHEDULES as THEIRS
-from zbpp.planning import SCHEDULES, canonical_name, plan
+from zbpp.planning import SCHEDULES, plan
 from zbpp.schedule import Costs, PlanError, simulate
 
 
@@ -48,21 +43,9 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
     [
         ({"num_ranks": 0}, "num_ranks=0: write a whole number, 1 or more"),
         ({"num_microbatches": -3}, "num_microbatches=-3: write a whole number, 1 or more"),
-        ({"costs": None}, "costs=None: write Costs(f=..., b=..., w=...)"),
-        ({"memory_limit": -1}, "memory_limit=-1: write a number, 0 or more, in the unit of costs.saved, or"),
-        (
-            {"memory_limit": math.inf},
-            "memory_limit=inf: write a number, 0 or more, in the unit of costs.saved",
-        ),
-        ({"memory_limit": math.nan}, "memory_limit=nan: write a number, 0 or more"),
         ({"memory_limit": [8, 8, 8]}, "memory_limit has 3 numbers for 2 ranks"),
         ({"placement": "loop"}, "placement='loop': write one or looped or v"),
         ({"stages_per_rank": 0}, "stages_per_rank=0: write a whole number, 1 or more"),
-        ({"objective": "speed"}, "objective='speed': write makespan or span"),
-        ({"search": "no"}, "search='no': write True or False"),
-        ({"time_limit": -1}, "time_limit=-1: write seconds, 0 or more"),
-        ({"seed": 1.5}, "seed=1.5: write a whole number"),
-        ({"progress": "bar"}, "progress='bar': write a function, or None"),
         (
             {"placement": "v", "stages_per_rank": 3},
             "placement='v' and stages_per_rank=3 contradict each other: stages_per_rank must be 2, or left "
@@ -85,32 +68,8 @@ def test_an_argument_that_will_not_do_is_refused_with_what_to_write(options, mes
 
 
 @pytest.mark.parametrize(
-    ("ranks", "microbatches", "stages"),
-    [(8, 10**9, 1), (10**9, 8, 1), (8, 8, 10**9)],
-)
-@pytest.mark.parametrize("name", ["looped_bfs", "zb_auto"])
-def test_a_plan_that_cannot_fit_is_refused_before_it_is_allocated(name, ranks, microbatches, stages):
-    tracemalloc.start()
-    try:
-        with pytest.raises(PlanError, match="more than 8 GiB to plan: write"):
-            plan(name, ranks, microbatches, placement="looped", stages_per_rank=stages + 1)
-        assert tracemalloc.get_traced_memory()[1] < 10**6
-    finally:
-        tracemalloc.stop()
-
-
-def test_torchs_names_are_known_as_torch_spells_them():
-    """With and without its "Schedule", as its own get_schedule_class takes them: in any case."""
-    for ours, theirs in THEIRS.items():
-        short = theirs.removeprefix("Schedule")
-        for name in (theirs, short, short.lower(), short.upper()):
-            assert get_schedule_class(name.removeprefix("Schedule")).__name__ == theirs
-            assert canonical_name(name) == ours
-            assert plan(name, 2, 4) == plan(ours, 2, 4)
-
-
-@pytest.mark.parametrize(
-    ("name", "meant"), [("zb_h3", "zb_h2"), ("ZBVZeroBuble", "zb_v"), ("interleaved", "interleaved_zb")]
+    ("name", "meant"),
+    [("zb_h3", "zb_h2"), ("ZB-H1", "zb_h1"), ("zbv", "zb_v"), ("interleaved", "interleaved_zb")],
 )
 def test_a_name_that_is_nearly_right_gets_a_suggestion(name, meant):
     with pytest.raises(PlanError, match=rf"unknown schedule '{name}'; known: .*; did you mean {meant}\?"):

@@ -13,7 +13,7 @@ import pytest
 
 from helpers.pages import ROOT
 from zbpp.commands.plan import main
-from zbpp.planning import SCHEDULES, RankCosts, canonical_name, plan
+from zbpp.planning import SCHEDULES, RankCosts, plan
 from zbpp.render import render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
 
@@ -86,7 +86,8 @@ LONG_B = ["--f", "10", "--b", "16", "--w", "8", "--comm", "2"]
 
 def test_choose_opens_with_one_command_where_a_family_is_best(output):
     title, command, blank, *_ = output(*CHOOSE, "--memory-limit", 4, "--time-limit", 0.2).splitlines()
-    assert (title, blank) == ("to train with the best plan, zb_v:", "")
+    assert title.startswith("the best plan is zb_v. To train with it (add your model=, data=")
+    assert blank == ""
     assert command == "  zbpp train -n 4 schedule=zb_v num_microbatches=8"
 
 
@@ -94,7 +95,7 @@ def test_the_two_commands_for_a_searched_plan_make_a_plan_that_is_as_good(output
     """The second one's file is what the first one writes."""
     text = output(*CHOOSE, *LONG_B, "--memory-limit", 5, "--time-limit", 3)
     title, first, second, *_ = text.splitlines()
-    assert re.fullmatch(r"to train with the best plan, zb_auto --placement \w+:", title)
+    assert re.match(r"the best plan is zb_auto --placement \w+\.", title)
     zbpp, command, *arguments, redirect, path = shlex.split(first)
     assert (zbpp, command, redirect, path) == ("zbpp", "plan", ">", "plan.txt")
     assert second == "  zbpp train -n 4 schedule.timetable=plan.txt num_microbatches=8"
@@ -120,12 +121,6 @@ def test_every_row_of_choose_can_be_typed(output):
         assert name.startswith("zb_auto") or float(said) == float(makespan)
 
 
-@pytest.mark.parametrize("given", ["1F1B", "ZB-H1", "ZBVZeroBubble", "Interleaved1F1B"])
-def test_names_are_typed_in_any_case_and_in_torchs_spelling(output, given):
-    assert Timetable.parse(output(given, "-n", 2, "--text")) == plan(given, 2, 8)
-    assert output(given, "gpipe").splitlines()[1].split()[0] == canonical_name(given)
-
-
 def test_a_memory_limit_has_the_unit_of_the_costs(output, capsys, tmp_path):
     costs = {"saved": 2**30, "deferred": 2**29, "memory_unit": "bytes"}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
@@ -149,8 +144,8 @@ def test_the_output_says_where_the_costs_were_measured(output, tmp_path):
     assert f"makespan {expected.makespan:g} ms" in text
 
 
-def test_a_search_takes_placement_and_objective(output):
-    options = {"placement": "v", "objective": "span", "time_limit": 5.0}
+def test_a_search_takes_placement_and_time(output):
+    options = {"placement": "v", "time_limit": 5.0}
     flags = [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", value)]
     assert Timetable.parse(output("zb_auto", *flags, "--text")) == plan("zb_auto", 4, 8, **options)
 
@@ -196,6 +191,7 @@ FILES = {
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ("zbh1", f"unknown schedule 'zbh1'; known: {', '.join(SCHEDULES)}; did you mean zb_h1?"),
         ("zb_h3", f"unknown schedule 'zb_h3'; known: {', '.join(SCHEDULES)}; did you mean zb_h2?"),
         ("zb_h2 --ranks 8", "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 15"),
         ("zb_h1 --ranks 0", "num_ranks=0: write a whole number, 1 or more"),
@@ -203,7 +199,7 @@ FILES = {
         ("zb_h1 --f 1,2,3", "Costs: f has 3 numbers for 4 stages"),
         ("zb_h1 --f -1", "Costs(f=-1.0"),
         ("1f1b zb_h1 --text", "--text and --csv show one schedule"),
-        ("--timetable missing.txt", "[Errno 2] No such file or directory: 'missing.txt'"),
+        ("--timetable missing.txt", "missing.txt: No such file or directory"),
         ("--timetable bad.txt", "bad.txt: line 1, word 2: '0G0' is no action"),
         ("--timetable bad.csv", "bad.csv: line 1, cell 2: '0G0' is no"),
         ("--timetable stuck.txt", "stuck.txt: the timetable cannot proceed: rank 0 waits in 0W0"),
@@ -212,10 +208,8 @@ FILES = {
         ("1f1b --costs nowhere.json", "--costs nowhere.json: there is no such file; zbpp measure writes one"),
         ("1f1b --costs two.json", "--costs two.json: b has 2 numbers, one per stage, which can't be divided"),
         ("--choose --memory-limit 0.5", "memory_limit 0.5 on rank 0 can't hold one microbatch"),
-        ("--choose --ranks 1000000000", "num_ranks=1,000,000,000, num_microbatches=8: so many"),
-        ("--choose --time-limit inf", "time_limit=inf: write seconds, 0 or more"),
         ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
-        ("zb_h1 --html no/such/folder.html", "[Errno 2] No such file or directory"),
+        ("zb_h1 --html no/such/folder.html", "no/such/folder.html: No such file or directory"),
     ],
 )
 def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arguments, message):
@@ -236,6 +230,7 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arg
         ("zb_h1 --f fast", "argument --f: 'fast' is neither a number nor a comma list of numbers"),
         ("zb_h1 --picture a.jpeg", "argument --picture: 'a.jpeg' must end in .png, .pdf or .svg"),
         ("zb_h1 --colour", "unrecognized arguments: --colour"),
+        ("zb_h1 --rank 4", "unrecognized arguments: --rank 4"),
         ("zb_h1 --model llama_1b", "--model doesn't go with SCHEDULE; it goes with --cluster"),
         ("--choose --placement v", "--placement doesn't go with --choose; it goes with SCHEDULE"),
         ("--choose --text", "--text doesn't go with --choose; it goes with SCHEDULE and with --timetable"),

@@ -24,7 +24,9 @@ _PICTURES = (".png", ".pdf", ".svg")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `zbpp compare`; the exit status."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="zbpp compare", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog="zbpp compare", description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
     parser.add_argument(
         "--picture", type=Path, metavar="FILE", help="draw the losses: .png, .pdf or .svg (with matplotlib)"

@@ -25,7 +25,9 @@ _RECORDS = "flight-rank-*.json"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `zbpp hang`; the exit status."""
     layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="zbpp hang", description=__doc__, formatter_class=layout)
+    parser = argparse.ArgumentParser(
+        prog="zbpp hang", description=__doc__, formatter_class=layout, allow_abbrev=False
+    )
     parser.add_argument("folder", type=Path, help="a run's folder, or one with flight-rank-N.json files")
     folder = parser.parse_args(arguments).folder
     if not folder.is_dir():

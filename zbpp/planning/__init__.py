@@ -9,17 +9,15 @@ dependencies     what actions wait for, by kind of action
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
 memory_limit     memory limits: read, resolved per rank, checked
-options          the objectives, the tolerances, and the ranges of plan's options
-complete_stages_early   the order of last W's that ends reductions early
+options          the objectives, the tolerances, and the check of a count
 memory_budget    the bytes that each rank holds over a step, from those of its stages
 stage_bytes      the bytes of a stage, and how memory switches change them
-recompute        which stages compute their activations again, so that everything fits
 """
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, PlanningRequest, choose
 from zbpp.planning.memory_limit import read_memory_limit
-from zbpp.planning.plan import SCHEDULES, canonical_name, compare, placement_of, plan, takes_costs
+from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import About, RankCosts, about_in_words, read_costs
 
 __all__ = [
@@ -31,8 +29,8 @@ __all__ = [
     "PlanningRequest",
     "RankCosts",
     "about_in_words",
-    "canonical_name",
     "certificate",
+    "check_name",
     "choose",
     "compare",
     "lower_bound",

@@ -10,23 +10,14 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from zbpp.planning.bounds import Bound, bound_of
-from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, fits, limits_per_rank
-from zbpp.planning.options import (
-    BYTES_PER_SEARCHED_ACTION,
-    EQUAL,
-    MAKESPAN,
-    check_range,
-    check_size,
-    objective_value,
-)
+from zbpp.planning.options import EQUAL, check_count
 from zbpp.planning.placement import place_stages
 from zbpp.planning.plan import placement_of, plan, takes_costs
 from zbpp.planning.problem import Problem
-from zbpp.planning.rank_costs import RankCosts, check_rank_costs
+from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.local_search import LocalSearch
-from zbpp.planning.search.paper_planner import memory_of_1f1b
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.simulate import simulate
@@ -55,21 +46,12 @@ class PlanningRequest:
     num_microbatches: int
     costs: RankCosts = field(default_factory=RankCosts)
     memory_limit: MemoryLimit = None
-    objective: str = MAKESPAN
     time_limit: float = 10.0
     seed: int = 0
 
     def __post_init__(self) -> None:
-        check_rank_costs(self.costs)
-        check_range("memory_limit", self.memory_limit)
-        check_range("time_limit", self.time_limit)
-        check_size(self.num_ranks, self.num_microbatches, 1, BYTES_PER_SEARCHED_ACTION)
+        check_count("num_ranks", self.num_ranks)
         self.problem("one")  # refuses what can't be planned
-
-    @property
-    def memory_of_1f1b(self) -> float:
-        """num_ranks times the activations of the largest stage (printed as 1.00p)."""
-        return memory_of_1f1b(self.costs_for(self.num_ranks), self.num_ranks)
 
     @property
     def static(self) -> float:
@@ -97,16 +79,15 @@ class PlanningRequest:
 
     def _problem(self, rank_of: tuple[int, ...], limit: MemoryLimit) -> Problem:
         costs = self.costs_for(len(rank_of))
-        return Problem(rank_of, self.num_microbatches, costs, limit, self.objective)
+        return Problem(rank_of, self.num_microbatches, costs, limit)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and the name under which `plan` makes it. value: its makespan or largest span (ms)."""
+    """A plan, and the name under which `plan` makes it."""
 
     name: str
     timeline: Timeline
-    value: float
 
     @property
     def placement(self) -> str:
@@ -120,8 +101,7 @@ class Candidate:
     @property
     def depends_on_costs(self) -> bool:
         """Whether the name alone is not enough for `plan` to make this timetable."""
-        own = self.timeline.timetable
-        return takes_costs(self.name) or own != plan(self.name, own.num_ranks, own.num_microbatches)
+        return takes_costs(self.name)
 
 
 @dataclass(frozen=True)
@@ -133,7 +113,7 @@ class Choice:
 
     @property
     def gap(self) -> float:
-        return self.bound.gap(self.candidate.value)
+        return self.bound.gap(self.candidate.timeline.makespan)
 
     @property
     def proved_optimal(self) -> bool:
@@ -196,8 +176,7 @@ def _planned(request: PlanningRequest, name: str) -> Timetable:
 
 def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
     costs = request.costs_for(timetable.num_stages)
-    timeline = simulate(complete_stages_early(timetable, costs), costs)
-    return Candidate(name, timeline, objective_value(timeline, request.objective))
+    return Candidate(name, simulate(timetable, costs))
 
 
 def _watch(deadline: Deadline, placement: str, progress: Progress) -> Callable[[], None]:
@@ -221,4 +200,4 @@ def _worth(choice: Choice) -> tuple[float, bool, int]:
     """
     candidate = choice.candidate
     num_links = sum(one != other for one, other in pairwise(candidate.timeline.timetable.rank_of))
-    return float(f"{candidate.value:.9g}"), takes_costs(candidate.name), num_links
+    return float(f"{candidate.timeline.makespan:.9g}"), takes_costs(candidate.name), num_links

@@ -4,7 +4,6 @@ The function behind a name is called with num_ranks, num_microbatches and those 
 declares as keyword-only parameters. `plan` then checks the timetable against placement, stages_per_rank,
 memory_limit and the lengths of the costs' lists, whether the function knows these options or not. The options
 of a search (objective, search, time_limit, seed, progress) have no effect on a schedule that does not search.
-Where costs.reduce is not 0, `plan` orders the last W's of any schedule so that reductions end early.
 """
 
 from __future__ import annotations
@@ -14,17 +13,10 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
-from zbpp.planning.options import (
-    BYTES_PER_ACTION,
-    BYTES_PER_SEARCHED_ACTION,
-    MAKESPAN,
-    check_range,
-    check_size,
-)
+from zbpp.planning.options import MAKESPAN, check_count
 from zbpp.planning.placement import has_placement, place_stages, placement_name
-from zbpp.planning.rank_costs import RankCosts, check_rank_costs
+from zbpp.planning.rank_costs import RankCosts
 from zbpp.planning.search import zb_1p, zb_2p, zb_auto
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.families import FAMILIES
@@ -39,34 +31,18 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
     "zb_auto": zb_auto,
 }
 
-# Names in torch.distributed.pipelining that `_letters` does not map to ours.
-_NAMES_IN_TORCH = {"ZBVZeroBubble": "zb_v", "InterleavedZeroBubble": "interleaved_zb"}
 
-
-def canonical_name(name: str) -> str:
-    """The name in `SCHEDULES` that is meant, in any case and in torch's spelling.
-
-    `1F1B`, `ZB-H1`, `zbh1`, `ZBVZeroBubble`, `ScheduleInterleaved1F1B`: case, punctuation and torch's
-    "Schedule" make no difference. Raises PlanError with what may be meant.
-    """
-    spellings = {_letters(known): known for known in SCHEDULES}
-    spellings |= {_letters(theirs): ours for theirs, ours in _NAMES_IN_TORCH.items()}
-    wanted = _letters(name) if isinstance(name, str) else ""
-    if wanted not in spellings:
-        close = difflib.get_close_matches(wanted, spellings, n=1)
-        hint = f"; did you mean {spellings[close[0]]}?" if close else ""
+def check_name(name: str) -> None:
+    """Raises PlanError, with the name that may be meant, for a name that is not in `SCHEDULES`."""
+    if name not in SCHEDULES:
+        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
         raise PlanError(f"unknown schedule {shown(name)}; known: {', '.join(SCHEDULES)}{hint}")
-    return spellings[wanted]
 
 
 def takes_costs(name: str) -> bool:
-    """Whether the schedule's plan depends on the costs, but for the order of last W's that reduce decides."""
-    return "costs" in inspect.signature(SCHEDULES[canonical_name(name)]).parameters
-
-
-def _letters(name: str) -> str:
-    """Letters and digits alone, in lower case, without torch's "Schedule" before them."""
-    return "".join(filter(str.isalnum, name.lower())).removeprefix("schedule")
+    """Whether the schedule's plan depends on the costs."""
+    return "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def plan(
@@ -84,7 +60,7 @@ def plan(
     seed: int = 0,
     progress: Callable[[float, float, float], None] | None = None,
 ) -> Timetable:
-    """The timetable of a schedule in `SCHEDULES`, whose name may be spelled as `canonical_name` allows.
+    """The timetable of a schedule in `SCHEDULES`.
 
     memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
     None: no limit.
@@ -97,35 +73,27 @@ def plan(
     progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
     about ten times a second, and at the end with a share of 1. An exception in it ends the search.
 
-    Raises PlanError for an unknown name, an argument out of range (infinity and NaN among them), more
-    actions than can be planned in about 8 GiB, lists of another length than there are stages or ranks, a
-    placement or stages_per_rank that the schedule doesn't have, a number of microbatches that it can't run,
-    and a memory limit that is too low (the message says what is needed, per rank).
+    Raises PlanError for an unknown name, counts below 1, lists of another length than there are stages or
+    ranks, a placement or stages_per_rank that the schedule doesn't have, a number of microbatches that it
+    can't run, and a memory limit that is too low (the message says what is needed, per rank).
     """
-    name = canonical_name(name)
+    check_name(name)
+    check_count("num_ranks", num_ranks)
+    check_count("num_microbatches", num_microbatches)
+    if stages_per_rank is not None:
+        check_count("stages_per_rank", stages_per_rank)
+    if placement is not None:
+        place_stages(num_ranks, placement, stages_per_rank)  # refuses a contradiction, whatever the schedule
+    limits = limits_per_rank(memory_limit, num_ranks)
     shape = {"placement": placement, "stages_per_rank": stages_per_rank}
     searching = {"objective": objective, "search": search, "time_limit": time_limit, "seed": seed}
     options = {"costs": costs, "memory_limit": memory_limit, **shape, **searching, "progress": progress}
-    _check_options(name, num_ranks, num_microbatches, options)
-    limits = limits_per_rank(memory_limit, num_ranks)
-
     timetable = _generated(name, num_ranks, num_microbatches, options)
     _check_placement(name, timetable, placement, stages_per_rank)
-    timetable = complete_stages_early(timetable, costs)  # refuses lists of another length
+    costs.per_stage(timetable.num_stages)  # refuses lists of another length
     if memory_limit is not None:
         check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable
-
-
-def _check_options(name: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> None:
-    """Refuse options that no schedule has, before any work starts."""
-    for option, value in options.items():
-        check_range(option, value)
-    placement, stages_per_rank = options["placement"], options["stages_per_rank"]
-    bytes_per_action = BYTES_PER_SEARCHED_ACTION if takes_costs(name) else BYTES_PER_ACTION
-    check_size(num_ranks, num_microbatches, stages_per_rank or 1, bytes_per_action)
-    if placement is not None and stages_per_rank is not None:
-        place_stages(num_ranks, placement, stages_per_rank)  # refuses a contradiction, whatever the schedule
 
 
 def _generated(name: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> Timetable:
@@ -164,11 +132,10 @@ def compare(
 
     costs: for one rank's share of the model, so that all schedules run the same model.
     options: as `plan` takes them, for each schedule.
-    The keys are the names in `SCHEDULES`. Raises PlanError for an unknown name.
+    Raises PlanError for an unknown name.
     """
 
     costs = RankCosts() if costs is None else costs
-    check_rank_costs(costs)
 
     def outcome(name: str, num_stages: int) -> Timeline | PlanError:
         try:
@@ -179,7 +146,7 @@ def compare(
             return error
 
     shape = {key: options.get(key) for key in ("placement", "stages_per_rank")}
-    per_rank = {name: stages_per_rank(name, **shape) for name in map(canonical_name, names)}
+    per_rank = {name: stages_per_rank(name, **shape) for name in names}
     return {name: outcome(name, num_ranks * number) for name, number in per_rank.items()}
 
 

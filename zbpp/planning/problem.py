@@ -24,16 +24,7 @@ from zbpp.planning.memory_limit import (
     fits,
     limits_per_rank,
 )
-from zbpp.planning.options import (
-    BYTES_PER_SEARCHED_ACTION,
-    MAKESPAN,
-    ROUNDING,
-    SPAN,
-    check_count,
-    check_range,
-    check_size,
-    objective_value,
-)
+from zbpp.planning.options import MAKESPAN, OBJECTIVES, ROUNDING, SPAN, check_count, objective_value
 from zbpp.planning.placement import place_stages, placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
@@ -64,7 +55,8 @@ class Problem:
 
     def __post_init__(self) -> None:
         check_count("num_microbatches", self.num_microbatches)
-        check_range("objective", self.objective)
+        if self.objective not in OBJECTIVES:
+            raise PlanError(f"objective={self.objective!r}: write {' or '.join(OBJECTIVES)}")
         ranks = set(self.rank_of)
         if not ranks or ranks != set(range(len(ranks))):
             raise PlanError(f"rank_of={self.rank_of}: write a rank per stage, 0..p-1 without a gap")
@@ -84,10 +76,9 @@ class Problem:
     ) -> Problem:
         """The problem with a placement that is given by name; None: "one".
 
-        Raises PlanError, too, if placement and stages_per_rank contradict each other, and for more actions
-        than a search can hold in memory.
+        Raises PlanError, too, if placement and stages_per_rank contradict each other.
         """
-        check_size(num_ranks, num_microbatches, stages_per_rank or 1, BYTES_PER_SEARCHED_ACTION)
+        check_count("num_ranks", num_ranks)
         rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
         return cls(rank_of, num_microbatches, costs, memory_limit, objective)
 
@@ -216,18 +207,15 @@ class Problem:
         return objective_value(timeline, self.objective)
 
     def value_of_plan(self, plan: Plan) -> float:
-        """The objective of a plan (ms); infinity if it can't run, or needs more memory than allowed.
+        """What the search counts of a plan (ms); infinity if it can't run, or needs more memory than allowed.
 
-        Where `offsets_are_exact` is False it is what a search counts, which is no more than the objective.
+        Reductions do not count, see `offsets`.
         """
         try:
             timeline = simulate(self.timetable_of(plan), self.costs)
         except PlanError:
             return math.inf
-        value = self.value_of(timeline)
-        if self.offsets_are_exact or value == math.inf:
-            return value
-        return max(float(ends[-1]) - offset for ends, offset in zip(timeline.ends, self.offsets, strict=True))
+        return self.value_of(replace(timeline, reductions=()))
 
     @cached_property
     def fill(self) -> list[float]:
@@ -245,20 +233,15 @@ class Problem:
     def offsets(self) -> list[float]:
         """Per rank, what is subtracted from its last end: the largest difference is what a search minimises.
 
-        The span of a rank that starts later than `fill` is overestimated; see there. For the makespan the
-        offset is minus the rank's shortest reduction. With one stage per rank the largest difference is the
-        makespan. With more it is no more than the makespan: the order of a rank's reductions does not count.
+        The span of a rank that starts later than `fill` is overestimated; see there. Reductions do not count:
+        they come after all actions of a stage.
         """
-        if self.objective == SPAN:
-            return self.fill
-        reduce = self.stage_costs.reduce
-        return [-min(reduce[stage] for stage in stages) for stages in self.stages_of]
+        return self.fill if self.objective == SPAN else [0.0] * self.num_ranks
 
     @property
-    def offsets_are_exact(self) -> bool:
-        """Whether the largest difference is the objective, see `offsets`."""
-        reduces = any(self.stage_costs.reduce) and self.objective == MAKESPAN
-        return self.num_stages == self.num_ranks or not reduces
+    def last_reduction(self) -> float:
+        """How much longer (ms) than its actions a step takes at least, by its makespan."""
+        return min(self.stage_costs.reduce) if self.objective == MAKESPAN else 0.0
 
     @cached_property
     def tolerance(self) -> float:

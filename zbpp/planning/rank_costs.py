@@ -43,14 +43,6 @@ class RankCosts(CostNumbers):
         return (CostsInBytes if self.memory_unit == BYTES else Costs)(**fitted)
 
 
-def check_rank_costs(costs: object) -> None:
-    """Raises PlanError for anything else than `RankCosts`: `Costs` fit one number of stages only."""
-    if not isinstance(costs, RankCosts):
-        raise PlanError(
-            f"costs={shown(costs)}: write RankCosts(f=..., b=..., w=...), for one rank's share of the model"
-        )
-
-
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:
     if isinstance(value, int | float):
         return value if is_message else value * num_ranks / num_stages

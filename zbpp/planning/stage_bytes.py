@@ -20,9 +20,8 @@ class StageBytes(MicrobatchBytes):
         next step's gate.
     releases: whether the stage releases its gradients: behind its last W, or if `reduced` is given, at the
         end of the step.
-    block: with offloaded weights, the bytes of the largest of `num_blocks` blocks. A rank has two device
-        buffers of the size of its largest block.
-    on_host: the bytes of offloaded weights. host: all bytes in host memory, held all the time.
+    block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size
+        of its largest block. host: the bytes in host memory, held all the time.
     """
 
     weights: float
@@ -36,8 +35,6 @@ class StageBytes(MicrobatchBytes):
     copies: float = 0.0
     releases: bool = False
     block: float = 0.0
-    num_blocks: int = 0
-    on_host: float = 0.0
     host: float = 0.0
 
     @property
@@ -67,7 +64,7 @@ def sharded(
     )
 
 
-def weights_on_host(stage: StageBytes, *, parameters: float, block: float, num_blocks: int) -> StageBytes:
+def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> StageBytes:
     """The stage with weights, gradients and optimizer states in host memory.
 
     parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. During a W the
@@ -82,8 +79,6 @@ def weights_on_host(stage: StageBytes, *, parameters: float, block: float, num_b
         optimizer=0.0,
         update=0.0,
         block=block,
-        num_blocks=num_blocks,
-        on_host=parameters,
         host=moved,
         rises=(f, b, w + block, whole + block),
     )

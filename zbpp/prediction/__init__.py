@@ -4,5 +4,4 @@ predictor        each rank's memory over a step; the stages that recompute (memo
 switches         how much each memory switch saves, what it costs, and which switches make a run fit
 stage_memory     measures the bytes of each stage, on fake tensors if possible
 measured_stages  the measured bytes, and how memory switches change them
-step_time        the simulated time of a step, with the switches that are on
 """

@@ -23,7 +23,6 @@ class WeightBytes(NamedTuple):
 
     all: float
     block: float
-    num_blocks: int
     trained: float
     changes_gradients: bool = False
 
@@ -72,9 +71,7 @@ class MeasuredStages(NamedTuple):
 
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
     if config.memory.offload_weights:
-        stage = weights_on_host(
-            stage, parameters=weights.all, block=weights.block, num_blocks=weights.num_blocks
-        )
+        stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
     if config.memory.gradient_release == "step":
         parallel = config.parallel
         stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)

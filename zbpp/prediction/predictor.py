@@ -7,26 +7,26 @@ rank holds over a step.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from zbpp.config import ConfigError, TrainConfig, naming
 from zbpp.planning.memory_budget import RankMemory
-from zbpp.planning.recompute import LimitTooLow, Stages, cheapest_recompute, with_recompute
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
 from zbpp.run.plan import costs_of, planned
 from zbpp.run.stages import pipeline_ranks
 from zbpp.runtime import ActivationOffload
-from zbpp.schedule import Timetable, simulate
-from zbpp.schedule.costs import BYTES
+from zbpp.schedule import Op, Timetable
 from zbpp.schedule.offload import RankOffload
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "predict"]
 
 _GIB = 2**30
+Stages = frozenset[int]
 
 
 class Prediction(NamedTuple):
@@ -104,32 +104,38 @@ def predict(config: TrainConfig) -> Prediction:
 def choose_recompute(
     config: TrainConfig, timetable: Timetable, plain: MeasuredStages, recomputed: MeasuredStages
 ) -> Stages:
-    """The stages that recompute, so that every rank stays within memory.limit and the step is the shortest.
+    """The stages that recompute, so that every rank stays within memory.limit.
 
-    The choice ignores memory.offload, which would save more. Raises ConfigError, with the least limit that
-    works, if no choice fits.
+    A rank's memory depends on its own stages alone, so each rank chooses by itself: of the sets of its stages
+    with which it fits, the one whose F's take the least time. The choice ignores memory.offload, which would
+    save more. Raises ConfigError, with the least limit that works, if no choice fits.
     """
     is_later = config.optimizer.validation == "after"
     limit = (config.memory.limit or math.inf) * _GIB
-    costs = costs_of(config.schedule, timetable)
-
-    @cache
-    def peak(rank: int, chosen: Stages) -> float:
-        mixed = plain.mixed(recomputed, chosen)
-        (found,) = mixed.predicted(timetable, is_validated_later=is_later, ranks=[rank])
-        return found.peak
-
-    def step(chosen: Stages) -> float:
-        return simulate(timetable, with_recompute(costs, chosen, timetable.num_stages)).makespan
-
-    try:
-        return cheapest_recompute(timetable.rank_of, peak, step, [limit] * timetable.num_ranks, BYTES)
-    except LimitTooLow as error:
-        least = math.ceil(max(error.least) / _GIB * 1000) / 1000
+    f = costs_of(config.schedule, timetable).per_stage(timetable.num_stages).duration[Op.F]
+    chosen: set[int] = set()
+    least = 0.0  # memory that the rank needs which needs the most
+    for rank in range(timetable.num_ranks):
+        peaks: dict[Stages, float] = {}
+        for stages in _subsets(timetable.stages_of(rank)):
+            mixed = plain.mixed(recomputed, stages)
+            (found,) = mixed.predicted(timetable, is_validated_later=is_later, ranks=[rank])
+            peaks[stages] = found.peak
+        least = max(least, min(peaks.values()))
+        fitting = [stages for stages, peak in peaks.items() if peak <= limit]
+        chosen |= min(fitting, key=lambda stages: sum(f[each] for each in stages), default=set())
+    if least > limit:
+        needed = math.ceil(least / _GIB * 1000) / 1000
         raise ConfigError(
-            f"memory.recompute=auto, memory.limit={config.memory.limit:g}: {error}; write "
-            f"memory.limit={least:g} or more (zbpp memory says which other switches make it fit)"
-        ) from error
+            f"memory.recompute=auto, memory.limit={config.memory.limit:g}: no choice of stages to recompute "
+            f"fits; write memory.limit={needed:g} or more (zbpp memory says which other switches make it fit)"
+        )
+    return frozenset(chosen)
+
+
+def _subsets(stages: Sequence[int]) -> Iterator[Stages]:
+    for size in range(len(stages) + 1):
+        yield from map(frozenset, combinations(stages, size))
 
 
 def _with_recompute(config: TrainConfig, what: str) -> TrainConfig:

@@ -183,9 +183,7 @@ class _Stages:
             **asdict(memory.bytes),
         )
         sizes = [Piece(each).nbytes for each in blocks if each]
-        weights = WeightBytes(
-            parameters, max(sizes, default=0), len(sizes), trained, changes_gradients(optimizer)
-        )
+        weights = WeightBytes(parameters, max(sizes, default=0), trained, changes_gradients(optimizer))
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))

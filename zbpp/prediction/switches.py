@@ -1,25 +1,28 @@
 """How much memory each switch of a run saves, what it costs in time, and which switches make the run fit.
 
 The saving is the difference of two predictions, without the switch and with it (predictor.py). The cost
-is the simulated time of a step with the switch (step_time.py).
+is the simulated time of a step with the switch: the times of F, B and W are those in schedule.costs; without
+schedule.costs they are equal. Recompute adds the time of F to B. Copies of activations to the host and back
+run as planned, at the speed of `host` in schedule.costs: the time of copying the tensors that F of one
+microbatch saves. Copies of offloaded weights are not counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.planning import canonical_name
 from zbpp.planning.memory_budget import excess
 from zbpp.prediction.predictor import Prediction, Predictor
-from zbpp.prediction.step_time import step_ms
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
-from zbpp.schedule import PlanError
+from zbpp.run.plan import costs_of
+from zbpp.schedule import Costs, Op, PlanError, simulate
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 _MOST_SHOWN = 5  # switches in the text
+_MANY = 6  # consecutive steps that are simulated with post-validation
 Changes = dict[str, Any]  # dotted key -> value
 
 
@@ -78,7 +81,7 @@ class Switches:
         try:
             config = changed(self._config, changes)
             prediction = self._predictor.predict(config)
-            return Row(changes, prediction, *step_ms(config, prediction))
+            return Row(changes, prediction, *_step_ms(config, prediction))
         except (ConfigError, PlanError) as error:
             return Row(changes, why=str(error))
 
@@ -90,7 +93,7 @@ class Switches:
         """The changes that turn on a switch that is off: those that save memory; last, post-validation."""
         config, memory = self._config, self._config.memory
         if config.schedule.timetable is None:
-            own = canonical_name(config.schedule.name)
+            own = config.schedule.name
             yield from ({"schedule.name": name} for name in SCHEDULES if name != own)
         if memory.recompute == "none" and config.compile == "none":
             names = ["block"] if memory.limit is None else ["block", "auto"]
@@ -108,6 +111,28 @@ class Switches:
             yield {"memory.gradient_release": "step", **unclipped}
         if config.optimizer.validation == "before":  # it costs memory, and shortens the step
             yield {"optimizer.validation": "after"}
+
+
+def _step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
+    """(the time of a step in ms, a note on what the time leaves out)."""
+    timetable, offload = prediction.timetable, prediction.offload
+    costs = costs_of(config.schedule, timetable)
+    if prediction.recomputed:
+        costs = _with_recompute(costs, prediction.recomputed, timetable.num_stages)
+    note = "copies of weights are not counted" if config.memory.offload_weights else ""
+    if config.optimizer.validation == "after":
+        many = (simulate(timetable, costs, offload, num_steps=num).makespan for num in (_MANY, _MANY // 2))
+        longer, shorter = many
+        return (longer - shorter) / (_MANY - _MANY // 2), note
+    return simulate(timetable, costs, offload).makespan, note
+
+
+def _with_recompute(costs: Costs, stages: Collection[int], num_stages: int) -> Costs:
+    """The costs when these stages recompute: the time of F is added to their B and BW."""
+    times = costs.per_stage(num_stages).duration
+    f = [time if stage in stages else 0.0 for stage, time in enumerate(times[Op.F])]
+    b, bw = ([time + more for time, more in zip(times[op], f, strict=True)] for op in (Op.B, Op.BW))
+    return replace(costs, b=b, bw=bw)
 
 
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:

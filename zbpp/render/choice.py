@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from zbpp.planning.choose import Answer, Candidate, Choice
 from zbpp.planning.memory_limit import MemoryLimit, memory_text
@@ -11,7 +11,7 @@ from zbpp.render.style import peak_text
 from zbpp.render.table import aligned, decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES
 
-_MULTIPLES = (1.0, 1.25, 1.5, 1.75, 2.0)  # of 1F1B's memory
+_MULTIPLES = (1.0, 1.25, 1.5, 2.0)  # of the memory limit
 
 
 def render_choice(answer: Answer) -> str:
@@ -21,27 +21,26 @@ def render_choice(answer: Answer) -> str:
 
 
 def _question(answer: Answer) -> str:
-    request = answer.request
+    request, unit = answer.request, answer.request.costs.memory_unit
     limit = request.memory_limit
     most = "no memory limit" if limit is None else f"at most {_limit_text(answer, limit)} per rank"
-    unit = request.costs.memory_unit
-    static = f"; weights, gradients and states count, too: up to {memory_text(request.static, unit)}"
+    held = "activations of its share of the model for one microbatch"
+    if unit == BYTES:
+        static = memory_text(request.static, unit)
+        held = f"weights, gradients and optimizer states (up to {static}), and activations"
     return (
-        f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, best "
-        f"{request.objective} first.\n"
-        f"1.00p is 1F1B's memory, {memory_text(request.memory_of_1f1b, unit)}"
-        f"{static * bool(request.static)}.\n"
+        f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, shortest "
+        f"makespan first.\n{_peak(answer).capitalize()}: the most that a rank holds at a time: {held}.\n"
         "Bound: no plan with the row's placement and within the memory limit takes less."
     )
 
 
 def _limit_text(answer: Answer, limit: MemoryLimit) -> str:
-    """A memory limit as `10 (1.25p)`: in parentheses how much that is of 1F1B's memory."""
+    """A memory limit as `12 GiB`, or `8 activations`."""
     if not isinstance(limit, int | float):
         return "the given memory"
-    request = answer.request
-    unit, text = request.memory_of_1f1b, memory_text(limit, request.costs.memory_unit)
-    return f"{text} ({(limit - request.static) / unit:.2f}p)" if unit else text
+    unit = answer.request.costs.memory_unit
+    return memory_text(limit, unit) + (" activations" if unit != BYTES else "")
 
 
 def _ranked(answer: Answer) -> str:
@@ -81,20 +80,22 @@ def _refused(answer: Answer) -> str:
 
 
 def _bounds(answer: Answer) -> str:
-    """What no plan can undercut, by memory limit and placement."""
+    """What no plan can undercut, by placement, within multiples of the memory limit; empty without one."""
     request, decimals = answer.request, _decimals(answer)
-    rows: list[tuple[str, ...]] = [(f"least {request.objective} at", *PLACEMENTS)]
-    for text, limit in _limits(answer):
+    if request.memory_limit is None:
+        return ""
+    rows: list[tuple[str, ...]] = [("no plan takes less within", *PLACEMENTS)]
+    for text, limit in _limits(answer, request.memory_limit):
         bounds = (request.bound(placement, limit) for placement in PLACEMENTS)
         rows.append((text, *("" if each is None else digits(each.value, decimals) for each in bounds)))
     return _table(rows)
 
 
-def _limits(answer: Answer) -> Iterator[tuple[str, MemoryLimit]]:
-    request = answer.request
+def _limits(answer: Answer, given: float | Sequence[float]) -> Iterator[tuple[str, MemoryLimit]]:
     for multiple in _MULTIPLES:
-        limit = multiple * request.memory_of_1f1b + request.static
-        yield _limit_text(answer, limit), limit
+        limit = multiple * given if isinstance(given, int | float) else [multiple * each for each in given]
+        times = f" x {multiple:g}" if isinstance(given, Sequence) and multiple > 1 else ""
+        yield _limit_text(answer, limit) + times, limit
     yield "any memory", None
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConfig, naming
 from zbpp.planning import (
     RankCosts,
-    canonical_name,
+    check_name,
     placement_of,
     plan,
     read_costs,
@@ -85,7 +85,7 @@ def _check_replan(name: str | None) -> None:
     """Raise ConfigError for a schedule to switch to that does not exist."""
     if name is not None:
         with naming("schedule.replan"):
-            canonical_name(name)
+            check_name(name)
 
 
 def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
@@ -102,7 +102,7 @@ def check_layers(model: Any, schedule: ScheduleConfig, num_ranks: int) -> None:
 
 def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
     """The run's title: the name of its schedule, or of its plan's file."""
-    first = canonical_name(schedule.name) if schedule.timetable is None else Path(schedule.timetable).stem
+    first = schedule.name if schedule.timetable is None else Path(schedule.timetable).stem
     return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)
 
 

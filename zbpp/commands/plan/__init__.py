@@ -46,7 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(_answer(form, options), flush=True)
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except (PlanError, ConfigError, OSError, UnicodeDecodeError, ModuleNotFoundError) as error:
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    except (PlanError, ConfigError, UnicodeDecodeError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
@@ -104,7 +107,6 @@ def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[fl
         costs=inputs.costs,
         memory_limit=inputs.memory_limit,
         placement=options.placement,
-        objective=options.objective,
         time_limit=options.time_limit,
         progress=lambda share, *_: progress(share, "searching"),
     )
@@ -150,7 +152,6 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
         num_microbatches=options.microbatches,
         costs=inputs.costs,
         memory_limit=inputs.memory_limit,
-        objective=options.objective,
         time_limit=options.time_limit,
     )
     answer = choose(request, progress)
@@ -170,12 +171,13 @@ def _commands(options: argparse.Namespace, answer: Answer) -> str:
             f"  zbpp plan {best.title} {_same_question(options)} --text > plan.txt",
             f"  {train} schedule.timetable=plan.txt {end}",
         ]
-    return "\n".join([f"to train with the best plan, {best.title}:", *lines])
+    head = f"the best plan is {best.title}. To train with it (add your model=, data= and other keys):"
+    return "\n".join([head, *lines])
 
 
 def _same_question(options: argparse.Namespace) -> str:
     """The options with which a plan for the same question is made again."""
-    names = ("ranks", "microbatches", "memory_limit", "objective", "time_limit", "costs")
+    names = ("ranks", "microbatches", "memory_limit", "time_limit", "costs")
     given = {name: getattr(options, name) for name in (*names, *COST_OPTIONS)}
     defaults = vars(make_parser().parse_args([]))
     return " ".join(

@@ -14,7 +14,7 @@ from zbpp.schedule import PlanError
 
 _USAGE = "zbpp plan SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --cluster FILE   [options]"
 _EXAMPLES = f"""\
-schedules, in any case and in torch's spelling, too: {", ".join(SCHEDULES)}
+schedules: {", ".join(SCHEDULES)}
 
 costs: a single number is for one rank's share of the model; a schedule with two stages per rank
 gets half of it per stage, so that all run the same model. A comma list is per stage; for another
@@ -37,14 +37,13 @@ COST_OPTIONS = {
     "b": "gradient of the input, ms (1)",
     "w": "gradients of the weights, ms (1)",
     "comm": "a message, ms (0)",
-    "reduce": "sum of the gradients over replicas, once a step, ms (0)",
     "exchange": "exchanges of tokens among experts inside F, and inside B, ms (0)",
 }
 
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"
 _COSTS = {"costs", *COST_OPTIONS, "memory_limit"}
 _DRAWN = {"picture", "html"}
-_SEARCH = {"ranks", "microbatches", "objective", "time_limit"}
+_SEARCH = {"ranks", "microbatches", "time_limit"}
 READ = {
     NAMED: {"schedules", "placement", "form", *_SEARCH, *_COSTS, *_DRAWN},
     TIMETABLE: {"timetable", "form", *_COSTS, *_DRAWN},
@@ -126,6 +125,7 @@ def make_parser() -> argparse.ArgumentParser:
         description="Choose, print, compare and draw timetables of schedules. Needs no torch and no GPU.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     _add_subject(parser.add_argument_group("what to plan"))
     _add_search(parser.add_argument_group("searching (zb_auto, --choose)"))
@@ -153,8 +153,6 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--placement", choices=("one", "looped", "v"), help="of stages (default one)")
-    objective = "makespan (default), or the largest span of a rank"
-    group.add_argument("--objective", choices=("makespan", "span"), default="makespan", help=objective)
     seconds = "seconds for a search, or for all of --choose (default 10)"
     group.add_argument("--time-limit", type=float, default=10.0, metavar="S", help=seconds)
 

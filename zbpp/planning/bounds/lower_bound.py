@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
@@ -71,25 +71,8 @@ def bound_of(problem: Problem) -> Bound:
     late = late_first_b(relaxation, idles, problem.objective, best.value)
     if late > best.value * (1 + ROUNDING):
         best = Bound(late, "first B's are late")
-    return _and_reductions(relaxation, best)
-
-
-def _and_reductions(relaxation: Relaxation, bound: Bound) -> Bound:
-    """Make a bound on the end of all actions a bound on the makespan, which ends with a reduction.
-
-    The last action of each rank is the last W of some stage, which is then reduced. So the step lasts longer
-    than its actions by the shortest of all reductions, and than a rank's work by the rank's shortest one. The
-    span counts actions alone.
-    """
-    problem, reduce = relaxation.problem, relaxation.problem.stage_costs.reduce
-    if problem.objective != MAKESPAN or not any(reduce):
-        return bound
-    shortest = [min(reduce[stage] for stage in stages) for stages in problem.stages_of]
-    bounds = [Bound(bound.value + min(reduce), f"{bound.argument}, and a reduction")]
-    for rank, last in enumerate(shortest):
-        work = relaxation.first_f(rank) + relaxation.work(rank)
-        bounds.append(Bound(work + last, f"work of rank {rank}, and a reduction"))
-    return max(bounds, key=lambda each: each.value)
+    # The last action of a step is the last W of some stage, whose gradients are then reduced.
+    return replace(best, value=best.value + problem.last_reduction)
 
 
 def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:

@@ -7,9 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from zbpp.planning.bounds import bound_of
-from zbpp.planning.complete_stages_early import complete_stages_early
 from zbpp.planning.memory_limit import MemoryLimit
-from zbpp.planning.options import check_range
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.improve import fuse_all, justify, move_at_random
@@ -18,7 +16,6 @@ from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.list_scheduling import Population
 from zbpp.planning.search.paper_planner import paper_plan
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import PlanError, Timetable
 
 Progress = Callable[[float, float, float], None]
@@ -53,7 +50,7 @@ class LocalSearch:
         if progress:
             deadline.watch = self._report
         self.most_quiet_near_bound = most_quiet_near_bound
-        self.bound = bound_of(problem).value
+        self.bound = bound_of(problem).value - problem.last_reduction
         self.goal = self.bound + problem.tolerance
         self.rng = random.Random(seed)
         self.pool: list[tuple[float, Plan]] = []
@@ -63,13 +60,12 @@ class LocalSearch:
 
     @property
     def best(self) -> float:
-        """The objective (ms) of the best plan so far, or what `Problem.offsets` says of it."""
+        """The objective (ms) of the best plan so far, without reductions."""
         return self.pool[0][0]
 
     def run(self) -> Plan:
         """The best plan found; never worse than the best family that fits."""
-        starts = [*initial_plans(self.problem)]
-        for value, plan in starts:
+        for value, plan in initial_plans(self.problem):
             self._add(value, plan)
         if self.uses_list_scheduling and not self._finished:
             self._schedule_lists()
@@ -81,22 +77,12 @@ class LocalSearch:
             num_quiet = 0 if self.best < before - self.problem.tolerance else num_quiet + 1
         if self.progress:
             self.progress(1.0, self.best, self.bound)
-        return self._chosen([plan for _, plan in starts])
+        return self.pool[0][1]
 
     @property
     def _most_quiet(self) -> int:
         is_near = self.best <= self.bound * (1 + _NEAR_BOUND)
         return self.most_quiet_near_bound if is_near else _MOST_QUIET
-
-    def _chosen(self, starts: list[Plan]) -> Plan:
-        """The best plan of the pool. Where the pool has estimates, `simulate` says which plan is best."""
-        if self.problem.offsets_are_exact:
-            return self.pool[0][1]
-        return min([*(plan for _, plan in self.pool), *starts], key=self._value_when_complete_early)
-
-    def _value_when_complete_early(self, plan: Plan) -> float:
-        timetable = complete_stages_early(self.problem.timetable_of(plan), self.problem.costs)
-        return self.problem.value_of(simulate(timetable, self.problem.costs))
 
     @property
     def _finished(self) -> bool:
@@ -183,8 +169,7 @@ def zb_auto(
     Never worse than the best family of this placement that fits, even with a time_limit of 0; stops at
     the lower bound, and when a long stretch of rounds brought nothing. The same arguments and seed
     give the same timetable, unless the time ran out.
-    Reductions: with one stage per rank they count as `simulate` counts them. With more stages the search
-    counts each rank's shortest one, behind the rank's row; `simulate` then says which plan found is best.
+    Reductions (costs.reduce) do not count: they come after all actions of a stage.
     Where BW is shorter than B and W, or holds less, each backward is split or whole as it pays.
     progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
     about ten times a second, and at the end with a share of 1.
@@ -206,7 +191,6 @@ def zb_auto(
         stages_per_rank=stages_per_rank,
         objective=objective,
     )
-    check_range("time_limit", time_limit)
     if search:
         return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":

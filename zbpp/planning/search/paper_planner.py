@@ -45,13 +45,9 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> T
     return _within(2, num_ranks, num_microbatches, costs)
 
 
-def memory_of_1f1b(costs: Costs, num_ranks: int) -> float:
-    """1.0p, what 1F1B holds: p times the largest `saved` of a stage. costs: one stage per rank."""
-    return num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
-
-
 def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
-    limit = multiple * memory_of_1f1b(costs, num_ranks)
+    # p times the largest `saved` of a stage: 1F1B holds no more.
+    limit = multiple * num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
     costs = replace(costs, static=0.0)  # the limit is for activations
     problem = Problem.placed(num_ranks, num_microbatches, costs=costs, memory_limit=limit, objective="span")
     return problem.timetable_of(paper_plan(problem))
