@@ -63,7 +63,7 @@ class Sizes:
     rounds: int = 15
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Row:
     """A row. values: by column. limit: what zbpp's value must not exceed by more than `noise`."""
 

@@ -6,15 +6,14 @@
         scripts/cluster_check.py                                         # the same line on each of four nodes
     torchrun --nproc-per-node 2 scripts/cluster_check.py --device cpu --small    # tries the check itself
 
-    links      latency and bandwidth between neighbouring ranks
     schedules  all schedules over all ranks: their losses beside plain autograd's, in float64
     meshes     the same with replicas, shards and tensor parallelism
     hang       the last rank stops inside a step: is it named within the timeout?
 
 Rank 0 prints each row as soon as the row is known, and writes it to OUT/cluster.txt: a job that dies has left
 the rows before. A row that raises is FAILED, and the check goes on. Exit status: 0, 1 if a row failed.
-How fast steps are there, `zbpp bench` under torchrun says.
-NOT RUN ON A GPU YET: with gloo on CPUs the same code runs on small sizes.
+How fast steps and links are there, `scripts/bench.py` and `scripts/measure.py` under torchrun say.
+NOT RUN ON A GPU YET: with gloo on CPUs the same code runs.
 """
 
 from __future__ import annotations
@@ -30,13 +29,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import broadcast, gather
@@ -45,13 +41,11 @@ from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import render_hang
 from zbpp.runtime import FlightRecorder, Pipeline
-from zbpp.runtime.parallel.groups import close_groups, link_groups
 from zbpp.runtime.parallel.mesh import DIMENSIONS, Place, make_mesh, planned_by_rank_0
 from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.schedule import PlanError, Timetable
 
 STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11  # of the small model: steps, SGD's learning rate, relative difference
-SLOW = 0.5  # of the median bandwidth of links of the same kind
 SPARE = 15.0  # s beyond the timeout in which a stopped rank has to be named
 DEGREES: tuple[dict[str, int], ...] = (
     {"replicate": 2},
@@ -67,110 +61,23 @@ Row = tuple[str, Callable[[], str]]  # its name; a collective that returns what 
 Rows = Iterator[Row]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """message: MiB of a large message. timeout: s that a rank waits; hang_timeout: the same in part hang."""
+@dataclass(frozen=True)
+class Timeouts:
+    """waiting: s that a rank waits for another; hanging: the same in part hang."""
 
-    timeout: float = 180.0
-    hang_timeout: float = 30.0
-    message: int = 64
-
-
-SMALL = Sizes(timeout=60.0, hang_timeout=4.0, message=1)
-
-
-# ---------------------------------------------------------------- part links
-
-
-class Link(NamedTuple):
-    """A measured link between two ranks. bandwidth: GB/s one way."""
-
-    ranks: tuple[int, int]
-    latency_us: float
-    bandwidth: float
-
-
-def links(sizes: Sizes, here: World) -> Rows:
-    """Links of one round have no rank in common and are measured at once, as a pipeline uses them."""
-    if here.size < 2:
-        yield "links", lambda: "one rank has no links"
-    else:
-        yield "neighbours", lambda: described(measured(neighbours(here.size), sizes, here))
-
-
-def neighbours(size: int) -> list[list[tuple[int, int]]]:
-    """Ranks r and r + 1, and the last with the first: rounds without a common rank."""
-    pairs = [(rank, rank + 1) for rank in range(size - 1)]
-    rounds = [pairs[::2], pairs[1::2], [(0, size - 1)] if size > 2 else []]
-    return [each for each in rounds if each]
-
-
-def described(found: Sequence[Link]) -> str:
-    """The range of the links, and those with less than half of the median bandwidth."""
-    usual = median(each.bandwidth for each in found)
-    lines = [
-        f"{len(found)} links: {min(each.bandwidth for each in found):.2f} to "
-        f"{max(each.bandwidth for each in found):.2f} GB/s one way (median {usual:.2f}); "
-        f"latency {median(each.latency_us for each in found):.0f} us"
-    ]
-    lines += [
-        f"SLOW: {each.ranks[0]} <-> {each.ranks[1]} has {each.bandwidth:.2f} GB/s: look at its cable and card"
-        for each in found
-        if each.bandwidth < SLOW * usual
-    ]
-    return "\n".join(lines)
-
-
-def measured(rounds: Sequence[Sequence[tuple[int, int]]], sizes: Sizes, here: World) -> list[Link]:
-    """The links of all rounds. Collective."""
-    found: list[Link] = []
-    for pairs in rounds:
-        directions = [link for pair in pairs for link in (pair, pair[::-1])]
-        groups = link_groups(None, directions, sizes.timeout, here.device)
-        mine = next((pair for pair in pairs if here.rank in pair), None)
-        dist.barrier()
-        link = None if mine is None else _measure(mine, groups, sizes.message * 2**20, here)
-        found += sorted({each for each in gather(link) if each is not None})
-        close_groups(groups.values())
-    return list({each.ranks: each for each in found}.values())
-
-
-def _measure(pair: tuple[int, int], groups: Mapping[tuple[int, int], Any], large: int, here: World) -> Link:
-    """This rank's end of the link."""
-    other = pair[1] if here.rank == pair[0] else pair[0]
-    out, back = groups[here.rank, other], groups[other, here.rank]
-
-    def seconds(turn: Callable[[], None]) -> float:
-        times = []
-        for _ in range(12):  # the first two connect and warm up
-            begin = time.perf_counter()
-            turn()
-            if here.device.type == "cuda":
-                torch.cuda.synchronize(here.device)
-            times.append(time.perf_counter() - begin)
-        return median(times[2:])
-
-    def answered(message: Tensor) -> None:
-        for sends in (here.rank < other, here.rank > other):
-            if sends:
-                dist.send(message, dst=other, group=out)
-            else:
-                dist.recv(message, src=other, group=back)
-
-    few, many = (torch.zeros(size, dtype=torch.uint8, device=here.device) for size in (4, large))
-    latency, one_way = seconds(lambda: answered(few)) / 2, seconds(lambda: answered(many)) / 2
-    return Link(pair, 1e6 * latency, large / 1e9 / one_way)
+    waiting: float = 180.0
+    hanging: float = 30.0
 
 
 # ---------------------------------------------------------------- parts schedules and meshes
 
 
-def schedules(sizes: Sizes, here: World) -> Rows:
+def schedules(timeouts: Timeouts, here: World) -> Rows:
     """A row for each schedule, on one pipeline over all ranks."""
-    yield from _trained([(name, {}, name) for name in SCHEDULES], sizes, here)
+    yield from _trained([(name, {}, name) for name in SCHEDULES], timeouts, here)
 
 
-def meshes(sizes: Sizes, here: World) -> Rows:
+def meshes(timeouts: Timeouts, here: World) -> Rows:
     """A row for each composition that the number of ranks allows."""
     cases = []
     for degrees in DEGREES:
@@ -178,10 +85,10 @@ def meshes(sizes: Sizes, here: World) -> Rows:
             whole = {"pipeline": here.size // math.prod(degrees.values()), **degrees}
             text = " x ".join(f"{name} {whole[name]}" for name in DIMENSIONS if name in whole)
             cases += [(f"{text}, {name}", degrees, name) for name in ("zb_h1", "zb_v")]
-    yield from _trained(cases, sizes, here)
+    yield from _trained(cases, timeouts, here)
 
 
-def _trained(cases: Sequence[tuple[str, Mapping[str, int], str]], sizes: Sizes, here: World) -> Rows:
+def _trained(cases: Sequence[tuple[str, Mapping[str, int], str]], timeouts: Timeouts, here: World) -> Rows:
     """A row for each (what it is called, degrees of the mesh, schedule)."""
     num_microbatches = max(4, 2 * here.size)
     expected = plain_losses(2 * here.size, num_microbatches, here.rank)
@@ -192,7 +99,7 @@ def _trained(cases: Sequence[tuple[str, Mapping[str, int], str]], sizes: Sizes, 
             timetable = planned_by_rank_0(lambda: plan(name, num_ranks, num_microbatches, time_limit=5.0))
         except PlanError as error:
             return f"not with {num_ranks} ranks: {error}"
-        return compared(pipeline_losses(2 * here.size, timetable, here, sizes.timeout, degrees), expected)
+        return compared(pipeline_losses(2 * here.size, timetable, here, timeouts.waiting, degrees), expected)
 
     for text, degrees, name in cases:
         yield text, partial(row, degrees, name)
@@ -286,7 +193,7 @@ class _Stops(nn.Linear):
         return super().forward(x)
 
 
-def hang(sizes: Sizes, here: World, folder: Path) -> str:
+def hang(timeouts: Timeouts, here: World, folder: Path) -> str:
     """Let the last rank stop in its second step; then the first one reads who is to blame.
 
     No collective can follow. On NCCL torch may end the processes first: `zbpp hang FOLDER` reads the records.
@@ -296,14 +203,14 @@ def hang(sizes: Sizes, here: World, folder: Path) -> str:
     timetable = plan("zb_h1", here.size, 2 * here.size)
     recorder = FlightRecorder(folder)
     pipeline = Pipeline(
-        {here.rank: stage}, timetable, nn.functional.mse_loss, timeout=sizes.hang_timeout, extras=[recorder]
+        {here.rank: stage}, timetable, nn.functional.mse_loss, timeout=timeouts.hanging, extras=[recorder]
     )
     batch = torch.randn(2 * here.size, 8, device=here.device)
     begin = time.time()
     try:
         for step in range(2):
             begin = time.time()
-            stage.until = begin + sizes.hang_timeout + SPARE if step == 1 and here.rank == victim else 0.0
+            stage.until = begin + timeouts.hanging + SPARE if step == 1 and here.rank == victim else 0.0
             losses = pipeline.step(batch, target=batch)
             assert all(each.isfinite() for each in losses)  # waits for the device
     except Exception:  # what is raised differs; the records say who is to blame
@@ -317,15 +224,15 @@ def hang(sizes: Sizes, here: World, folder: Path) -> str:
     if f"rank {victim} is behind" not in said:
         raise RuntimeError(f"rank {victim} stopped, and nothing names it: {said}")
     after = min(float(each["written"]) for each in records) - begin
-    if after > sizes.hang_timeout + SPARE:
+    if after > timeouts.hanging + SPARE:
         raise RuntimeError(f"rank {victim} was named only after {after:.1f} s")
-    return f"rank {victim} stopped and was named after {after:.1f} s (timeout {sizes.hang_timeout:g} s)"
+    return f"rank {victim} stopped and was named after {after:.1f} s (timeout {timeouts.hanging:g} s)"
 
 
 # ---------------------------------------------------------------- the table
 
 
-PARTS = {"links": links, "schedules": schedules, "meshes": meshes}
+PARTS = {"schedules": schedules, "meshes": meshes}
 
 
 class Table:
@@ -361,18 +268,18 @@ class Table:
             self.write(f"{'':<64}{line}")
 
 
-def check(parts: Sequence[str], sizes: Sizes, here: World, out: Path) -> int:
+def check(parts: Sequence[str], timeouts: Timeouts, here: World, out: Path) -> int:
     """Run the parts on all ranks; the exit status."""
     table = Table(out / "cluster.txt" if here.rank == 0 else None)
     for line in machines(here):
         table.write(line)
     for part in parts:
         if part != "hang":
-            for name, found in PARTS[part](sizes, here):
+            for name, found in PARTS[part](timeouts, here):
                 table.row(part, name, found)
     if "hang" in parts and here.size > 1:
         # Nothing can be exchanged after it: ranks end by themselves, without an error for torchrun.
-        table.row("hang", "a rank stops", lambda: hang(sizes, here, out / "hang"), is_alone=True)
+        table.row("hang", "a rank stops", lambda: hang(timeouts, here, out / "hang"), is_alone=True)
     table.write(f"{table.num_failed or 'none'} FAILED")
     status = int(table.num_failed > 0)
     if "hang" in parts and here.size > 1:
@@ -410,9 +317,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--device", choices=("auto", "cuda", "cpu"), default="auto", help="default: a GPU if any"
     )
-    parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
+    parser.add_argument("--small", action="store_true", help="short timeouts, to try the check itself")
     parser.add_argument(
-        "--timeout", type=float, help=f"s that a rank waits for another; default {Sizes.timeout:g}"
+        "--timeout", type=float, help=f"s that a rank waits for another; default {Timeouts.waiting:g}"
     )
     parser.add_argument("--out", type=Path, default=Path("cluster_check"), help="folder of the results")
     options = parser.parse_args(arguments)
@@ -421,11 +328,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.error(f"part {name!r} does not exist: write some of {', '.join(names)}")
     if "RANK" not in os.environ:
         parser.error("no torchrun: write torchrun --nproc-per-node 2 scripts/cluster_check.py ...")
-    sizes = SMALL if options.small else Sizes()
+    timeouts = Timeouts(60.0, 4.0) if options.small else Timeouts()
     if options.timeout is not None:
-        sizes = replace(sizes, timeout=options.timeout)
-    with world(device=options.device, timeout=sizes.timeout) as here:
-        return check(options.parts or names, sizes, here, options.out)
+        timeouts = replace(timeouts, waiting=options.timeout)
+    with world(device=options.device, timeout=timeouts.waiting) as here:
+        return check(options.parts or names, timeouts, here, options.out)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,8 @@
 
 It runs from a clone, with the Python that has torch (2.11 or newer) and numpy. Each row is printed and
 written as soon as it is known. If a part loses the device, run the parts behind it by their names. The tests
-for a GPU are `pytest -m gpu`. A mark is a limit for the first value of a row. Exit status: 0, or 1 if a mark
-was missed or a part failed. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
+for a GPU are `pytest -m gpu`. A limit is one for zbpp's value of a row. Exit status: 0, or 1 if a limit was
+missed or a part failed. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
 """
 
 from __future__ import annotations
@@ -22,25 +22,17 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+import bench_split
 import torch
-from bench_split import (
-    Sizes,
-    llama_stage,
-    memory_rows,
-    run_step,
-    time_rows,
-    timed_in_turns,
-    usable_columns,
-    x_and_dy,
-)
+from bench_split import Row, Sizes, llama_stage, run_step, text_of, usable_columns, x_and_dy
 from torch import Tensor, nn
 
 from zbpp.autograd.offload.host_copier import Copier
@@ -52,36 +44,15 @@ from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, PlanError, Timetable
+from zbpp.training.measured_steps import machine
 
 ROOT = Path(__file__).resolve().parent.parent
 MIB, GIB = 2**20, 2**30
-MARKS = {  # what the mark is about, and the limit
-    "after_b": ("live bytes after B / after F, 1e9 weights in bfloat16", 0.85),
-    "backward": ("(B + W) / backward, 1e9 weights in bfloat16", 1.00),
-    "graphs_host": ("host time per action, CUDA graphs / eager, hidden 1024", 0.20),
-    "graphs_equal": ("losses under replay that differ from eager's in any bit", 0.0),
-    "schedules_equal": ("losses of all schedules that differ from plain autograd's in any bit", 0.0),
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """One line of a part. mark: the limit, of MARKS, for the first value; noise: its measuring error."""
-
-    what: str
-    values: Mapping[str, float] = field(default_factory=dict)
-    form: str = ".2f"
-    mark: str | None = None
-    noise: float = 0.0
-
-    def __str__(self) -> str:
-        values = (f"  {name} {value:{self.form}}" for name, value in self.values.items())
-        return f"{self.what:<46}{''.join(values)}".rstrip()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """device: "cuda" or "cpu". is_small: sizes that a CPU does in seconds."""
+    """device: "cuda" or "cpu". is_small: sizes that a CPU does in seconds; exact limits alone hold there."""
 
     device: str
     is_small: bool
@@ -106,42 +77,40 @@ class Settings:
 # ---------------------------------------------------------------- part split
 
 
-def split(settings: Settings) -> Iterator[Row]:
-    """Live bytes, device times and host times of F, B and W on one large stage."""
+def split(settings: Settings) -> Iterator[Row | str]:
+    """bench_split.py's memory and times on one large stage."""
     sizes = _sizes(settings)
     stage = llama_stage(sizes.blocks, sizes.hidden, sizes)
     num_weights = sum(each.numel() for each in stage.parameters())
-    is_full = num_weights >= 0.9e9
-    yield Row(
-        f"{num_weights / 1e9:.3g}e9 weights, x {sizes.batch} x {sizes.time} x {sizes.hidden}, {sizes.dtype}"
-    )
-    x, dy = x_and_dy(stage, sizes.batch, sizes.time, sizes)
+    yield f"{num_weights / 1e9:.3g}e9 weights, x {sizes.batch} x {sizes.time} x {sizes.hidden}, {sizes.dtype}"
     columns, remarks = usable_columns(sizes)
-    yield from map(Row, remarks)
-    # zbpp's column comes first: marks are for the first value.
-    columns = {name: columns[name] for name in ("zbpp", "plain", "torch") if name in columns}
+    yield from remarks
     if "torch" in columns:
         try:
-            run_step(columns["torch"], stage, x, dy)
+            run_step(columns["torch"], stage, *x_and_dy(stage, sizes.batch, sizes.time, sizes))
         except torch.OutOfMemoryError:
             del columns["torch"]
-            yield Row("torch's split: out of memory on this stage")
-    marks = {"after B / after F": "after_b", "(B+W) / backward": "backward"} if is_full else {}
-    for row in memory_rows(columns, stage, x, dy):
-        yield Row(row.figure, row.values, row.form, marks.get(row.figure))
-    rounds = 3 if settings.is_small else 7
-    for row in time_rows("compute", timed_in_turns(columns, stage, x, dy, rounds=rounds)):
-        yield Row(row.figure, row.values, row.form, marks.get(row.figure), row.noise)
+            yield "torch's split: out of memory on this stage"
+    is_full = num_weights >= 0.9e9  # the limits are those of a large stage
+    for measure in (bench_split.memory, bench_split.compute):
+        for row in measure(columns, sizes):
+            yield row if is_full else replace(row, limit=None)
 
 
 def _sizes(settings: Settings) -> Sizes:
     """The largest sizes that should take below 80 % of the free memory, or the smallest."""
     if settings.is_small:
-        return Sizes(device=settings.device, hidden=64, batch=2, time=32, blocks=2)
+        return Sizes(device=settings.device, hidden=64, batch=2, time=32, blocks=2, rounds=3)
     free = torch.cuda.mem_get_info()[0] if settings.is_cuda else 8 * GIB
     for hidden, batch in ((4096, 4), (4096, 2), (4096, 1), (2048, 2), (1024, 1)):
         sizes = Sizes(
-            device=settings.device, dtype="bfloat16", hidden=hidden, batch=batch, time=2048, blocks=5
+            device=settings.device,
+            dtype="bfloat16",
+            hidden=hidden,
+            batch=batch,
+            time=2048,
+            blocks=5,
+            rounds=7,
         )
         weights = 4 * 12 * hidden**2 * sizes.blocks  # bytes, with gradients
         activations = 70 * batch * sizes.time * hidden * sizes.blocks  # about, with what B needs on top
@@ -219,52 +188,48 @@ def _gradients(stages: Mapping[int, nn.Module]) -> dict[str, Tensor]:
     return {name: parameter.grad.clone() for name, parameter in named if parameter.grad is not None}
 
 
-def graphs(settings: Settings) -> Iterator[Row]:
+def graphs(settings: Settings) -> Iterator[Row | str]:
     """Host time of an action and of a step, and whether losses and gradients are equal."""
     model, batch = _llama(*((32, 16) if settings.is_small else (1024, 512)), settings)
     for name in ("zb_h1", "zb_v"):
+        row = partial(Row, name)
         eager = _pipeline(name, model, batch, settings)
         found = {"eager": eager}
         if settings.is_cuda:
-            found["graphs"] = replayed = _pipeline(name, model, batch, settings, CudaGraphs())
+            found["zbpp"] = replayed = _pipeline(name, model, batch, settings, CudaGraphs())
             unlike = float((replayed.losses != eager.losses).sum())
-            yield Row(f"{name}: losses unlike eager's", {"graphs": unlike}, ".0f", "graphs_equal")
+            yield row("losses unlike eager's", {"zbpp": unlike}, ".0f", limit=0)
             unlike = float(_num_unlike(replayed.gradients, eager.gradients))
-            yield Row(f"{name}: gradients unlike eager's", {"graphs": unlike}, ".0f")
+            yield row("gradients unlike eager's", {"zbpp": unlike}, ".0f")
+            limit = None if settings.is_small else 0.2
             share = replayed.host_us / eager.host_us
-            yield Row(f"{name}: host time per action, graphs / eager", {"graphs": share}, mark="graphs_host")
+            yield row("host time per action, graphs / eager", {"zbpp": share}, limit=limit)
         else:
-            yield Row(f"{name}: graphs not measured: they need a GPU")
-        yield Row(
-            f"{name}: host time per action, us", {key: each.host_us for key, each in found.items()}, ".1f"
-        )
-        yield Row(f"{name}: step() returns after, ms", {key: each.host_ms for key, each in found.items()})
-        yield Row(f"{name}: a step takes, ms", {key: each.step_ms for key, each in found.items()})
-        peaks = {key: each.peak / MIB for key, each in found.items()}
-        yield Row(f"{name}: most live bytes of a step, MiB", peaks, ".1f")
+            yield f"{name}: graphs not measured: they need a GPU"
+        yield row("host time per action, us", {key: each.host_us for key, each in found.items()}, ".1f")
+        yield row("step() returns after, ms", {key: each.host_ms for key, each in found.items()})
+        yield row("a step takes, ms", {key: each.step_ms for key, each in found.items()})
+        yield row("most live bytes, MiB", {key: each.peak / MIB for key, each in found.items()}, ".1f")
 
 
-def schedules(settings: Settings) -> Iterator[Row]:
+def schedules(settings: Settings) -> Iterator[Row | str]:
     """For each schedule, how many losses and gradients differ from plain autograd's."""
     model, batch = _llama(*((16, 12) if settings.is_small else (512, 256)), settings)
     losses, gradients = _plain(model, batch, settings)
-    num_unlike = 0
     for name in SCHEDULES:
         try:
             found = _pipeline(name, model, batch, settings)
         except PlanError as error:
-            yield Row(f"{name}: not with one rank: {error}")
+            yield f"{name}: not with one rank: {error}"
             continue
-        unlike = int((found.losses != losses.repeat(len(found.losses) // len(losses))).sum())
-        num_unlike += unlike
+        unlike = float((found.losses != losses.repeat(len(found.losses) // len(losses))).sum())
+        yield Row("schedules", f"{name}: losses unlike plain's", {"zbpp": unlike}, ".0f", limit=0)
         values = {
-            "unlike losses": float(unlike),
-            "unlike gradients": float(_num_unlike(found.gradients, gradients)),
-            "largest difference": _difference(found.gradients, gradients),
+            "unlike": float(_num_unlike(found.gradients, gradients)),
+            "by": _difference(found.gradients, gradients),
             "ms": found.step_ms,
         }
-        yield Row(name, values, ".3g")
-    yield Row("losses of all schedules unlike plain's", {"zbpp": float(num_unlike)}, ".0f", "schedules_equal")
+        yield Row("schedules", f"{name}: gradients, step", values, ".3g")
 
 
 def _plain(
@@ -296,15 +261,16 @@ def _difference(some: Mapping[str, Tensor], others: Mapping[str, Tensor]) -> flo
 # ---------------------------------------------------------------- part offload
 
 
-def offload(settings: Settings) -> Iterator[Row]:
+def offload(settings: Settings) -> Iterator[Row | str]:
     """Bandwidth, and a pipeline with and without offload."""
+    row = partial(Row, "offload")
     nbytes = 4 * MIB if settings.is_small else 512 * MIB
     copier = Copier(settings.torch_device)
     try:
         leaving = copier.new_storage(nbytes), copier.host_memory(nbytes)
         out = _seconds(lambda: copier.out([leaving]).wait(), settings)
         back = _seconds(lambda: copier.back([leaving]).wait(), settings)
-        yield Row("bandwidth, GiB/s", {"out": nbytes / GIB / out, "back": nbytes / GIB / back}, ".1f")
+        yield row("bandwidth, GiB/s", {"out": nbytes / GIB / out, "back": nbytes / GIB / back}, ".1f")
     finally:
         copier.close()
     model, batch = _llama(*((32, 16) if settings.is_small else (1024, 512)), settings)
@@ -313,11 +279,10 @@ def offload(settings: Settings) -> Iterator[Row]:
         "without": _pipeline("gpipe", model, batch, settings),
         "with": _pipeline("gpipe", model, batch, settings, everything),
     }
-    yield Row("gpipe: a step takes, ms", {name: each.step_ms for name, each in found.items()})
-    peaks = {name: each.peak / MIB for name, each in found.items()}
-    yield Row("gpipe: most live bytes of a step, MiB", peaks, ".1f")
+    yield row("gpipe: a step takes, ms", {name: each.step_ms for name, each in found.items()})
+    yield row("gpipe: most live bytes, MiB", {name: each.peak / MIB for name, each in found.items()}, ".1f")
     unlike = float((found["with"].losses != found["without"].losses).sum())
-    yield Row("gpipe: losses that differ", {"with": unlike}, ".0f")
+    yield row("gpipe: losses that differ", {"zbpp": unlike}, ".0f", limit=0)
 
 
 def _seconds(run: Callable[[], object], settings: Settings) -> float:
@@ -335,7 +300,7 @@ def _seconds(run: Callable[[], object], settings: Settings) -> float:
 # ---------------------------------------------------------------- the page
 
 
-PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
+PARTS: dict[str, Callable[[Settings], Iterator[Row | str]]] = {
     "split": split,
     "graphs": graphs,
     "schedules": schedules,
@@ -343,69 +308,32 @@ PARTS: dict[str, Callable[[Settings], Iterator[Row]]] = {
 }
 
 
-class Page:
-    """Lines on standard output and in a file."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._path, self.rows, self.num_failed = path, list[Row](), 0
-        path.write_text("")
-
-    def write(self, line: str = "") -> None:
-        print(line, flush=True)
-        with self._path.open("a") as file:
-            print(line, file=file)
-
-    def part(self, name: str, settings: Settings) -> None:
-        """The rows of a part."""
-        self.write(f"\n{name}")
-        try:
-            for row in PARTS[name](settings):
-                self.rows.append(row)
-                self.write(f"  {row}")
-        except Exception as error:  # whatever it is belongs into the page
-            self.num_failed += 1
-            self.write(f"  NOT COMPLETE: {type(error).__name__}: {error}")
-
-
-def verdicts(rows: Sequence[Row], *, is_real: bool) -> dict[str, str]:
-    """For each mark: held, NOT HELD, or not measured. Of several rows the worst counts.
-
-    is_real: whether device and sizes are those that the marks are for.
-    """
-    found = {}
-    for mark, (_, limit) in MARKS.items():
-        least = [next(iter(row.values.values())) - row.noise for row in rows if row.mark == mark]
-        if not least or not is_real:
-            found[mark] = "not measured" + (f" (small form: {max(least):.2f})" if least else "")
-        else:
-            # NaN is not held: it is not below any limit.
-            is_held = all(value <= limit for value in least)
-            found[mark] = f"{'held' if is_held else 'NOT HELD'}: {max(least):.2f}"
-    return found
-
-
-def _machine(options: argparse.Namespace) -> str:
-    when = datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC")
-    small = "; THE SMALL FORM, which measures nothing" if options.small else ""
-    gpu = torch.cuda.get_device_properties(0) if options.device == "cuda" else "CPU"
-    python = sys.version.split()[0]
-    return f"{gpu}; torch {torch.__version__}, CUDA {torch.version.cuda}, Python {python}; {when}{small}"
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status: see above."""
     options = parse(arguments)
-    device = torch.cuda.get_device_name(0) if options.device == "cuda" else "cpu"
-    page = Page(options.out / f"gpu_{'_'.join(device.lower().split())}.txt")
-    page.write(_machine(options))
-    for name in options.parts:
-        page.part(name, Settings(options.device, options.small))
-    found = verdicts(page.rows, is_real=options.device == "cuda" and not options.small)
-    page.write("\nmarks")
-    for mark, (text, limit) in MARKS.items():
-        page.write(f"  {text:<72} <= {limit:.2f}  {found[mark]}")
-    return int(page.num_failed > 0 or any("NOT HELD" in each for each in found.values()))
+    settings, status = Settings(options.device, options.small), 0
+    device = torch.cuda.get_device_name(0) if settings.is_cuda else "cpu"
+    path = options.out / f"gpu_{'_'.join(device.lower().split())}.txt"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", buffering=1) as file:
+
+        def write(line: str) -> None:
+            print(line, flush=True)
+            print(line, file=file)
+
+        write(f"{machine(settings.torch_device)}, CUDA {torch.version.cuda}, {time.strftime('%Y-%m-%d')}")
+        if options.small:
+            write("THE SMALL FORM, whose times and bytes say nothing")
+        for name in options.parts:
+            write(f"\n{name}")
+            try:
+                for found in PARTS[name](settings):
+                    write(found if isinstance(found, str) else text_of(found))
+                    status |= isinstance(found, Row) and found.is_met is False
+            except Exception as error:  # whatever it is belongs into the page
+                status = 1
+                write(f"NOT COMPLETE: {type(error).__name__}: {error}")
+    return status
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Check everything: ruff check, ruff format, mypy, audit (packages, see scripts/dev/audit.py), pytest. All run, even if
+# Check everything: ruff check, ruff format, mypy, pip check (do the packages fit together?), pytest. All run, even if
 # one of them fails.
 #
 #   bash scripts/test.sh                arguments go to pytest:
 #   bash scripts/test.sh -k name        the tests with this name
 #   bash scripts/test.sh -m gpu         those that need a GPU; without a GPU they are left out
+#   bash scripts/test.sh -m nightly     those that kill, restart and damage jobs; left out by default
 #   bash scripts/test.sh -n 0 -s        in one process, where output is seen at once; --pdb implies it
 #
 # It installs two things. The Python environment: see setup.sh --help. And, only for root on Debian or Ubuntu without a
@@ -32,11 +33,11 @@ failed=()
 "$VENV/bin/ruff" check || failed+=("ruff check")
 "$VENV/bin/ruff" format --check || failed+=("ruff format --check")
 "$VENV/bin/mypy" || failed+=("mypy")
-"$VENV/bin/python" scripts/dev/audit.py || failed+=("audit")
+"$VENV/bin/python" -m pip check >/dev/null || failed+=("pip check")
 
-marks=""
+marks="not nightly" # a -m among the arguments comes later and wins
 if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-    marks="not gpu" # a -m among the arguments comes later and wins
+    marks+=" and not gpu"
 fi
 wait # for get_chromium
 # A worker per core, as many tests wait for processes that they start; more than four gain nothing. loadfile: the tests

@@ -1,15 +1,11 @@
-"""Ranks that die or leave: who is named, what the others say, and where the run goes on.
+"""Ranks that die: who is named, what the others say, and where the run goes on, also with fewer ranks.
 
-The ranks kill themselves at a step of their own, so nothing here depends on time. torchrun's processes are
-forks of a Python that has imported torch, but for the test in which torchrun itself dies.
+The ranks kill themselves at a step of their own, so nothing here depends on time. Other ways to die or to
+stand still: test_faults.py.
 """
 
 import json
-import os
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -22,44 +18,27 @@ ROOT = Path(__file__).parent.parent
 RANKS, STEPS = 4, 24
 MODEL = '''
 import os, signal
-from pathlib import Path
 from zbpp.models.mlp import Mlp
 
-WAYS = {
-    "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "os_exit_0": lambda: os._exit(0),
-    "launcher": lambda: (told_number(), os.kill(os.getppid(), signal.SIGKILL)),
-    "stop": lambda: (told_number(), os.kill(os.getpid(), signal.SIGSTOP)),
-    "loop": lambda: (told_number(), endless_loop()),
-    "lock": lambda: (told_number(), sum(range(10**15))),  # C code that never gives up Python's lock
-}
-
-def told_number():
-    Path("rank").write_text(str(os.getpid()))
-
-def endless_loop():
-    while True:
-        pass
-
 class Dies(Mlp):
-    """In the first start, the owner of the last stage dies in the third microbatch of a step."""
+    """In the first start, the owner of the last stage kills itself in the third microbatch of a step."""
 
-    def __init__(self, *args, how="", step=0, **options):
+    def __init__(self, *args, dies_in=0, **options):
         super().__init__(*args, **options)
-        self.how, self.call, self.num_calls = how, 4 * (step - 1) + 3, 0
+        self.call, self.num_calls = 4 * (dies_in - 1) + 3, 0
 
     def build_stage(self, index, num_stages):
         stage = super().build_stage(index, num_stages)
         is_first_start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        if self.how and index == num_stages - 1 and is_first_start:
+        if index == num_stages - 1 and is_first_start:
             stage.register_forward_hook(lambda *_: self.count())
         return stage
 
     def count(self):
         self.num_calls += 1
         if self.num_calls == self.call:
-            WAYS[self.how]()
-'''  # fmt: skip
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
 RUN = [
     "model=mlp", "model._target_=dies.Dies", "model.num_layers=4", "data=regression", "schedule=zb_h1",
     "num_microbatches=4", "microbatch_size=2", f"steps={STEPS}", "checkpoint.every=8", "checkpoint.keep=9",
@@ -107,7 +86,7 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, mo
     # The second has the default run_dir, with the time in it: torchrun's restart goes on in the same folder.
     for name, more in (
         ("whole", ["run_dir=whole"]),
-        ("killed", ["++model.how=SIGKILL", "++model.step=11"]),
+        ("killed", ["++model.dies_in=11"]),
     ):
         command = [*torchrun, "--max-restarts", "1", "-m", "zbpp.train", *RUN, *TWO_REPLICAS, *more]
         done = warm.start(here, command)
@@ -136,55 +115,3 @@ def test_a_run_goes_on_after_a_death_with_all_ranks_or_with_fewer(here, warm, mo
     after = curve(here / "whole")[8:]
     for ours, theirs in zip(curve(here / "fewer"), after, strict=True):
         assert ours == pytest.approx(theirs, rel=1e-12)
-
-
-@pytest.mark.slow
-def test_a_rank_that_leaves_with_0_is_named(here, warm):
-    leaves = ["++model.step=5", "run_dir=run", "resume=none"]
-    command = warm.zbpp("train", "-n", "2", *RUN, *leaves, "++model.how=os_exit_0")
-    done = warm.start(here, command)
-    assert done.rc == 1
-    told, where = done.text.splitlines()[-2:]
-    assert told.startswith("error: rank 0, instruction ")
-    assert "Recv g(0," in told
-    assert "from 1): " in told
-    assert where == "in step 5: `zbpp hang run/failure` shows which rank the others waited for"
-    assert " rank 1 left no record " in warm.start(here, warm.zbpp("hang", "run")).text
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "said", "found"),
-    [
-        ("stop", "shows which rank the others waited for", "rank 1 left no record"),
-        ("loop", "shows which rank the others waited for", "in endless_loop"),
-        ("lock", "shows which rank the others waited for", "rank 1 left no record"),
-    ],
-)
-def test_a_rank_that_stands_still_is_named_and_ended(here, warm, how, said, found):
-    """SIGSTOP, or code in forward that does not end: the job ends, and no process of it is left."""
-    options = ["run_dir=run", f"++model.how={how}", "++model.step=3", "parallel.timeout=3"]
-    done = warm.start(here, warm.zbpp("train", "-n", "2", *RUN, *options))
-    assert done.rc == 1, done.text
-    assert said in done.text
-    assert not Path("/proc", (here / "rank").read_text()).exists(), "the rank is an orphan"
-    assert found in warm.start(here, warm.zbpp("hang", "run")).text
-
-
-@pytest.mark.slow
-def test_a_rank_ends_with_torchrun(here):
-    command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m",
-        "zbpp.train", *RUN, "run_dir=run", "++model.how=launcher", "++model.step=3", "steps=1000000",
-    ]  # fmt: skip
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with (here / "log").open("w") as log:  # no pipe: an orphan would hold it
-        done = subprocess.run(command, cwd=here, env=environment, stdout=log, stderr=log, timeout=150)
-    assert done.returncode == -9, (here / "log").read_text()
-    number = (here / "rank").read_text()
-    deadline = time.monotonic() + 60
-    while Path("/proc", number).exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    if Path("/proc", number).exists():
-        os.kill(int(number), signal.SIGKILL)
-        pytest.fail("the rank is an orphan")

@@ -65,7 +65,7 @@ def wait_for(path, agents, seconds=150):
     return path.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_node_is_killed_and_comes_back(tmp_path, warm):
     (tmp_path / "waits.py").write_text(MODEL)
     whole = warm.start(tmp_path, warm.zbpp("train", "-n", "2", *RUN, "run_dir=whole"))

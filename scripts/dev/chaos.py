@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Train under faults, and compare the curve with that of a run without any.
 
-    python scripts/dev/chaos.py --minutes 10 --seed 0      # one long run with faults at random moments
-    python scripts/dev/chaos.py table                      # each kind of fault, in five short runs
-    python scripts/dev/chaos.py table --faults SIGKILL "exception in B" --seeds 1
+    python scripts/dev/chaos.py                                # one run with each kind of fault once
+    python scripts/dev/chaos.py --num-faults 100 --seed 1
+    python scripts/dev/chaos.py --faults SIGKILL "exception in B"
 
 A fault ends the job, or corrupts its files; the same command is started again and goes on (resume=auto).
 Each job must end in time, with no process left, and name the cause. At the end the losses and norms of all
@@ -21,12 +21,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import redirect_stdout, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from statistics import median
 from typing import Any
 
 import torch
@@ -36,11 +34,10 @@ from zbpp.checkpoints.folders import check_sizes, checkpoints_in, step_of
 from zbpp.commands import hang
 from zbpp.render.table import aligned
 
-STEPS, EVERY, NUM_MICROBATCHES = 40, 4, 4  # EVERY: steps between checkpoints
+STEPS, EVERY, NUM_MICROBATCHES = 40, 4, 4  # of each fault; between checkpoints
+SECONDS = 0.002  # of each F
 GRACE = 5.0  # s beside the timeout in which a fault must be noticed
 OF_TORCHELASTIC = 30.0  # s more, where a rank ends by SIGKILL only: torchelastic sends SIGTERM before
-_OF_TRAINING = 0.6  # of the time; the rest is for starts and for noticing
-_PER_MINUTE = 1.4  # faults
 
 Curve = list[tuple[Any, ...]]
 """(step, loss, norm) of each step."""
@@ -54,8 +51,7 @@ class Setting:
     real: Path
     num_ranks: int
     timeout: float
-    steps: int = STEPS
-    seconds: float = 0.002  # of each F
+    steps: int
 
     def job(self, folder: Path, *, is_real: bool = False, misbehave: Any = None, **options: Any) -> Job:
         """Start a run. misbehave: how its own code does, see misbehave.py."""
@@ -67,7 +63,7 @@ class Setting:
             "print_every=1000", "parallel.device=cpu", f"parallel.timeout={self.timeout}",
         ]  # fmt: skip
         plan = json.dumps(misbehave or {})
-        environment = {"MISBEHAVE": plan, "MISBEHAVE_SLEEP": str(self.seconds)}
+        environment = {"MISBEHAVE": plan, "MISBEHAVE_SLEEP": str(SECONDS)}
         commands = self.real if is_real else self.warm
         job = Job(folder, commands, self.num_ranks, arguments, environment=environment, **options)
         job.misbehave = plan
@@ -96,7 +92,6 @@ class Event:
     gone_after: float | None
     status: int | None
     goes_on_from: int
-    lost: int
     told: str
     problems: list[str]
 
@@ -121,11 +116,13 @@ def reference(setting: Setting, folder: Path) -> Curve:
     return setting.end(made(folder), "whole")
 
 
-def drawn(num_faults: int, num_steps: int, seed: int) -> list[tuple[int, str]]:
+def drawn(
+    num_faults: int, num_steps: int, seed: int, kinds: Sequence[str] = tuple(KINDS)
+) -> list[tuple[int, str]]:
     """(step, fault) of each fault, by step. No kind comes twice before every kind has come."""
     rng, names = Random(seed), list[str]()
     while len(names) < num_faults:
-        names += rng.sample(list(KINDS), len(KINDS))
+        names += rng.sample(kinds, len(kinds))
     gap = num_steps // (num_faults + 1)
     return [
         (gap * (number + 1) + rng.randrange(max(1, gap // 2)), name)
@@ -172,7 +169,6 @@ def _put_in(setting: Setting, number: int, step: int, name: str, folder: Path, r
     finally:
         job.kill()
     after, status = None if gone is None else gone - injected.time, job.process.returncode
-    last = max((line["step"] for line in lines_of(run)), default=0)
     kind.before_next(run, rng)
     told = said_by_hang(run)
     problems = []
@@ -180,8 +176,7 @@ def _put_in(setting: Setting, number: int, step: int, name: str, folder: Path, r
         problems.append(f"{after} s, later than {limit:g} s")
     if (status == 0) != kind.leaves:
         problems.append(f"exit status {status}:\n{job.text()[-2000:]}")
-    newest = newest_in(run)
-    return Event(0.0, name, injected.where, after, status, newest, max(0, last - newest), told, problems)
+    return Event(0.0, name, injected.where, after, status, newest_in(run), told, problems)
 
 
 def plan_of(kind: Kind, step: int, setting: Setting, rng: Random) -> dict[str, Any]:
@@ -238,23 +233,18 @@ def difference(curve: Curve, whole: Curve) -> list[str]:
     return [f"another curve: {len(curve)} lines, {same} of {len(whole)} equal"]
 
 
-# ---------------------------------------------------------------- the two reports
-
-
-def long_run(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[str, list[str]]:
-    """(what is printed, the problems) of one run with many faults."""
-    setting = _with_steps(options, setting, folder)
-    whole = reference(setting, folder / "whole")
-    num_faults = options.num_faults or max(2, round(_PER_MINUTE * options.minutes))
-    begin = time.monotonic()
-    faults = drawn(num_faults, setting.steps, options.seed)
-    show = lambda event: print("  ".join(event.cells()), flush=True)  # noqa: E731
-    events = chaos(setting, faults, options.seed, folder / "chaos", whole, show)
+def report(setting: Setting, faults: Sequence[tuple[int, str]], seed: int) -> tuple[str, list[str]]:
+    """(a table with a row for each fault, the problems)."""
+    with tempfile.TemporaryDirectory(prefix="chaos-") as made_here:
+        folder = Path(made_here)
+        whole, begin = reference(setting, folder / "whole"), time.monotonic()
+        show = lambda event: print("  ".join(event.cells()), flush=True)  # noqa: E731
+        events = chaos(setting, faults, seed, folder / "chaos", whole, show)
     problems = [f"{event.fault} {event.where}: {each}" for event in events for each in event.problems]
     lines = [
-        f"{len(events)} faults (seed {options.seed}) in {(time.monotonic() - begin) / 60:.1f} minutes: "
-        f"{setting.steps} steps on {setting.num_ranks} ranks, parallel.timeout={setting.timeout:g}; "
-        f"torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
+        f"{len(events)} faults (seed {seed}) in {(time.monotonic() - begin) / 60:.1f} minutes: "
+        f"{setting.steps} steps on {setting.num_ranks} ranks, a checkpoint every {EVERY}, "
+        f"parallel.timeout={setting.timeout:g}; torch {torch.__version__}, {time.strftime('%Y-%m-%d')}",
         "",
         *aligned([HEAD, *(event.cells() for event in events)]),
         "",
@@ -263,77 +253,27 @@ def long_run(options: argparse.Namespace, setting: Setting, folder: Path) -> tup
     return "\n".join(lines), problems
 
 
-def _with_steps(options: argparse.Namespace, setting: Setting, folder: Path) -> Setting:
-    """The setting with as many steps as the time allows."""
-    if options.steps:
-        return replace(setting, steps=options.steps)
-    setting = replace(setting, seconds=0.02)
-    reference(setting, folder / "speed")
-    seconds = median(line["step_seconds"] for line in lines_of(folder / "speed" / "run"))
-    return replace(setting, steps=max(STEPS, int(_OF_TRAINING * 60 * options.minutes / seconds)))
-
-
-def table(options: argparse.Namespace, setting: Setting, folder: Path) -> tuple[str, list[str]]:
-    """(a line for each kind of fault, the problems): each in `options.seeds` short runs, two at a time."""
-    names = [name for name in KINDS if any(each in name for each in options.faults)]
-    whole = reference(setting, folder / "whole")
-
-    def case(number: int, name: str, seed: int) -> Event:
-        step = Random(f"{name} {seed}").randrange(2 * EVERY + 1, setting.steps // 2)
-        try:
-            (event,) = chaos(setting, [(step, name)], seed, folder / f"{number}", whole)
-        except (RuntimeError, TimeoutError, OSError) as error:
-            event = Event(0.0, name, "", None, None, 0, 0, "", [f"{type(error).__name__}: {error}"])
-        print("  ".join(event.cells()), *event.problems, flush=True)
-        return event
-
-    cases = [(name, seed) for seed in range(options.seeds) for name in names]
-    with ThreadPoolExecutor(2) as pool:
-        events = list(pool.map(lambda number: case(number, *cases[number]), range(len(cases))))
-    lines = [("fault", "injected", "detected after, s", "done again, steps", "as it must be")]
-    for name in names:
-        of_kind = [event for event in events if event.fault == name]
-        times = [event.gone_after for event in of_kind if event.gone_after is not None] or [float("nan")]
-        lost = [event.lost for event in of_kind]
-        lines.append(
-            (
-                name,
-                of_kind[0].where,
-                f"{min(times):.1f} to {max(times):.1f}",
-                f"{min(lost)} to {max(lost)}",
-                f"{sum(not event.problems for event in of_kind)} of {len(of_kind)}",
-            )
-        )
-    head = (
-        f"{len(names)} kinds of faults, {len(events)} jobs of {setting.num_ranks} ranks, {STEPS} steps, a "
-        f"checkpoint every {EVERY}; parallel.timeout={setting.timeout:g}; torch {torch.__version__}"
-    )
-    problems = [f"{event.fault}: {each}" for event in events for each in event.problems]
-    return "\n".join([head, "", *aligned(lines), "", *problems]), problems
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("what", nargs="?", choices=("run", "table"), default="run", help="default run: one long run")
-    add("--minutes", type=float, default=10.0)
+    add("--faults", nargs="*", default=[""], metavar="NAME", help="those whose name has this in it")
+    add("--num-faults", type=int, help="default: each kind once")
     add("--seed", type=int, default=0)
     add("--ranks", type=int, default=3)
     add("--timeout", type=float, default=5.0, help="s: parallel.timeout")
-    add("--steps", type=int, help="of the long run: so many, however long they take")
-    add("--num-faults", type=int, help="of the long run")
-    add("--faults", nargs="*", default=[""], metavar="NAME", help="of the table: whose name has this in it")
-    add("--seeds", type=int, default=5, help="of the table: runs per fault")
     add("--result", type=Path, metavar="FILE", help="write what is printed there, too")
     options = parser.parse_args()
+    kinds = [name for name in KINDS if any(each in name for each in options.faults)]
+    if not kinds:
+        parser.error(f"no fault has such a name: {', '.join(KINDS)}")
+    num_faults = options.num_faults or len(kinds)
+    steps = STEPS * (num_faults + 1)
     warm = warm_python()
     try:
-        with tempfile.TemporaryDirectory(prefix="chaos-") as folder:
-            setting = Setting(warm.bin, Path(sys.executable).parent, options.ranks, options.timeout)
-            report = table if options.what == "table" else long_run
-            text, problems = report(options, setting, Path(folder))
+        setting = Setting(warm.bin, Path(sys.executable).parent, options.ranks, options.timeout, steps)
+        text, problems = report(setting, drawn(num_faults, steps, options.seed, kinds), options.seed)
     finally:
         warm.close()
     print("\n" + text)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,12 +23,6 @@ sys.path.insert(0, str(ROOT / "tests"))  # for the commands that start without i
 from helpers.warm import WarmPython  # noqa: E402
 
 _OF_TORCHRUN = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "MISBEHAVE")
-
-_BY_HAND = """
-for rank in $(seq 0 $NUM); do RANK=$rank LOCAL_RANK=$rank "$0" -m zbpp.train "$@" & all="$all $!"; done
-for each in $all; do wait $each || status=1; done
-exit $status
-"""
 
 
 def warm_python() -> WarmPython:
@@ -60,29 +53,13 @@ class Job:
         for path in folder.glob("rank-*.pid"):
             path.unlink()
         inherited = {key: value for key, value in os.environ.items() if key not in _OF_TORCHRUN}
-        self.begin, taken = time.time(), socket.socket()
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
         start = {
             "zbpp": [commands / "zbpp", "train", "-n", num_ranks],
             "torchrun": [
                 commands / "torchrun", "--standalone", "--nproc-per-node", num_ranks,
                 "--shutdown-timeout", 3, "--monitor-interval", 0.05, "-m", "zbpp.train",
             ],
-            "torchrun, port in use": [
-                commands / "torchrun", "--master-addr", "127.0.0.1", "--master-port", port,
-                "--nproc-per-node", num_ranks, "-m", "zbpp.train",
-            ],
-            "without the last rank": ["sh", "-c", _BY_HAND, commands / "python"],
         }[how]  # fmt: skip
-        if how == "torchrun, port in use":
-            taken.listen()
-            self._taken = taken  # until this job is forgotten
-        else:
-            taken.close()
-        of_ranks = {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        if how == "without the last rank":
-            inherited |= {**of_ranks, "NUM": str(num_ranks - 2), "LOCAL_WORLD_SIZE": str(num_ranks)}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*map(str, start), *arguments],
@@ -220,11 +197,6 @@ def _misbehaves(job: Job, step: int, rng: Random) -> Injected:
     return Injected(json.loads(fired.read_text())["time"], where)
 
 
-def _at_start(job: Job, step: int, rng: Random) -> Injected:
-    """The job's start is the fault."""
-    return Injected(job.begin, "start")
-
-
 def _kill_in_a_save(job: Job, step: int, rng: Random) -> Injected:
     """Kill all ranks at a random moment of the first save behind a step."""
     job.wait_for_step(step)
@@ -251,17 +223,9 @@ def _kill_behind_two_saves(job: Job, step: int, rng: Random) -> Injected:
     return _kill(signal.SIGKILL, "all")(job, step, rng)
 
 
-def _damage(change: Callable[[Path, Random], None]) -> Callable[[Path, Random], None]:
-    """Change a file with tensors of the newest checkpoint."""
-
-    def before_next(run: Path, rng: Random) -> None:
-        newest = checkpoints_in(run / "checkpoints")[0]
-        change(rng.choice(sorted(newest.glob("*.distcp"))), rng)
-
-    return before_next
-
-
-def _truncate(path: Path, rng: Random) -> None:
+def _truncate_newest(run: Path, rng: Random) -> None:
+    """Cut a file with tensors of the newest checkpoint."""
+    path = rng.choice(sorted(checkpoints_in(run / "checkpoints")[0].glob("*.distcp")))
     os.truncate(path, rng.randrange(path.stat().st_size))
 
 
@@ -298,21 +262,16 @@ KINDS: dict[str, Kind] = {
     "exception in B": _own("raise", "B", _PLANTED, r"\dB\d", **_BOTH),
     "exception in the loss": _own("raise", "loss", _PLANTED, rank="last", **_BOTH),
     "exception in the data": _own("raise", "data", _PLANTED, rank="first", **_BOTH),
-    "a port in use at the start": Kind(
-        inject=_at_start, words=("in use|EADDRINUSE",), hows=("torchrun, port in use",)
-    ),
-    "a rank never comes": Kind(
-        inject=_at_start, words=("rank {last} |clients joined",), hows=("without the last rank",)
-    ),
     "a rank leaves with 0": _own("leave", "F", _MISSING),
     "endless loop in F": _own("loop", "F", r"rank \d is behind: at \dF\d", needs_sigkill=True),
     "endless loop in B": _own("loop", "B", r"rank \d is behind: at \dB\d", needs_sigkill=True),
+    "Python's lock held in F": _own("hold Python's lock", "F", _MISSING, needs_sigkill=True),
     "a message is lost": _own("lose a message", "F", "a message is lost", rank="not last"),
     "out of memory": _own("out of memory", "F", "memory"),
     "truncated checkpoint": Kind(
         inject=_kill_behind_two_saves,
         words=("SIGKILL", "damaged|bytes"),
-        before_next=_damage(_truncate),
+        before_next=_truncate_newest,
     ),
     "kill in a save": Kind(inject=_kill_in_a_save, words=("SIGKILL",)),
 }  # fmt: skip

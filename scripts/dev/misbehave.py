@@ -11,7 +11,6 @@ import ctypes
 import json
 import os
 import resource
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -106,10 +105,6 @@ def _call(where: str) -> None:
         _DO[_PLAN["do"]]()
 
 
-def _signal(number: int) -> Any:
-    return lambda: os.kill(os.getpid(), number)
-
-
 def _raise() -> None:
     raise RuntimeError("planted in user code")
 
@@ -117,6 +112,11 @@ def _raise() -> None:
 def _loop() -> None:
     while True:
         pass
+
+
+def _hold_the_lock() -> None:
+    """C code that never gives up Python's lock."""
+    sum(range(10**15))
 
 
 def _leave() -> None:
@@ -157,11 +157,10 @@ class _Sent:
 
 
 _DO = {
-    "SIGKILL": _signal(signal.SIGKILL),
-    "SIGSTOP": _signal(signal.SIGSTOP),
     "segfault": _segfault,
     "raise": _raise,
     "loop": _loop,
+    "hold Python's lock": _hold_the_lock,
     "leave": _leave,
     "out of memory": _out_of_memory,
     "lose a message": _lose_a_message,
