@@ -1,29 +1,28 @@
 """Random models, schedules, switches and optimizers train as plain autograd trains them.
 
-Each case is drawn from a seed. The suite draws a few. More of them, such as those of seeds 1000 to 1499:
+The suite draws a few cases. More of them, other ones in each run:
 
-    ZBPP_CASES=1000:1500 python -m pytest -n 0 tests/test_random_combinations.py
+    ZBPP_CASES=500 python -m pytest -n 0 --free-seeds tests/test_random_combinations.py
 
-A case that fails is made smaller as long as it fails in the same way, and printed as Python: paste it into
-`in_one_process(Case(...))`. A combination counts as refused if zbpp raises ValueError before the first step.
+Hypothesis makes a case that fails smaller, and prints it as Python. A combination counts as refused if zbpp
+raises ValueError before the first step.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import traceback
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, reject, settings
 from torch import Tensor, nn
 
-from helpers.drawn_cases import Case, drawn, simpler
+from helpers.drawn_cases import Case, cases
 from helpers.drawn_models import Model, recompute_marked
 from helpers.processes import outcomes
 from helpers.split import float64
@@ -293,21 +292,6 @@ def check(case: Case, found: Run, expected: Run) -> None:
             assert difference <= tolerance * scale, f"{name} is off by {difference / scale:.1e}"
 
 
-class Result(NamedTuple):
-    """What became of a case. kind: "equal", "refused", "failed"; or "invalid": plain autograd fails."""
-
-    case: Case
-    kind: str
-    text: str = ""
-
-    @property
-    def cause(self) -> str:
-        """The error's type and the beginning of its text, without numbers."""
-        errors = re.findall(r"^[\w.]*(?:Error|Warning|ChangedInPlace)\b.*", self.text, re.MULTILINE)
-        causes = [each for each in errors if "CommunicationError" not in each] or errors or [self.text]
-        return re.sub(r"[\d.e-]*\d", "", causes[-1])[:80]
-
-
 REFUSED = "refused: "
 
 
@@ -322,94 +306,45 @@ def part_of(rank: int, case: Case) -> Run | str:
         return traceback.format_exc()
 
 
-def judged(case: Case, parts: Sequence[Run | str]) -> Result:
-    """The parts of all ranks, compared with plain autograd."""
+def judge(case: Case, parts: Sequence[Run | str]) -> None:
+    """Compare the parts of all ranks with plain autograd. What zbpp or plain autograd refuses is no case."""
     texts = [each for each in parts if isinstance(each, str)]
-    if texts and all(text.startswith(REFUSED) for text in texts) and len(texts) == len(parts):
-        return Result(case, "refused", texts[0])
+    is_refused = len(texts) == len(parts) and all(text.startswith(REFUSED) for text in texts)
+    assume(not is_refused)
     try:
         with float64():
             expected = Plain(case).run()
     except Exception:
-        return Result(case, "invalid", traceback.format_exc())
-    if texts:
-        return Result(case, "failed", "\n".join(texts))
+        reject()
+    assert not texts, "\n".join(texts)
     whole = Run({}, {})
     for each in parts:
         whole.losses.update({key: losses for key, losses in each.losses.items() if losses})
         whole.tensors.update(each.tensors)
-    try:
-        check(case, whole, expected)
-    except AssertionError:
-        return Result(case, "failed", traceback.format_exc())
-    return Result(case, "equal")
+    check(case, whole, expected)
 
 
-def in_one_process(case: Case) -> Result:
-    return judged(case, [part_of(0, case)])
+def draws(number: int) -> settings:
+    """How many cases, unless the environment says it. Models and plans are slow to draw."""
+    return settings(
+        max_examples=int(os.environ.get("ZBPP_CASES", number)), suppress_health_check=[HealthCheck.too_slow]
+    )
 
 
-def in_four_processes(cases: Sequence[Case]) -> Iterator[Result]:
-    """The results of the cases. The cases after a failure run in new processes."""
-    while cases:
-        answers = outcomes(_up_to_a_failure, 4, cases, timeout=60 + 10 * len(cases))
-        dead = [str(answer) for is_there, answer in answers if not is_there]
-        columns = [dead] if dead else [*zip(*(answer for _, answer in answers), strict=False)]
-        if dead and len(cases) > 1:
-            columns = []
-            yield from in_four_processes(cases[:1])
-        for case, parts in zip(cases, columns, strict=False):
-            yield judged(case, parts)
-        cases = cases[max(1, len(columns)) :]
-
-
-def _up_to_a_failure(rank: int, cases: Sequence[Case]) -> list[Run | str]:
-    found: list[Run | str] = []
-    for case in cases:
-        found.append(part_of(rank, case))
-        if isinstance(found[-1], str) and not found[-1].startswith(REFUSED):
-            break
-    return found
-
-
-def smallest(result: Result, run: Callable[[Case], Result]) -> Result:
-    """The result of a case that fails in the same way, and of which nothing can be left out."""
-    for case in simpler(result.case):
-        if case != result.case:
-            found = run(case)
-            if found.kind == "failed" and found.cause == result.cause:
-                return smallest(found, run)
-    return result
-
-
-def assert_all_equal(results: Iterable[Result], run: Callable[[Case], Result]) -> None:
-    """Raise AssertionError for cases that failed, made small, and for too many that show nothing."""
-    results = [*results]
-    counts = Counter(each.kind for each in results)
-    print(counts)
-    failures = [smallest(each, run) for each in results if each.kind == "failed"]
-    assert not failures, "\n".join(f"{each.case}\n{each.text}" for each in failures)
-    assert 3 * (counts["refused"] + counts["invalid"]) <= len(results), counts
-
-
-def seeds(first: int, number: int) -> range:
-    given = os.environ.get("ZBPP_CASES")
-    return range(*map(int, given.split(":"))) if given else range(first, first + number)
-
-
-# Many cases take as long as they take.
 limit = pytest.mark.timeout(0 if "ZBPP_CASES" in os.environ else 240)
 
 
 @limit
 @pytest.mark.slow
-def test_random_combinations_train_as_plain_autograd_does(first_seed: int) -> None:
-    assert_all_equal((in_one_process(drawn(each, 1)) for each in seeds(first_seed, 60)), in_one_process)
+@draws(60)
+@given(cases(1))
+def test_random_combinations_train_as_plain_autograd_does(case: Case) -> None:
+    judge(case, [part_of(0, case)])
 
 
 @limit
-@pytest.mark.slow
-@pytest.mark.skipif("ZBPP_CASES" not in os.environ, reason="on request: eight cases take a minute or more")
-def test_random_combinations_in_four_processes_train_as_plain_autograd_does(first_seed: int) -> None:
-    cases = [drawn(each, 4) for each in seeds(first_seed, 8)]
-    assert_all_equal(in_four_processes(cases), lambda case: next(in_four_processes([case])))
+@pytest.mark.nightly
+@draws(8)
+@given(cases(4))
+def test_random_combinations_in_four_processes_train_as_plain_autograd_does(case: Case) -> None:
+    judge(case, [answer for _, answer in outcomes(part_of, 4, case, timeout=100)])

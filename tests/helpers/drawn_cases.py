@@ -1,10 +1,12 @@
-"""Random cases for tests/test_random_combinations.py: drawn from a seed, and made smaller when they fail."""
+"""Random cases for tests/test_random_combinations.py: what may be combined with what."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from hypothesis import assume, reject
+from hypothesis.strategies import SearchStrategy, composite, integers, sampled_from
 
 from helpers.drawn_layers import (
     BOUNDARIES,
@@ -75,43 +77,41 @@ def kind_of(layer: str) -> str:
     return layer.split("/")[-1]
 
 
-def drawn(seed: int, num_processes: int) -> Case:
-    """The case of a seed."""
-    rng = random.Random(f"{seed} of {num_processes}")
-    while True:
-        parallel = rng.choice(["", "", "replicate", "shard"]) if num_processes > 1 else ""
-        case = Case(
-            layers=(),
-            schedule=rng.choice([*SCHEDULES]),
-            stages_per_rank=rng.choice([None, None, 2, 3]),
-            num_ranks=num_processes // 2 if parallel else num_processes,
-            parallel=parallel,
-            num_microbatches=rng.choice([4, 8] if num_processes > 1 else [1, 2, 3, 4]),
-        )
-        try:
-            num_stages = case.timetable().num_stages
-        except PlanError:
-            continue
-        if num_stages > 1 or rng.random() < 0.3:
-            return _with_model(rng, case, num_stages)
+Draw = Callable[[SearchStrategy[Any]], Any]
 
 
-def _with_model(rng: random.Random, case: Case, num_stages: int) -> Case:
+@composite
+def cases(draw: Draw, num_processes: int) -> Case:
+    """A case for so many processes. Of each choice the first one is the simplest."""
+    parallel = draw(sampled_from(["", "", "replicate", "shard"])) if num_processes > 1 else ""
+    case = Case(
+        layers=(),
+        schedule=draw(sampled_from([*SCHEDULES])),
+        stages_per_rank=draw(sampled_from([None, None, 2, 3])),
+        num_ranks=num_processes // 2 if parallel else num_processes,
+        parallel=parallel,
+        num_microbatches=draw(sampled_from([4, 8] if num_processes > 1 else [1, 2, 3, 4])),
+    )
+    try:
+        num_stages = case.timetable().num_stages
+    except PlanError:
+        reject()
+    assume(num_stages > 1 or draw(integers(0, 2)) == 0)
     case = _possible(
         case._replace(
-            boundaries=tuple(rng.choice(["one", *BOUNDARIES]) for _ in range(num_stages - 1)),
-            optimizer=rng.choice(OPTIMIZERS),
-            update=rng.choice(["plain", *UPDATES]),
-            weights=rng.choice(["", "", *WEIGHTS]),
-            compiled=rng.choice(["", "", "", "stage", "layer"]),
-            loss=rng.choice(["mean", "mean", "dict", "module"]),
-            switches=tuple(each for each in SWITCHES if rng.random() < 0.2),
+            boundaries=tuple(draw(sampled_from(["one", *BOUNDARIES])) for _ in range(num_stages - 1)),
+            optimizer=draw(sampled_from(OPTIMIZERS)),
+            update=draw(sampled_from(["plain", *UPDATES])),
+            weights=draw(sampled_from(["", "", *WEIGHTS])),
+            compiled=draw(sampled_from(["", "", "", "stage", "layer"])),
+            loss=draw(sampled_from(["mean", "mean", "dict", "module"])),
+            switches=tuple(each for each in SWITCHES if draw(integers(0, 4)) == 4),
         )
     )
-    layers = [[_layer(rng, case) for _ in range(rng.randint(1, 3))] for _ in range(num_stages)]
-    if "front" not in case.switches and rng.random() < 0.4:
-        wrapper = rng.choice(["", "", "recompute/", "save_on_cpu/", "zbpp checkpoint/"])
-        layers[0].insert(0, wrapper + rng.choice([*EMBEDDINGS]))
+    layers = [[_layer(draw, case) for _ in range(draw(integers(1, 3)))] for _ in range(num_stages)]
+    if "front" not in case.switches and draw(integers(0, 4)) > 2:
+        wrapper = draw(sampled_from(["", "", "recompute/", "save_on_cpu/", "zbpp checkpoint/"]))
+        layers[0].insert(0, wrapper + draw(sampled_from([*EMBEDDINGS])))
     return case._replace(layers=tuple(map(tuple, layers)))
 
 
@@ -132,8 +132,8 @@ def _possible(case: Case) -> Case:
     return case._replace(boundaries=boundaries, switches=switches)
 
 
-def _layer(rng: random.Random, case: Case) -> str:
-    kind = rng.choice([*LAYERS, TIED])
+def _layer(draw: Draw, case: Case) -> str:
+    kind = draw(sampled_from([*LAYERS, TIED]))
     impossible = {"batch norm"} if case.parallel else set()  # replicas have statistics of their own
     if case.parallel == "shard":
         shares = case.timetable().num_stages > case.num_ranks  # a rank has two stages
@@ -147,34 +147,8 @@ def _layer(rng: random.Random, case: Case) -> str:
         possible.remove("selective")
     if case.weights == "offloaded":
         possible = [*ZBPP_CHECKPOINTS]
-    wrappers = rng.choices(possible, k=rng.choice([0, 0, 0, 1] if case.compiled else [0, 0, 1, 1, 2]))
+    num_wrappers = draw(sampled_from([0, 0, 0, 1] if case.compiled else [0, 0, 1, 1, 2]))
+    wrappers = [draw(sampled_from(possible)) for _ in range(num_wrappers)]
     if case.has_main_grads or "recompute" in case.switches or {*wrappers} & {*ZBPP_CHECKPOINTS}:
         wrappers = [each for each in wrappers if each != "reentrant"]
     return "/".join([*wrappers, kind])
-
-
-def simpler(case: Case) -> Iterator[Case]:
-    """Cases with one thing less."""
-    for name, value in case._field_defaults.items():
-        if name in ("optimizer", "update", "weights", "compiled", "loss", "num_microbatches"):
-            yield case._replace(**{name: value})
-    for switch in case.switches:
-        yield case._replace(switches=tuple(each for each in case.switches if each != switch))
-    if case.num_ranks == 1:
-        for stage in range(len(case.layers)):
-            yield case._replace(layers=case.layers[stage : stage + 1], boundaries=(), schedule="zb_h1")
-            if stage:
-                yield case._replace(
-                    layers=case.layers[stage - 1 : stage + 1],
-                    boundaries=case.boundaries[stage - 1 : stage],
-                    schedule="zb_v",
-                )
-    for place in range(len(case.boundaries)):
-        yield case._replace(boundaries=(*case.boundaries[:place], "one", *case.boundaries[place + 1 :]))
-    for stage, texts in enumerate(case.layers):
-        for layer, text in enumerate(texts):
-            wrappers = text.split("/")
-            others = [["/".join(wrappers[:i] + wrappers[i + 1 :])] for i in range(len(wrappers) - 1)]
-            for other in (*([] if len(texts) == 1 else [[]]), *others, ["linear"]):
-                changed = (*texts[:layer], *other, *texts[layer + 1 :])
-                yield case._replace(layers=(*case.layers[:stage], changed, *case.layers[stage + 1 :]))
