@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.configs import FREE_COPIES, composed
-from helpers.memory_record import reported
+from helpers.memory_record import last_step_of
 from helpers.processes import run_ranks
 from zbpp.autograd.storages import bytes_of
 from zbpp.prediction.predictor import Predictor
@@ -62,7 +62,6 @@ REPORTED = [
 
 
 def trainer_of(rank, config):
-    """A Trainer whose last step's memory is reported."""
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     plan = Plan(timetable, costs_of(config.schedule, timetable))
     mesh = build_mesh(config.parallel, "cpu")
@@ -77,10 +76,8 @@ def trainer_of(rank, config):
 def report_of(rank, overrides):
     """(this rank's report, what left the device)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
-    report = reported(trainer, STEPS - 1)
     with trainer.pipeline as pipeline:
-        list(trainer.run(STEPS))
-        return report.gathered(pipeline)[rank], offload_plan_of(pipeline)
+        return last_step_of(trainer, STEPS), offload_plan_of(pipeline)
 
 
 def all_reports(rank):
@@ -155,9 +152,8 @@ def test_a_step_leaves_nothing_behind(measured):
 def report_in_mesh(rank, overrides):
     """(pipeline rank, its report; after the last step the bytes of weights, gradients, optimizer states)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
-    report = reported(trainer, STEPS - 1)
     with trainer.pipeline as pipeline:
-        list(trainer.run(STEPS))
+        report = last_step_of(trainer, STEPS)
         tensors = [
             [each for stage in pipeline.stages.values() for each in (*stage.parameters(), *stage.buffers())],
             [
@@ -167,7 +163,7 @@ def report_in_mesh(rank, overrides):
             ],
             [*(() if trainer.masters is None else trainer.masters.parameters()), *states_of(trainer)],
         ]
-        return pipeline.rank, report.gathered(pipeline)[pipeline.rank], [*map(bytes_of, tensors)]
+        return pipeline.rank, report, [*map(bytes_of, tensors)]
 
 
 def states_of(trainer):

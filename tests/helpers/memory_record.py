@@ -13,6 +13,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -81,9 +82,8 @@ class MemoryLevels(StepRecord):
 class MemoryRecord:
     """One step's memory. The attributes are filled when the step has ended.
 
-    spans: the levels of each action. before, after: the bytes before and after the whole step. highest: the
-    most at any time of the step. outliving: the bytes that were allocated in the step and outlive it; not
-    counted on CUDA.
+    spans: the levels of each action. highest: the most bytes at any time of the step. outliving: the bytes
+    that were allocated in the step and outlive it; not counted on CUDA.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -91,13 +91,7 @@ class MemoryRecord:
         self._levels = MemoryLevels(device, self._counter)
         self.recorder = Recorder(self._levels)
         self.spans: list[Span] = []
-        self.before = self.after = self.highest = self.outliving = 0
-
-    @property
-    def how(self) -> str:
-        """How the bytes were counted, in words."""
-        is_counted = isinstance(self._counter, LiveTensors)
-        return "a count of live tensors on the CPU" if is_counted else "the CUDA allocator"
+        self.highest = self.outliving = 0
 
     def count(self, tensors: Iterable[Tensor]) -> None:
         """Count tensors of this step that no operator returned (the batch). CUDA's allocator counts all."""
@@ -117,85 +111,64 @@ class MemoryRecord:
         with self._counter as counter:
             counter.ignore(on_host())
             counter.count(static())
-            self.before = counter.now
+            before = counter.now
             yield
             gc.collect()
-            self.after = counter.now
+            after = counter.now
         self.spans = list(self._levels.spans())
         if isinstance(counter, LiveTensors):
             staying = {storage._cdata for each in (*static(), *on_host()) for storage in storages_of(each)}
             self.outliving = sum(each.nbytes() for each in counter.alive() if each._cdata not in staying)
-        self.highest = max([self.before, self.after, *(each.highest for each in self.spans)])
+        self.highest = max([before, after, *(each.highest for each in self.spans)])
 
 
 # ----------------------------------------------------------------
 # The memory of one step of a Trainer.
 
 
-class RankReport(NamedTuple):
-    """One rank's measured step, in bytes. highest: the peak. outliving: see MemoryRecord.
+class Report(NamedTuple):
+    """One rank's measured step, in bytes: see MemoryRecord.
 
-    how: how the bytes were counted, in words. is_validated_later: whether the step had a gate, where the
-    previous update was validated.
+    is_validated_later: whether the step had a gate, where the previous update was validated.
     """
 
-    rank: int
     spans: list[Span]
     highest: int
     outliving: int
-    how: str
-    is_validated_later: bool = False
+    is_validated_later: bool
 
 
-class MemoryReport:
-    """Records the memory of the Trainer's step with this number."""
+def last_step_of(trainer: Trainer, num_steps: int) -> Report:
+    """Run the trainer; the memory of its last step, of which it must not record the times."""
+    pipeline, record = trainer.pipeline, MemoryRecord(trainer.pipeline.device)
+    read, run, gates, is_recording = trainer._batches.of_step, trainer._step, list[bool](), False
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self._record: MemoryRecord | None = None
-        self._is_later = self._is_recording = False
+    def of_step(number: int) -> Any:
+        batch = read(number)
+        if is_recording:  # no operator made the batch
+            record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
+        return batch
 
-    @contextmanager
-    def recording(
-        self,
-        pipeline: Pipeline,
-        optimizer: torch.optim.Optimizer,
-        masters: Any,
-        kept: Callable[[], Iterable[Any]],
-    ) -> Iterator[None]:
-        """Record the step that runs within this context.
+    def step(number: int) -> Any:
+        nonlocal is_recording
+        is_recording = number == num_steps - 1
+        if not is_recording:
+            return run(number)
+        gates.append(pipeline.validation.pending is not None)
+        static, on_host = partial(_staying, trainer), partial(_on_host, pipeline, trainer.optimizer)
+        with record.step(static, on_host), pipeline.using(record.recorder):
+            return run(number)
 
-        kept(): further tensors that stay on the device from step to step, in any nest.
-        """
-        record = self._record = MemoryRecord(pipeline.device)
-        self._is_later, self._is_recording = pipeline.validation.pending is not None, True
-
-        def staying() -> Iterator[Tensor]:
-            yield from (each for each in tree_leaves([*kept()]) if isinstance(each, Tensor))
-            yield from _staying(pipeline, optimizer, masters)
-
-        with record.step(staying, lambda: _on_host(pipeline, optimizer)), pipeline.using(record.recorder):
-            yield
-        self._is_recording = False
-
-    def count(self, batch: Any) -> None:
-        """Count a step's batch, whose tensors no operator made. Does nothing if the step is not recorded."""
-        if self._record is not None and self._is_recording:
-            self._record.count(each for each in tree_leaves(batch) if isinstance(each, Tensor))
-
-    def gathered(self, pipeline: Pipeline) -> list[RankReport]:
-        """The reports of all ranks of the first pipeline. Collective."""
-        record = self._record
-        assert record is not None  # the recorded step has run
-        mine = RankReport(
-            pipeline.rank, record.spans, record.highest, record.outliving, record.how, self._is_later
-        )
-        reports: list[RankReport] = pipeline.place.gather(mine)
-        return reports[: pipeline.timetable.num_ranks]
+    trainer._batches.of_step, trainer._step = of_step, step
+    list(trainer.run(num_steps))
+    return Report(record.spans, record.highest, record.outliving, gates[0])
 
 
-def _staying(pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: Any) -> Iterator[Tensor]:
-    """Buffers for messages, weights, gradients, masters and the optimizer's states on the device."""
+def _staying(trainer: Trainer) -> Iterator[Tensor]:
+    """On the device: what may be redone, receive buffers, weights, gradients, masters, optimizer states."""
+    pipeline = trainer.pipeline
+    kept = trainer._update.copies(), trainer._begun.kept_batches
+    yield from (each for each in tree_leaves(kept) if isinstance(each, Tensor))
     weights = offloaded_weights(pipeline.stages.values())
     yield from pipeline.receive_buffers()
     yield from (pipeline.released or {}).values()
@@ -207,9 +180,9 @@ def _staying(pipeline: Pipeline, optimizer: torch.optim.Optimizer, masters: Any)
         for each in (*stage.parameters(), *stage.buffers()):
             found = each, each.grad, getattr(each, "main_grad", None)
             yield from (tensor for tensor in found if tensor is not None)
-    if masters is not None:
-        yield from masters.parameters()
-    yield from _states(optimizer)
+    if trainer.masters is not None:
+        yield from trainer.masters.parameters()
+    yield from _states(trainer.optimizer)
 
 
 def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -224,23 +197,3 @@ def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[T
 def _states(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
-
-
-def reported(trainer: Trainer, step: int) -> MemoryReport:
-    """Record the memory of a step of the trainer, which must not record this step's times."""
-    report, read, run = MemoryReport(step), trainer._batches.of_step, trainer._step
-
-    def of_step(number: int) -> Any:
-        batch = read(number)
-        report.count(batch)
-        return batch
-
-    def of_trainer(number: int) -> Any:
-        if number != step:
-            return run(number)
-        kept = lambda: (trainer._update.copies(), trainer._begun.kept_batches)  # noqa: E731  # what may be redone
-        with report.recording(trainer.pipeline, trainer.optimizer, trainer.masters, kept):
-            return run(number)
-
-    trainer._batches.of_step, trainer._step = of_step, of_trainer
-    return report
