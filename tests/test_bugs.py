@@ -7,36 +7,19 @@ import torch.utils.checkpoint
 from torch import nn
 
 from helpers.processes import outcomes
+from helpers.trainers import small_trainer
 from zbpp import Pipeline, backward_input, checkpoint, plan
 from zbpp.autograd.compiled import compile_stage
 from zbpp.config import ConfigError
-from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
 from zbpp.run.model import build_model
 from zbpp.runtime import measured_costs
 from zbpp.training.optim.optimizer import adamw
-from zbpp.training.trainer import Trainer
-
-
-def mlp_trainer(schedule, **options):
-    """One rank, 4 layers, random regression."""
-    model, timetable = Mlp(in_features=4, hidden_size=4, out_features=4, num_layers=4), plan(schedule, 1, 2)
-    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
-    pipeline = Pipeline(stages, timetable, model.loss)
-    return Trainer(
-        pipeline=pipeline,
-        optimizer=adamw(
-            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-        ),
-        data=regression_data(in_features=4, out_features=4, batch_size=4, seed=0),
-        learning_rate=lambda step: 1.0,
-        **options,
-    )
 
 
 def test_a_run_of_one_step_with_evaluation_ended_in_a_zip_error():
     """Evaluation wrote its F's over what the step had recorded: the timeline was shorter than its row."""
-    trainer = mlp_trainer("zb_h1", evaluate_every=1)
+    trainer = small_trainer("zb_h1", evaluate_every=1)
     (metrics,) = trainer.run(1)
     assert "evaluation_loss" in metrics
     (timeline,) = trainer.timelines.values()

@@ -264,6 +264,10 @@ def behind_warm_up(make, warmup_steps=4):
     [
         ({"lr_schedule": "constant"}, lambda o: lr_scheduler.ConstantLR(o, factor=1.0)),
         (
+            {"lr_schedule": "cosine", "min_ratio": 0.2},
+            lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=15, eta_min=0.2),
+        ),
+        (
             {"lr_schedule": "linear", "min_ratio": 0.2},
             lambda o: lr_scheduler.LinearLR(o, 1.0, 0.2, total_iters=15),
         ),

@@ -41,11 +41,6 @@ def test_it_stops_after_so_many_evaluations_without_a_better_value(options, valu
     assert steps_until_left(EarlyStop("evaluation_loss", **options), values)[0] == expected
 
 
-def test_the_reason_names_the_best_value_and_its_step():
-    _, reason = steps_until_left(EarlyStop("evaluation_loss", patience=2), [3, 2, 2.5, 2.1])
-    assert reason == "evaluation_loss improved no more in 2 evaluations; best: 2 at step 2"
-
-
 def test_a_metric_that_no_evaluation_has_is_refused_with_those_that_there_are():
     with pytest.raises(MetricError, match="an evaluation has evaluation_loss: write one of them"):
         steps_until_left(EarlyStop("evaluation_accuracy"), [1.0])

@@ -78,6 +78,7 @@ def test_each_held_out_target_weighs_the_same(model, source):
         metrics=made.metrics,
     )
     found = trainer.evaluate()
+    assert all(p.grad is None for p in pipeline.parameters())
     assert 0.2 < accuracy < 0.9
     assert found == {
         "evaluation_loss": pytest.approx(float(expected), rel=1e-12),

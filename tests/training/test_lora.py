@@ -1,25 +1,15 @@
 """LoRA and frozen weights on a pipeline against peft, and plain autograd, on the whole model."""
 
-import functools
+from collections import OrderedDict
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import (
-    ActivationOffload,
-    Costs,
-    GradientRelease,
-    Pipeline,
-    PostValidation,
-    make_mesh,
-    plan,
-)
+from zbpp import Pipeline, PostValidation, make_mesh, plan
 from zbpp.autograd import recompute
-from zbpp.autograd.compiled import compile_stage
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.runtime.parallel.tensor_parallel import parallelize
 from zbpp.stage_api import blocks_of
 from zbpp.training.fine_tuned import FineTuned, check_fine_tuned, save_adapter
 
@@ -64,9 +54,9 @@ def model_of(base, lora=LORA, **further):
     return FineTuned(HuggingFace(path=base), lora=lora, **further)
 
 
-def stages_of(model, schedule="zb_v", rank=0, num_ranks=1, dtype=torch.float64):
+def stages_of(model, schedule="zb_v", rank=0, num_ranks=1):
     timetable = plan(schedule, num_ranks, M)
-    stages = {i: model.build_stage(i, timetable.num_stages).to(dtype) for i in timetable.stages_of(rank)}
+    stages = {i: model.build_stage(i, timetable.num_stages).double() for i in timetable.stages_of(rank)}
     return stages, timetable
 
 
@@ -122,40 +112,25 @@ def train(pipeline, step_of, optimizer):
     return losses
 
 
-def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
+def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=False):
     model = model_of(base)
     stages, timetable = stages_of(model, schedule)
     if is_recomputed:
         for stage in stages.values():
             for block in blocks_of(stage):
                 recompute(block)
-    if how == "offloaded":
-        OffloadedWeights(stages, torch.device("cpu"))
-    if how == "compiled":
-        for stage in stages.values():
-            compile_stage(stage, whole=False, backend="eager")
-    offload = ActivationOffload(Costs(host=1e-6), least_bytes=1) if how == "activations offloaded" else None
-    with Pipeline(stages, timetable, model.loss, extras=[*filter(None, [offload])]) as pipeline:
+    with Pipeline(stages, timetable, model.loss) as pipeline:
         check_fine_tuned(pipeline, model)
         perturb(pipeline.named_parameters())
         first = adapters_of(pipeline)
         frozen = {n: p.detach().clone() for n, p in pipeline.named_parameters() if not p.requires_grad}
         optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=0.01)
-        if how == "validated":
+        if is_validated:
             validated = PostValidation(pipeline, optimizer)
             losses = train(pipeline, validated.step, optimizer)
             validated.settle()
-        elif how == "released":
-            pipeline.use(GradientRelease(optimizer))
-            losses = train(pipeline, pipeline.step, optimizer)
         else:
-
-            def step_of(*args, **kwargs):
-                found = pipeline.step(*args, **kwargs)
-                optimizer.step()
-                return found
-
-            losses = train(pipeline, step_of, optimizer)
+            losses = train(pipeline, step_and_update(pipeline, optimizer), optimizer)
         for name, each in pipeline.named_parameters():
             if name in frozen:
                 assert each.grad is None, name
@@ -163,19 +138,17 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, how="plain"):
         return losses, first, adapters_of(pipeline)
 
 
+def step_and_update(pipeline, optimizer):
+    def step(*args, **kwargs):
+        losses = pipeline.step(*args, **kwargs)
+        optimizer.step()
+        return losses
+
+    return step
+
+
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"schedule": "1f1b"},
-        {"is_recomputed": True},
-        {"how": "validated"},
-        {"how": "released"},
-        {"how": "offloaded"},
-        pytest.param({"how": "compiled"}, marks=pytest.mark.slow),
-        {"how": "activations offloaded"},
-    ],
-    ids=str,
+    "options", [{}, {"schedule": "1f1b"}, {"is_recomputed": True}, {"is_validated": True}], ids=str
 )
 def test_a_pipeline_trains_adapters_as_peft_does(base, options):
     losses, first, last = by_pipeline(base, **options)
@@ -255,12 +228,8 @@ def test_a_tied_parameter_is_frozen_by_any_of_its_names():
 
 class Toy:
     def build_stage(self, index, num_stages):
-        layers = nn.ModuleDict({str(i): nn.Linear(4, 4) for i in range(4)})
         own = range(4 * index // num_stages, 4 * (index + 1) // num_stages)
-        stage = nn.Sequential()
-        for i in own:
-            stage.add_module(str(i), layers[str(i)])
-        return stage
+        return nn.Sequential(OrderedDict({str(i): nn.Linear(4, 4) for i in own}))
 
     def loss(self, output, target):
         return nn.functional.mse_loss(output, target)
@@ -268,17 +237,10 @@ class Toy:
 
 class Tied(Toy):
     def build_stage(self, index, num_stages):
-        name = ("embedding", "head")[index]
-        return nn.Sequential().append(nn.Identity()) if name is None else _named(name)
+        return nn.Sequential(OrderedDict({("embedding", "head")[index]: nn.Linear(4, 4, bias=False)}))
 
     def tied(self):
         return {"head.weight": "embedding.weight"}
-
-
-def _named(name):
-    stage = nn.Sequential()
-    stage.add_module(name, nn.Linear(4, 4, bias=False))
-    return stage
 
 
 # ---------------------------------------------------------------- several ranks
@@ -310,16 +272,9 @@ def on_two_ranks(rank, base):
             perturb(stage.named_parameters())
         with Pipeline(stages, timetable, model.loss, mesh=make_mesh(**degrees)) as pipeline:
             optimizer = torch.optim.AdamW([p for p in pipeline.parameters() if p.requires_grad], lr=0.01)
-
-            def step_of(pipeline, optimizer, *args, **kwargs):
-                losses = pipeline.step(*args, **kwargs)
-                optimizer.step()
-                return losses
-
-            losses = train(pipeline, functools.partial(step_of, pipeline, optimizer), optimizer)
+            losses = train(pipeline, step_and_update(pipeline, optimizer), optimizer)
             found[name] = pipeline.place.gather(losses)
-            folder = f"{base}/{name}"
-            save_adapter(__import__("pathlib").Path(folder), pipeline, LORA, base=base)
+            save_adapter(Path(base) / name, pipeline, LORA, base=base)
     return found
 
 
@@ -364,20 +319,3 @@ def test_a_tied_target_is_named_on_every_rank(target, stage):
     model = FineTuned(base, lora=LORA | {"target_modules": ["q_proj", target]})
     with pytest.raises(ValueError, match=rf"finetune\.lora\.target_modules hits (model\.)?{target}"):
         model.build_stage(stage, 3)
-
-
-def test_a_tensor_mesh_is_refused_in_own_loops_too():
-    """The config refuses parallel.tensor by itself."""
-    model = FineTuned(Toy(), lora={"r": 2, "target_modules": ["0"]})
-    with pytest.raises(ValueError, match="LoRA doesn't go with a mesh of tensor=2"):
-        parallelize(model, {0: nn.Linear(2, 2)}, MeshOfTwo())
-
-
-class MeshOfTwo:
-    mesh_dim_names = ("tensor",)
-
-    def __getitem__(self, name):
-        return self
-
-    def size(self):
-        return 2

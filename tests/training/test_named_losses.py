@@ -110,6 +110,9 @@ def test_a_loss_with_the_name_of_one_of_the_models_metrics_is_refused():
         ValueError, match=r"a loss is called 'size', as a metric of the model's metrics\(output"
     ):
         trainer.evaluate()
+    trainer = trainer_of(0, 1, metrics=lambda output, target: {"loss": 1.0})
+    with pytest.raises(ValueError, match="a metric is called 'loss'"):
+        trainer.evaluate()
     trainer = trainer_of(0, 1, metrics=lambda output, target: {"accuracy": 0.5})
     names = {"evaluation_loss", "evaluation_accuracy", "evaluation_error", "evaluation_size"}
     assert trainer.evaluate().keys() == names

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from helpers.trainers import small_trainer
 from zbpp.job.world import World
-from zbpp.training.loggers import _Line, brief, progress
+from zbpp.training.loggers import _Line, progress
 from zbpp.training.measured_steps import LiveFigures
 
 MEASURED = {
@@ -31,10 +31,6 @@ def test_the_remaining_time_is_that_of_the_steps_since_the_first():
     line = _Line(110, clock=lambda: next(now))
     texts = [line.of({"step": step, "loss": 1.0}) for step in (101, 102, 103)]
     assert texts == ["loss 1.0000", "loss 1.0000  ETA 0:00:16", "loss 1.0000  ETA 0:00:14"]
-
-
-def test_mfu_is_shown_where_the_peak_is_known():
-    assert brief({"loss": 1.0, "model_flops_utilisation": 0.412}) == "loss 1.0000  MFU 41.2 %"
 
 
 def test_a_terminal_gets_a_bar_and_a_file_gets_lines(capsys):

@@ -110,20 +110,6 @@ def test_overwriting_waits_until_the_new_run_begins(tmp_path):
     }
 
 
-def test_a_refused_job_leaves_no_new_folder(tmp_path):
-    (tmp_path / "runs").mkdir()
-    with pytest.raises(ZeroDivisionError), claimed(tmp_path / "runs/2026/first"):
-        raise ZeroDivisionError
-    assert list((tmp_path / "runs").iterdir()) == []
-
-
-def test_a_run_dir_that_can_not_be_made_is_said_in_one_line(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(FolderError, match="run_dir=.*file.*; write another run_dir") as caught:
-        check_free(tmp_path / "file/run")
-    assert "\n" not in str(caught.value)
-
-
 def checkpoint(folder, step):
     (folder / f"checkpoints/step-{step}").mkdir(parents=True)
 

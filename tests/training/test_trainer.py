@@ -8,18 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from zbpp import Pipeline, plan
+from helpers.trainers import BATCH_SIZE, NUM_MICROBATCHES, small_trainer
 from zbpp.data import regression_data
 from zbpp.job.world import World
 from zbpp.models.mlp import Mlp
 from zbpp.planning import compare
-from zbpp.training.loggers import brief
 from zbpp.training.measured_steps import Title, summarise
-from zbpp.training.optim.optimizer import OPTIMIZERS, adamw, warmup_cosine
+from zbpp.training.optim.optimizer import OPTIMIZERS, warmup_cosine
 from zbpp.training.optim.precision import LossScale
-from zbpp.training.trainer import Trainer
 
-M, BATCH, STEPS = 4, 8, 20
+STEPS = 20
 CLIP_NORM = 2.0
 FACTOR = partial(warmup_cosine, num_steps=STEPS, warmup_steps=5, min_ratio=0.1)
 
@@ -36,23 +34,7 @@ def mlp():
 
 
 def data():
-    return regression_data(in_features=6, out_features=3, batch_size=BATCH, seed=0)
-
-
-def trainer_of(schedule="zb_v", optimizer=adamw, **options):
-    model, timetable = mlp(), plan(schedule, 1, M)
-    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(0)}
-    options.setdefault("loss_fn", model.loss)
-    pipeline = Pipeline(stages, timetable, options.pop("loss_fn"))
-    return Trainer(
-        pipeline=pipeline,
-        optimizer=optimizer(
-            pipeline.parameters(), learning_rate=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
-        ),
-        data=data(),
-        learning_rate=FACTOR,
-        **options,
-    )
+    return regression_data(in_features=6, out_features=3, batch_size=BATCH_SIZE, seed=0)
 
 
 def plain_loop(clip_norm):
@@ -82,7 +64,7 @@ def plain_loop(clip_norm):
 
 @pytest.mark.parametrize("clip_norm", [CLIP_NORM, 1e9])
 def test_a_run_follows_a_plain_loop_with_adamw_clipping_and_schedule(clip_norm):
-    history = list(trainer_of(clip_norm=clip_norm).run(STEPS))
+    history = list(small_trainer(clip_norm=clip_norm).run(STEPS))
     losses, norms = plain_loop(clip_norm)
     assert min(norms) < CLIP_NORM < max(norms)  # some steps are clipped, some are not
     assert [metrics["loss"] for metrics in history] == pytest.approx(losses, rel=1e-12, abs=0)
@@ -91,44 +73,14 @@ def test_a_run_follows_a_plain_loop_with_adamw_clipping_and_schedule(clip_norm):
 
 def test_the_predicted_peak_of_a_run_has_the_unit_of_zbpp_plan():
     """With two stages per rank timeline.png showed twice what `zbpp plan` says."""
-    trainer = trainer_of()
+    trainer = small_trainer()
     history = list(trainer.run(3))
     here = World(0, 1, torch.device("cpu"))
     predicted = summarise(
         Title("zb_v"), trainer, history, here, torch.float64, seconds=1.0
     ).measured.predicted
     assert predicted.timetable.num_stages == 2
-    assert predicted.peak_memory == compare(["zb_v"], 1, M)["zb_v"].peak_memory
-
-
-def test_evaluation_is_the_mean_loss_over_the_held_out_batches_and_changes_nothing():
-    trainer = trainer_of()
-    expected_module = mlp().build_stage(0, 1)
-    expected = []
-    for number in range(2):
-        inputs, target = (each.double() for each in data().evaluation.batch(number))
-        expected.append(F.mse_loss(expected_module(inputs), target).item())
-    trainer.data = trainer.data._replace(num_evaluation_batches=2)
-    assert trainer.evaluate() == {"evaluation_loss": pytest.approx(sum(expected) / 2, rel=1e-13)}
-    assert all(p.grad is None for stage in trainer.pipeline.stages.values() for p in stage.parameters())
-
-
-def test_a_metric_called_loss_stood_for_the_held_out_loss():
-    trainer = trainer_of()
-    trainer.metrics = lambda output, target: {"loss": 7.0}
-    trainer.data = trainer.data._replace(num_evaluation_batches=1)
-    with pytest.raises(ValueError, match="a metric is called 'loss'"):
-        trainer.evaluate()
-
-
-def test_a_line_of_progress_says_held_out_only_where_it_was_measured():
-    metrics = {"loss": 1.0, "rows_per_second": 1234.5}
-    assert brief(metrics) == "loss 1.0000  1,234 rows/s"
-    metrics |= {"evaluation_loss": 0.5, "evaluation_accuracy": 0.25}
-    assert brief(metrics) == "loss 1.0000  1,234 rows/s  held-out 0.5000  accuracy 0.2500"
-    trainer = trainer_of(evaluate_every=1)
-    trainer.data = trainer.data._replace(num_evaluation_batches=0)
-    assert not any("evaluation_loss" in each for each in trainer.run(2))
+    assert predicted.peak_memory == compare(["zb_v"], 1, NUM_MICROBATCHES)["zb_v"].peak_memory
 
 
 @pytest.mark.parametrize("name", ["adamw", "stable_adamw", "lion"])
@@ -136,7 +88,7 @@ def test_a_run_that_releases_gradients_has_the_metrics_of_one_that_does_not(name
     """Losses, norms and learning rates are equal to the last bit."""
     found = {}
     for release in (False, True):
-        trainer = trainer_of(
+        trainer = small_trainer(
             optimizer=partial(OPTIMIZERS[name], gradient_release=release), gradient_release=release
         )
         found[release] = [
@@ -156,4 +108,4 @@ def test_a_run_that_releases_gradients_has_the_metrics_of_one_that_does_not(name
 )
 def test_a_trainer_that_releases_gradients_refuses_what_needs_all_of_them(options, words):
     with pytest.raises(ValueError, match=words):
-        trainer_of(gradient_release=True, **options)
+        small_trainer(gradient_release=True, **options)
