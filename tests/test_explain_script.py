@@ -1,8 +1,4 @@
-"""`zbpp explain`: what it shows of a stage, eager or compiled, and what it refuses."""
-
-import subprocess
-import sys
-from pathlib import Path
+"""`zbpp explain`: what it shows of a stage, eager or compiled."""
 
 import pytest
 import torch.nn.functional as F
@@ -11,35 +7,6 @@ from torch import nn
 import zbpp
 from zbpp.config import ExplainConfig
 from zbpp.run.explain_stage import explain_stage
-
-ROOT = Path(__file__).parent.parent
-SMALL = ["model=mlp", "data=regression", "num_stages=2", "stage=1"]
-
-
-def run_explain(*overrides):
-    command = [sys.executable, "scripts/explain.py", *overrides]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_it_prints_a_row_for_each_weight():
-    result = run_explain(*SMALL)
-    assert (result.returncode, result.stderr) == (0, "")
-    head, *rows = result.stdout.splitlines()
-    assert head.split()[:3] == ["parameter", "KiB", "in"]
-    assert sum(row.split()[2] == "W" for row in rows if ".weight" in row) == 4
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("compile=all", "error: compile=all: write none, stage or layer"),
-        ("stage=2", "error: stage=2 does not exist with num_stages=2: write 0 to 1"),
-    ],
-)
-def test_it_refuses_what_it_can_not_show(override, words):
-    result = run_explain(*SMALL, override)
-    assert result.returncode == 1
-    assert result.stderr.strip() == words
 
 
 class Layer(nn.Module):
@@ -81,27 +48,26 @@ class ReportingModel(Model):
         return {"error": F.mse_loss(output, target), "size": output.abs().mean()}
 
 
-def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be_a_dict():
-    data = {"_target_": "zbpp.data.regression_data", "in_features": 4, "out_features": 4}
-    config = ExplainConfig(
-        model={"_target_": f"{__name__}.ReportingModel"}, data=data, stage=1, num_stages=2, microbatch_size=2
+def explained(model, **options):
+    return explain_stage(
+        ExplainConfig(
+            model={"_target_": f"{__name__}.{model.__name__}"},
+            data={"_target_": "zbpp.data.regression_data", "in_features": 4, "out_features": 4},
+            stage=1,
+            num_stages=2,
+            microbatch_size=2,
+            **options,
+        )
     )
-    assert {row.name: row.where for row in explain_stage(config).rows}["linear.weight"] == "W"
+
+
+def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be_a_dict():
+    assert {row.name: row.where for row in explained(ReportingModel).rows}["linear.weight"] == "W"
 
 
 @pytest.mark.parametrize("compile", ["stage", "layer"])
 def test_with_compile_it_tells_what_compiles_and_what_stays_eager_and_why(compile, capsys, caplog):
-    regression = {"_target_": "zbpp.data.regression_data", "in_features": 4, "out_features": 4}
-    explanation = explain_stage(
-        ExplainConfig(
-            model={"_target_": f"{__name__}.Model"},
-            data=regression,
-            stage=1,
-            num_stages=2,
-            microbatch_size=2,
-            compile=compile,
-        )
-    )
+    explanation = explained(Model, compile=compile)
     why = {row.name: row.why for row in explanation.rows}
     assert why["0.linear.weight"] == "compiled: its product is in W's graph"
     assert "; not compiled: forward sets attributes or changes objects" in why["1.linear.weight"]

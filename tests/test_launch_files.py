@@ -13,7 +13,7 @@ from zbpp.planning import plan
 
 ROOT = Path(__file__).parent.parent
 MANIFESTS = ROOT / "docker/kubernetes"
-GPUS, USER = 8, 10001
+GPUS = 8
 
 configs.register()
 
@@ -52,29 +52,6 @@ def test_a_manifest_starts_one_torchrun_per_node_with_a_config_that_composes(nam
     assert mounts["shm"] == "/dev/shm"
 
 
-@pytest.mark.parametrize("name", ["pytorchjob.yaml", "jobset.yaml"])
-def test_a_manifests_pod_has_no_rights_beyond_its_users(name):
-    _, pod, _ = pod_of(name)
-    assert pod["securityContext"] == {
-        "runAsNonRoot": True,
-        **dict.fromkeys(("runAsUser", "runAsGroup", "fsGroup"), USER),
-    }
-    (container,) = pod["containers"]
-    assert container["securityContext"]["allowPrivilegeEscalation"] is False
-    assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
-    assert re.search(r":\d+\.\d+\.\d+$", container["image"])  # no image that changes under its name
-
-
-def test_the_pytorchjob_is_one_that_the_operator_takes():
-    num_pods, pod, manifest = pod_of("pytorchjob.yaml")
-    assert (manifest["apiVersion"], manifest["kind"]) == ("kubeflow.org/v1", "PyTorchJob")
-    policy = manifest["spec"]["elasticPolicy"]
-    assert policy["minReplicas"] == policy["maxReplicas"] == num_pods
-    assert policy["rdzvBackend"] == "c10d"
-    assert manifest["spec"]["nprocPerNode"] == str(GPUS)  # a string there
-    assert [container["name"] for container in pod["containers"]] == ["pytorch"]
-
-
 def test_the_jobset_meets_at_its_first_pod():
     num_pods, pod, manifest = pod_of("jobset.yaml")
     assert (manifest["apiVersion"], manifest["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -92,35 +69,9 @@ def test_the_jobset_meets_at_its_first_pod():
 # ---------------------------------------------------------------- images
 
 
-def instructions(name):
-    """[(instruction, its text)] of a Dockerfile, continued lines joined."""
-    text = re.sub(r"^#.*\n", "", (ROOT / "docker" / name).read_text(), flags=re.MULTILINE)
-    lines = text.replace("\\\n", " ").splitlines()
-    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in lines if line.strip()]
-
-
-@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
-def test_an_image_is_pinned_ends_as_a_plain_user_and_tries_what_it_made(name):
-    steps = instructions(name)
-    kinds = [kind for kind, _ in steps]
-    base = next(text for kind, text in steps if kind == "ARG" and text.startswith("BASE="))
-    assert re.search(r":[^:]*\d+\.\d+", base)
-    assert "latest" not in base
-    user = kinds.index("USER")
-    assert steps[user][1] == str(USER)
-    assert kinds.count("USER") == 1
-    assert [kind for kind, text in steps[user:] if "pip install" in text] == []
-    assert any(kind == "RUN" and "zbpp plan" in text for kind, text in steps[user:])
-    installed = [text for kind, text in steps if kind == "RUN" and "pip install" in text]
-    assert all(" -c " in text for text in installed)  # constraints: pinned versions
-    assert not any("apt-get" in text for _, text in steps)  # no build tools come in
-    assert any("PIP_NO_CACHE_DIR=1" in text for kind, text in steps if kind == "ENV")
-
-
 @pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
 def test_what_an_image_copies_is_there(name):
-    copied = [text for kind, text in instructions(name) if kind == "COPY"]
-    for text in copied:
+    for text in re.findall(r"^COPY (.*)", (ROOT / "docker" / name).read_text(), flags=re.MULTILINE):
         for source in [part for part in text.split() if not part.startswith("--")][:-1]:
             assert (ROOT / source).exists(), source
 

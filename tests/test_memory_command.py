@@ -11,7 +11,7 @@ from helpers.configs import FREE_COPIES, composed
 from zbpp.config import ConfigError
 from zbpp.models.mlp import Mlp
 from zbpp.prediction.predictor import FAKE, predict
-from zbpp.prediction.switches import Switches, memory_text, title_of
+from zbpp.prediction.switches import Switches, memory_text
 
 MLP = ["model=mlp", "data=regression", "num_microbatches=8", "microbatch_size=64", "parallel.num_processes=2"]
 
@@ -104,10 +104,6 @@ def test_a_model_with_an_lstm_runs_really():
     assert found.how.endswith("can't run on fake tensors: LSTM keeps memory that they don't show")
 
 
-def test_what_is_not_predicted_is_said():
-    assert "NOT COUNTED: what compile=stage changes" in predict(composed(*MLP, "compile=stage")).how
-
-
 def test_every_switch_that_is_off_is_listed_with_its_saving():
     rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1", FREE_COPIES)).single()}
     for title in (
@@ -124,16 +120,3 @@ def test_every_switch_that_is_off_is_listed_with_its_saving():
     assert rows["optimizer.validation=after"].step <= own.step
     assert rows["memory.recompute=block"].step > own.step
     assert rows["memory.recompute=auto"].step == own.step  # 1 GiB is enough without
-
-
-def test_a_switch_is_shown_as_one_types_it():
-    """A microbatch of one row was shown as microbatch_size=true."""
-    changes = {
-        "microbatch_size": 1,
-        "memory.offload": 0.5,
-        "memory.offload_weights": True,
-        "memory.limit": None,
-    }
-    expected = "microbatch_size=1 memory.offload=0.5 memory.offload_weights=true memory.limit=null"
-    assert title_of(changes) == expected
-    assert title_of({"schedule.name": "zb_h2"}) == "schedule=zb_h2"

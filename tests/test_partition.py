@@ -8,7 +8,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from zbpp.models.flops import head_in_layers
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.partition import partition
@@ -137,20 +136,3 @@ def test_a_heavy_head_gets_a_stage_of_its_own_and_changes_nothing():
     for stage in stages:
         x = stage(x)
     assert torch.equal(x, model.build_stage(0, 1)(tokens))
-
-
-def test_layers_per_stage_overrides_the_costs():
-    model = Gpt(**GPT, vocab_size=440, layers_per_stage=[1, 1, 1, 3])
-    assert model.layer_counts(4) == [1, 1, 1, 3]
-    with pytest.raises(ValueError, match="leaves stage 0 empty"):
-        Gpt(**GPT, layers_per_stage=[0, 3, 3]).build_stage(0, 3)
-
-
-def test_the_head_of_llama_3_2_1b_outweighs_several_layers():
-    head = head_in_layers(
-        layer_parameters=2048 * (2 * 2048 + 2 * 512) + 3 * 2048 * 8192,
-        hidden_size=2048,
-        vocab_size=128256,
-        sequence_length=4096,
-    )
-    assert head == pytest.approx(3.795, abs=1e-3)

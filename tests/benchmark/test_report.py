@@ -74,27 +74,6 @@ def test_speeds_are_compared_like_with_like_and_best_with_best(timed):
     ]
 
 
-@pytest.mark.parametrize(
-    ("peak", "best"),
-    [(3 * MIB + 1, "zb_v"), (int(3.04 * MIB), "zb_v"), (int(3.06 * MIB), "1f1b"), (2 * 2**30, "1f1b")],
-)
-def test_memory_is_equal_where_the_table_prints_it_as_equal(timed, peak, best):
-    timed[2].peak_bytes = [peak, 0]
-    rows = rows_of(timed, 100)
-    printed = [line.split()[-3:-1] for line in table(rows).splitlines()[1:4]]
-    assert (printed[2] == printed[1]) == (best == "zb_v")
-    assert f"of torch's 1f1b ({best}) over torch's 1f1b" in speed_comparisons(rows)[2]
-
-
-def test_without_torchs_1f1b_nothing_is_said_of_its_memory(timed):
-    timed[1] = timed_runner("1f1b", "torch", [], failure="RuntimeError: no")
-    timed[3] = timed_runner("zb_v", "torch", [20.0])
-    assert speed_comparisons(rows_of(timed, 100)) == [
-        "zbpp's speed over torch's, same schedule: zb_v 1.250x",
-        "zbpp's best (zb_v) over torch's best (zb_v): 1.250x",
-    ]
-
-
 def test_what_is_written_is_json_a_picture_and_a_trace(timed, tmp_path):
     rows = rows_of(timed, 100)
     write(tmp_path, {"model": "Mlp"}, timed, rows)
