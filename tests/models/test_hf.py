@@ -329,20 +329,3 @@ def test_tied_families_on_four_ranks_are_trained_as_the_librarys_whole_model():
         expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
         assert_close(grads, {name: expected[name] for name in grads})
         assert expected.keys() - grads.keys() <= {"lm_head.weight"}  # in a V the embedding's rank has it
-
-
-def test_router_logits_are_switched_off_with_a_line(caplog):
-    """The logits are the library's, and the user's config stays as it is."""
-    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2}
-    config = {"model_type": "mixtral", **sizes, **heads}
-    found = []
-    for is_asked in (True, False):
-        model = HuggingFace(config=config | {"output_router_logits": is_asked})
-        stages = [model.build_stage(index, 2) for index in range(2)]
-        tokens = torch.arange(8)[None]
-        sent = stages[0](tokens)
-        found.append(stages[1](*sent) if isinstance(sent, tuple) else stages[1](sent))
-        assert model.library_config().output_router_logits is is_asked
-        assert caplog.text.count("output_router_logits=true is taken as false") == 1
-    assert torch.equal(*found)

@@ -26,6 +26,7 @@ from zbpp.autograd.models.sharded import local_part
 from zbpp.models.llama import Llama
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.runtime.parallel.mesh import Place, is_spread
+from zbpp.training.measured_steps import parameters_in_all, parameters_of_a_token
 
 M, EXPERTS, ROWS = 4, 8, 16
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "zb_h2")
@@ -74,6 +75,10 @@ def in_mesh(rank, degrees, schedules, *, model_options=(), overlap=False, **opti
                 losses += [each.item() for each in pipeline.step(inputs, target=target)]
             norm = clip_grad_norm_(pipeline, 1e9).item()
             check_replicas(pipeline)
+            assert parameters_in_all(pipeline) == sum(
+                each.numel() for each in model.build_stage(0, 1).parameters()
+            )
+            assert parameters_of_a_token(pipeline) is None
             grads = {name: whole_of(each.grad) for name, each in pipeline.named_parameters()}
             bytes_here = {
                 name: each.to_local().nbytes for name, each in pipeline.named_parameters() if is_spread(each)

@@ -1,14 +1,17 @@
 """Hugging Face's mixtures of experts, unmodified, spread over processes, give the library's gradients."""
 
+import sys
+
 import pytest
 
 pytest.importorskip("transformers")
 
 import torch
+import transformers
 
 from helpers.processes import run_ranks
 from helpers.toy_lm import VOCAB, batch, rows_of
-from zbpp import Pipeline, clip_grad_norm_, make_mesh
+from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
 from zbpp.models.hf import HuggingFace
 from zbpp.runtime.parallel.mesh import is_spread
 
@@ -27,8 +30,8 @@ FAMILIES = {
 }  # fmt: skip
 
 
-def model_of(family):
-    config = {"model_type": family, **SIZES, **FAMILIES[family]}
+def model_of(family, **more):
+    config = {"model_type": family, **SIZES, **FAMILIES.get(family, {}), **more}
     return HuggingFace(config=config, vocab_size=VOCAB, sequence_length=8)
 
 
@@ -91,3 +94,38 @@ def test_losses_and_gradients_are_those_of_one_process(everyone, family):
     assert seen == expected_grads.keys()
     assert [*losses[0], *losses[1]] == pytest.approx(expected, rel=1e-12)
     assert any(found[family, "zb_h1"][2] for found in everyone)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_routers_report_the_librarys_loss_of_each_layer(family):
+    """Which computes in float32. The library's code, and its config as it was, is the reference."""
+    model = model_of(family, output_router_logits=True, router_aux_loss_coef=0.5)
+    stages = {index: model.build_stage(index, 2).double() for index in range(2)}
+    pipeline = Pipeline(stages, plan("zb_v", 1, M), model.loss)
+    inputs, target = batch(0, ROWS)
+    losses = pipeline.step(inputs, target=target)
+    whole = transformers.AutoModelForCausalLM.from_config(
+        model.library_config(), experts_implementation="eager"
+    )
+    whole.load_state_dict(
+        {name: each for stage in stages.values() for name, each in stage.state_dict().items()}
+    )
+    whole.double().train()
+    balance, reported = sys.modules[type(whole).__module__].load_balancing_loss_func, 0.0
+    for rows, words, loss in zip(inputs.chunk(M), target.chunk(M), losses, strict=True):
+        found = whole(rows)
+        expected = model.loss(found.logits, words)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
+        auxiliary = 0.5 * sum(balance((each,), 4, 2) for each in found.router_logits) / 2
+        (expected + auxiliary).div(M).backward()
+        reported += auxiliary.item() / M
+    assert pipeline.auxiliary_losses()["balance"] == pytest.approx(reported, rel=1e-6)
+    for name, parameter in pipeline.named_parameters():
+        wanted = whole.get_parameter(name).grad
+        largest = max(wanted.abs().max().item(), 1e-6)
+        torch.testing.assert_close(parameter.grad, wanted, rtol=0, atol=1e-6 * largest, msg=name)
+
+
+def test_a_family_whose_balance_is_not_known_says_so(caplog):
+    model_of("llama", output_router_logits=True).build_stage(0, 2)
+    assert "LlamaForCausalLM has no loss that balances experts here" in caplog.text

@@ -22,9 +22,9 @@ from zbpp.error_text import kind_of
 from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
-from zbpp.runtime.parallel.fully_shard import refusal_of
 from zbpp.runtime.parallel.groups import unique_name
 from zbpp.runtime.parallel.mesh import TENSOR, Place, planned_by_rank_0
+from zbpp.runtime.parallel.shard_stages import refusal_of
 from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.parallel.ties import Tie, agree_on_ties
 from zbpp.runtime.parameters import Names, names_of

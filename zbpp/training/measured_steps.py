@@ -20,7 +20,8 @@ from zbpp.job.world import World
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.parallel.mesh import REPLICATE, SHARD, TENSOR, local_of
+from zbpp.runtime.parallel.experts import has_experts
+from zbpp.runtime.parallel.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
 from zbpp.training.optim.update import Metrics
@@ -88,13 +89,14 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
 
 
 def model_flops_utilisation(
-    num_parameters: int, tokens_per_second: float | None, num_ranks: int, peak: float | None
+    num_parameters: int | None, tokens_per_second: float | None, num_ranks: int, peak: float | None
 ) -> float | None:
     """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
 
-    peak: FLOP/s of one device. None if the peak is not known, or if the data are no tokens.
+    peak: FLOP/s of one device. None if the peak is not known, if the data are no tokens, or for no number of
+    parameters: of a model with experts a token uses some only.
     """
-    if peak is None or tokens_per_second is None:
+    if peak is None or tokens_per_second is None or num_parameters is None:
         return None
     return 6 * num_parameters * tokens_per_second / (num_ranks * peak)
 
@@ -125,13 +127,15 @@ class LiveFigures(Callback):
     def __init__(self, here: World, dtype: torch.dtype) -> None:
         self._is_shown, self._num_processes = here.rank == 0, here.size
         self._peak = peak_flops(here.device, dtype)
-        self._num_parameters: int | None = None
+        self._num_parameters: int | None = None  # those that each token uses
+        self._is_counted = False
         self._last: int | None = None  # the measured step whose figures were added last
 
     def before_step(self, trainer: Trainer, step: int) -> None:
         """Count the parameters, once. Collective."""
-        if self._num_parameters is None:
-            self._num_parameters = parameters_in_all(trainer.pipeline)
+        if not self._is_counted:
+            self._num_parameters = parameters_of_a_token(trainer.pipeline)
+            self._is_counted = True
 
     def after_step(self, trainer: Trainer, step: int, known: list[Metrics]) -> None:
         """Add the figures."""
@@ -139,7 +143,7 @@ class LiveFigures(Callback):
             return
         for metrics in known:
             utilisation = model_flops_utilisation(
-                self._num_parameters or 0,
+                self._num_parameters,
                 metrics.get("tokens_per_second"),
                 self._num_processes,
                 self._peak,
@@ -159,6 +163,13 @@ def parameters_in_all(pipeline: Pipeline) -> int:
     place = pipeline.place
     # Each replica counts its own, unless replicas share experts.
     return sum(gather(own)) // (1 if place.expert_groups else place.size(REPLICATE))
+
+
+def parameters_of_a_token(pipeline: Pipeline) -> int | None:
+    """The number of parameters that each token uses; None for a model with experts. Collective."""
+    have_experts = gather(has_experts(pipeline.stages.values()))
+    number = parameters_in_all(pipeline)
+    return None if any(have_experts) else number
 
 
 # ----------------------------------------------------------------
@@ -226,14 +237,13 @@ def _figures(
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1] if history else {}
     steps = [metrics["step_seconds"] for metrics in history]
     items_per_second = trainer.items_per_step / median(steps) if steps else None
-    num_parameters = parameters_in_all(pipeline)
     return {
         "num_processes": here.size,
         "num_ranks": pipeline.timetable.num_ranks,
-        **{name: pipeline.place.size(name) for name in (REPLICATE, SHARD, TENSOR)},
+        **{name: pipeline.place.size(name) for name in (REPLICATE, SHARD, TENSOR, EXPERT)},
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
-        "num_parameters": num_parameters,
+        "num_parameters": parameters_in_all(pipeline),
         "steps": trainer.next_step,
         "left": trainer.leaving,
         "skipped_steps": trainer.values.num_skipped,
@@ -244,7 +254,7 @@ def _figures(
         "unigram_entropy": data.unigram_entropy,
         f"{data.unit}_per_second": items_per_second,
         "model_flops_utilisation": model_flops_utilisation(
-            num_parameters,
+            parameters_of_a_token(pipeline),
             items_per_second if data.unit == "tokens" else None,
             here.size,
             peak_flops(here.device, dtype),

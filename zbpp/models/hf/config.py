@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import logging
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -12,8 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-_log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
@@ -107,13 +104,14 @@ def without_cache(config: PretrainedConfig) -> PretrainedConfig:
     copy = deepcopy(config)
     copy.use_cache = text_config(copy).use_cache = False
     for part in (copy, text_config(copy)):
-        if getattr(part, "output_router_logits", False):
+        if asks_for_balance(part):
             part.output_router_logits = False
-            _log.warning(
-                "output_router_logits=true is taken as false: stages do not send the router's logits, so the "
-                "loss that balances the experts is not added"
-            )
     return copy
+
+
+def asks_for_balance(config: PretrainedConfig) -> bool:
+    """Whether the library would add a loss that balances experts."""
+    return any(getattr(part, "output_router_logits", False) for part in (config, text_config(config)))
 
 
 def _checked(config: PretrainedConfig, sizes: Mapping[str, int]) -> PretrainedConfig:

@@ -174,6 +174,11 @@ class Stage(nn.Module):
             else:
                 container._modules[name] = child
 
+    @property
+    def library_model(self) -> PreTrainedModel:
+        """The whole model; parameters of other stages are on the meta device."""
+        return self._patched.model
+
     def adopt_modules(self) -> None:
         """Let the library's model run the stage's present modules: a replaced one is in the stage alone."""
         self._adopt(self, self._patched.model, "")

@@ -1,24 +1,60 @@
-"""Experts of a Hugging Face model that can be spread over processes, by the library's registry of functions.
+"""Experts of a Hugging Face model: spread over processes, by the library's registry; and what balances them.
 
 The library stacks a layer's experts in one module, `gate_up_proj` [experts, ...] and `down_proj`, and lets a
 registered function compute it. Ours is registered as "zbpp_exchange". It calls the library's own while each
 process has all experts; else it exchanges the tokens' rows (zbpp/autograd/models/exchange.py). Routers,
 shared experts and all else of the model are the library's code.
+
+Where the config asks for output_router_logits, the library adds a loss that balances experts, of the logits
+of all routers of the model. No stage has all of them. So each router reports the loss of its own logits.
 """
 
 from __future__ import annotations
 
+import logging
+import sys
 from copy import copy
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.autograd.models.auxiliary import auxiliary_loss
 from zbpp.autograd.models.exchange import Exchange, through_experts
 from zbpp.autograd.models.grouped_linear import grouped_linear
 from zbpp.autograd.models.sharded import local_part
 
+_log = logging.getLogger(__name__)
+
 _NAME = "zbpp_exchange"
+
+
+def report_balance(model: Any) -> None:
+    """Let each router in a library's causal model report the auxiliary loss "balance".
+
+    The sum over a model's routers is router_aux_loss_coef x the mean of the library's loss of each. Padding
+    counts. Logs a warning for a family whose routers or loss are not known by their usual names.
+    """
+    recorder: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
+    balance: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
+    sizes = getattr(model, "num_experts", None), getattr(model, "num_experts_per_tok", None)
+    coefficient: Any = getattr(model, "router_aux_loss_coef", None)
+    if not hasattr(recorder, "target_class") or None in (balance, coefficient, *sizes):
+        _log.warning("output_router_logits: %s has no loss that balances experts here", type(model).__name__)
+        return
+    routers = [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, recorder.target_class) and name.endswith(recorder.layer_name or "")
+    ]
+
+    def report(router: nn.Module, args: Any, output: Any) -> None:
+        if router.training:
+            logits = output[recorder.index] if isinstance(output, tuple) else output
+            auxiliary_loss("balance", coefficient / len(routers) * balance((logits,), *sizes))
+
+    for router in routers:
+        router.register_forward_hook(report)
 
 
 def hold_exchanges(stage: nn.Module) -> None:

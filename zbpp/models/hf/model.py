@@ -17,9 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf.check import build_stage, find_cut
-from zbpp.models.hf.config import check_tokenizer, read_config, read_folder, without_cache
+from zbpp.models.hf.config import (
+    asks_for_balance,
+    check_tokenizer,
+    read_config,
+    read_folder,
+    without_cache,
+)
 from zbpp.models.hf.cut import Cut
-from zbpp.models.hf.experts import hold_exchanges
+from zbpp.models.hf.experts import hold_exchanges, report_balance
 from zbpp.models.hf.files import WeightFiles
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.parallel import parallelize_stage
@@ -108,6 +114,8 @@ class HuggingFace:
             _log.warning("%s: head=whole, since %s", self._kind, cut.no_head)
         stage = build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
         hold_exchanges(stage)
+        if asks_for_balance(self._library_config):
+            report_balance(stage.library_model)
         return stage
 
     def tied(self) -> dict[str, str]:

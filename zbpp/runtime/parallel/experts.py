@@ -69,6 +69,11 @@ def _take_part(holder: nn.Module, mesh: DeviceMesh) -> None:
             setattr(holder, name, _part(parameter, mesh))
 
 
+def has_experts(stages: Iterable[nn.Module]) -> bool:
+    """Whether a stage has experts that can be spread."""
+    return any(True for stage in stages for _ in _holders(stage))
+
+
 def no_experts(num: int) -> str:
     """The error message for a model whose stages have no experts."""
     return (

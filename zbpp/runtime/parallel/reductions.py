@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Extra, OwnRank, Run, after, instead
-from zbpp.runtime.parallel.fully_shard import Reshard, shard_stages
+from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import (
     EXPERT_COPIES,
@@ -35,6 +35,7 @@ from zbpp.runtime.parallel.mesh import (
     local_of,
 )
 from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together
+from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.schedule import Action, Op, Program, Reduce

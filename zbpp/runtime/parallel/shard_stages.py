@@ -1,0 +1,180 @@
+"""Which stages FSDP2 shards: plain ones are wrapped in fully_shard, wrapped ones are checked.
+
+A mesh with a dimension "shard" has all its stages sharded: each block by itself, the rest of the stage with
+the stage. With "replicate" beside it, FSDP2 shards over the one and replicates over the other (HSDP). Spread
+experts (experts.py) are wrapped by themselves, and sharded over the processes that have the same experts.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import filterfalse
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from zbpp.runtime.parallel.fully_shard import RESHARD, FullyShardedStage, Reshard
+from zbpp.runtime.parallel.mesh import (
+    DIMENSIONS,
+    EXPERT,
+    EXPERT_COPIES,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    Place,
+    copy_to_replicas,
+    experts_mesh,
+    is_fully_sharded,
+    is_spread,
+    is_taken,
+    names_in,
+)
+from zbpp.stage_api import blocks_of
+
+_PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
+
+
+def shard_stages(
+    stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
+) -> dict[int, FullyShardedStage]:
+    """{index: the stage as a FullyShardedStage}; {} without a dimension "shard". Collective over the mesh.
+
+    Plain stages are wrapped in fully_shard here. Before that, all processes that see different data get the
+    values of the first of them. rank: for error messages. policy: a MixedPrecisionPolicy. Raises ValueError
+    on every process if one of them can't drive its stages.
+    """
+    if reshard not in RESHARD:
+        raise ValueError(f"reshard={reshard!r}: write one of {', '.join(RESHARD)}")
+    if SHARD not in place.groups and policy is not None:
+        raise ValueError(
+            "mp_policy is for stages that FSDP2 shards, and the mesh has no shards: write "
+            "mesh=zbpp.make_mesh(shard=2), or leave mp_policy out"
+        )
+    if not place.has(SHARD):
+        return {}
+    if (
+        SHARD not in place.groups
+    ):  # the dimension has one process: FSDP2 may hold the weights, as for its policy
+        stages = {index: stage for index, stage in stages.items() if is_fully_sharded(stage)}
+    plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
+    for stage in plain.values():
+        tensors = [*stage.parameters(), *stage.buffers()]
+        for name in (SHARD, REPLICATE):
+            if name in place.groups:
+                copy_to_replicas(filterfalse(is_spread, tensors), place.groups[name])
+        if EXPERT_COPIES in place.expert_groups:
+            copy_to_replicas(filter(is_spread, tensors), place.expert_groups[EXPERT_COPIES])
+    sharded, refusal = {}, ""
+    try:
+        for index, stage in stages.items():
+            if index in plain:
+                _wrap(stage, place, policy)
+            what = f"rank {rank}, reducing the gradients of stage {index} over its shards"
+            sharded[index] = FullyShardedStage(stage, reshard, place, what)
+    except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
+        refusal = f"stage {index} can't be sharded: {error}"
+    for each in place.gather(refusal):
+        if each:
+            raise ValueError(each)
+    return sharded
+
+
+def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # lazily: it imports sympy
+
+    if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
+        raise ValueError(
+            "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
+            "instead of shard="
+        )
+    assert place.mesh is not None
+    mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
+    policy = policy or MixedPrecisionPolicy()
+    blocks = [*_blocks_with_own_parameters(stage)]
+    for module in [*stage.modules()]:
+        if any(map(is_spread, module.parameters(recurse=False))):
+            _wrap_experts(module, place, policy)
+    for module in (*blocks, stage):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _wrap_experts(module: nn.Module, place: Place, policy: Any) -> None:
+    """Dimension 0 of their parameters is the expert: FSDP2 splits dimension 1, which it divides evenly.
+
+    What the module gets and returns is cast by the block around it, as inside of any block.
+    """
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Shard
+
+    experts = experts_mesh(place.mesh)
+    assert experts is not None
+    fully_shard(
+        module,
+        mesh=experts[EXPERT_COPIES],
+        shard_placement_fn=lambda _: Shard(1),
+        mp_policy=replace(policy, cast_forward_inputs=False, output_dtype=None),
+    )
+
+
+def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
+    """The blocks that share no parameter with another part of the stage: FSDP2 would make two of it."""
+    places = Counter(id(each) for _, each in stage.named_parameters(remove_duplicate=False))
+    for block in dict.fromkeys(blocks_of(stage)):
+        inside = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
+        if inside and all(places[each] == count for each, count in inside.items()):
+            yield block
+
+
+def refusal_of(stage: nn.Module, place: Place) -> str:
+    """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
+    if not any(map(is_fully_sharded, stage.modules())):
+        return ""
+    if not place.has(SHARD):
+        return (
+            "is wrapped in FSDP2 (fully_shard), and the pipeline has no shards: write "
+            "Pipeline(..., mesh=zbpp.make_mesh(shard=2)), and fully_shard(stage, mesh=mesh['shard']) if the "
+            "Pipeline is not to wrap it"
+        )
+    if not is_fully_sharded(stage):
+        return (
+            "has parts that are wrapped in FSDP2, but is not wrapped itself: write fully_shard(stage, "
+            f"mesh=mesh['shard']) after its parts, or {_PLAIN}"
+        )
+    for name, parameter in stage.named_parameters():
+        mesh = getattr(parameter, "device_mesh", None)
+        if mesh is None and parameter.requires_grad:
+            return (
+                f"is wrapped in FSDP2 without its parameter {name}, whose gradients nobody reduces: {_PLAIN}"
+            )
+        if mesh is not None and not _lies_on(mesh, place):
+            return (
+                f"is wrapped in FSDP2 on another mesh than the pipeline's ({name} lies on "
+                f"{mesh}): write fully_shard(stage, mesh=mesh['shard']) with the Pipeline's mesh, "
+                f"mesh['replicate', 'shard'] if it has replicas, or {_PLAIN}"
+            )
+    return ""
+
+
+def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
+    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's.
+
+    A mesh that `take_as` has named may have some of them: FSDP2 reduces a user's experts by itself.
+    """
+    names = names_in(mesh)
+    groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
+    if names == (EXPERT_COPIES, EXPERT):
+        compared: tuple[str, ...] = names
+    elif SHARD in names and set(names) <= set(DIMENSIONS):
+        compared = (REPLICATE, SHARD, *({TENSOR} & set(names) if not is_taken(mesh) else ()))
+    else:
+        return False
+    pairs = [(_ranks(groups.get(name)), _ranks(place.group(name))) for name in compared]
+    return all(set(own) <= set(whole) if is_taken(mesh) else own == whole for own, whole in pairs)
+
+
+def _ranks(group: dist.ProcessGroup | None) -> list[int]:
+    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)
