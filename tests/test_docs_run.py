@@ -16,7 +16,7 @@ OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 @pytest.mark.parametrize(
     "page",
-    ["pipeline", "split", "memory", "planning", "optimizer", "data"],
+    ["pipeline", "split", "memory", "planning", "optimizer"],
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
@@ -93,8 +93,8 @@ def test_the_command_of_lora_trains_an_adapter(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_commands_of_the_data_page_run(tmp_path: Path) -> None:
-    for block in blocks("docs/data.md", "bash"):
+def test_the_commands_for_data_run(tmp_path: Path) -> None:
+    for block in blocks(TRAINING, "bash")[:2]:
         run_command(f"set -e\n{block}", tmp_path)
     losses = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("tokens", "mixture")]
     assert all(len(each.splitlines()) == 2 for each in losses)
@@ -151,7 +151,7 @@ def write_files_of_pages(folder: Path) -> None:
 
 
 def commands_of_pages() -> list[str]:
-    return [*blocks(TUTORIAL, "bash"), *blocks(TRAINING, "bash")]
+    return [*blocks(TUTORIAL, "bash"), *blocks(TRAINING, "bash")[2:]]  # the first two are for data
 
 
 def test_no_command_takes_more_than_two_lines() -> None:

@@ -10,8 +10,15 @@ A call of a Pipeline runs on the caller's current stream. Beside it run
     graphs       captures of CUDA graphs (replays run on the `side`       normal
                  caller's stream)
 
-Messages are urgent: another rank waits for them. A stream waits for another one by events, and the host waits
-for none of them within a step. docs/pipeline.md ("Streams") says who waits for whom.
+Messages are urgent: another rank waits for them. Streams wait for each other by events. Who waits:
+
+    a message, a reduction, a copy   for the current stream, where it starts
+    the current stream               for a message before the stage that needs it, and before a sent tensor
+                                     is freed; for a copy before its memory is freed or read; for all
+                                     reductions at the end of the step
+    the host                         where it needs a number: shapes in a header, the norm at the gate of
+                                     post-validation, which copies of a parameter have a gradient; and for
+                                     offloaded weights at the end of the call
 
 The caching allocator gives freed memory out again to the stream that it was allocated on. So memory that
 another stream reads or writes may be freed once its own stream has waited for that stream's event.
