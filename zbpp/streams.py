@@ -33,6 +33,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -124,3 +125,12 @@ def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; None for one without streams, such as the CPU."""
     make = MAKERS.get(device.type)
     return None if make is None else make(device)
+
+
+def host_memory(nbytes: int, device: torch.device) -> Tensor:
+    """Uninitialised bytes of host memory, to be copied to a device and back; pinned if that is a GPU."""
+    streams = streams_of(device)
+    if streams is not None:
+        return streams.host_memory(nbytes)
+    # Not torch's memory: so live tensors are counted as on a GPU, where a tensor on the host is none.
+    return torch.from_numpy(np.empty(nbytes, np.uint8))

@@ -189,8 +189,8 @@ def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[T
     """All tensors that live in host memory."""
     weights = offloaded_weights(pipeline.stages.values())
     if weights is not None:
-        yield from weights.on_host()
-        yield from (each.grad for each in pipeline.parameters() if each.grad is not None)
+        for each in pipeline.parameters():
+            yield from (each,) if each.grad is None else (each, each.grad)
         yield from _states(optimizer)
 
 

@@ -22,8 +22,8 @@ from zbpp.checkpoints.nest import encoded
 from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters
 from zbpp.checkpoints.writing import Saving, is_first, line_of
 from zbpp.runtime import Extra, Pipeline
-from zbpp.runtime.extra import OwnRank
 from zbpp.runtime.parallel.groups import close_groups, gloo_group
+from zbpp.runtime.rank import Rank
 
 
 @runtime_checkable
@@ -81,7 +81,7 @@ class _Saver(Extra):
     name = "saver"
     last: Saving | None = None
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """Make the group."""
         self.group = gloo_group(rank.place)
 

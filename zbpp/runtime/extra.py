@@ -28,21 +28,20 @@ function is the innermost one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.ties import Tie
-from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Program, Programs, Timetable
+from zbpp.schedule import Program
 from zbpp.schedule.lower import Instruction
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
 
 Run = Callable[[Message], Message]
 """An instruction as a function: takes a message, returns a message; () stands for none."""
@@ -52,29 +51,6 @@ Background = Callable[[], Callable[[], None]]
 
 Both may be called by any thread; on a GPU, in the stream whose work they mark.
 """
-
-
-class OwnRank(Protocol):
-    """What an extra sees of its rank; Rank (rank.py) says what each is."""
-
-    timetable: Timetable
-    rank: int
-    key: str
-    timeout: float
-    device: torch.device
-    place: Place
-    ties: Sequence[Tie]
-    dynamic_shapes: bool
-    num_steps: int
-    over: str
-    modules: list[nn.Module]
-    workers: dict[int, StageWorker]
-    programs: dict[str, Programs]
-    executors: dict[str, Any]
-    extras: Extras
-
-    def trained(self) -> list[nn.Parameter]: ...
-    def rebind(self) -> None: ...
 
 
 class Extra:
@@ -95,7 +71,7 @@ class Extra:
     looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """Make groups and buffers, wrap stages, refuse what can't work. Collective over the mesh."""
 
     def rewrite(self, program: Program, call: str) -> Program:
@@ -208,21 +184,8 @@ class Extras(list[Extra]):
         return run
 
     def background(self, at: Instruction) -> Background | None:
-        """What wants to know when work runs that an instruction starts in the background."""
-        begins = [found for each in self if (found := each.background(at)) is not None]
-        if len(begins) < 2:
-            return begins[0] if begins else None
-
-        def begin() -> Callable[[], None]:
-            ends = [each() for each in begins]
-
-            def end() -> None:
-                for each in ends:
-                    each()
-
-            return end
-
-        return begin
+        """What wants to know when work runs that an instruction starts in the background: one extra's."""
+        return next((found for each in self if (found := each.background(at)) is not None), None)
 
     def begin(self, call: Call) -> None:
         """See Extra."""

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd import WeightGrads, auxiliary_losses
 from zbpp.autograd.collector import apart
@@ -90,8 +90,8 @@ class StageWorker:
         self.head_at_once = False
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
-        self._feed = NO_FEED
-        self.seed_generator = _seed_generator  # a captured F is seeded from outside instead
+        self.feed = NO_FEED  # what this call gives to the stage
+        self.seed_generator = seed_generator  # a captured F is seeded from outside instead
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
@@ -102,7 +102,7 @@ class StageWorker:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
         if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
             raise ValueError("the last stage needs target=...: there is a loss_fn")
-        self._feed = feed
+        self.feed = feed
 
     def abandon(self) -> None:
         """Drop the inputs, outputs and saved tensors of a call that failed."""
@@ -122,7 +122,7 @@ class StageWorker:
     def _take_losses(self) -> StageLosses:
         """Return the call's losses; drop them, the batch and the gradient of losses."""
         taken = StageLosses(self.losses, self.named)
-        self._feed, self.loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
+        self.feed, self.loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
         return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -133,7 +133,7 @@ class StageWorker:
         inputs = tuple([graph_input(each) for each in self._inputs(microbatch, message)])
         # The edges are taken before the module runs, since it may change its inputs in place. Tensors that
         # the caller gave get no edge: like a parameter, one that requires grad gets its gradient in `.grad`.
-        is_fed = bool(self._feed.args)
+        is_fed = bool(self.feed.args)
         input_edges = tuple([None if is_fed else gradient_edge(each) for each in inputs])
         num_hooks = num_hooks_made()
         with auxiliary_losses() as found:
@@ -165,7 +165,7 @@ class StageWorker:
         inputs = self._inputs(microbatch, message)
         if not self._is_last:
             return detach_outputs(self._call(microbatch, inputs))
-        observe, targets = self._feed.observe, self._feed.targets
+        observe, targets = self.feed.observe, self.feed.targets
         if observe is None:
             self._keep_loss(self._call(microbatch, inputs)[0])
             return ()
@@ -228,32 +228,12 @@ class StageWorker:
                 error.add_note(f"the weight is {', '.join(names)} of stage {self.index}")
             raise
 
-    @property
-    def feed(self) -> Feed:
-        """What this call gives to the stage."""
-        return self._feed
-
-    def seed(self, microbatch: int) -> None:
-        """Seed the generators for an F that does not do so itself."""
-        _seed_generator(self.device, self._feed.seeds[microbatch])
-
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
         return self._deferred.get(microbatch) or WeightGrads([])
 
-    def roots(self, microbatch: int) -> list[Node]:
-        """The nodes that B of a microbatch starts from."""
-        saved = self._saved[microbatch]
-        edges = [*saved.outputs, *(edge for edge, _ in saved.auxiliary)]
-        return [edge.node for edge in edges if edge is not None]
-
-    def given(self, microbatch: int) -> tuple[Any, ...]:
-        """What the caller gave for a microbatch."""
-        args, kwargs, targets, *_ = self._feed
-        return args[microbatch] if args else (), kwargs[microbatch], targets and targets[microbatch]
-
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
-        return self._feed.args[microbatch] if self._feed.args else message
+        return self.feed.args[microbatch] if self.feed.args else message
 
     def _call(self, microbatch: int, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
         """The module's outputs as a tuple, None where it returned None; on the last stage the loss."""
@@ -265,9 +245,9 @@ class StageWorker:
         return (self._loss(microbatch, self._run_module(microbatch, inputs), self.loss_fn),)
 
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...], **options: Any) -> Any:
-        self.seed_generator(self.device, self._feed.seeds[microbatch])
+        self.seed_generator(self.device, self.feed.seeds[microbatch])
         try:
-            return self.module(*inputs, **self._feed.kwargs[microbatch], **options)
+            return self.module(*inputs, **self.feed.kwargs[microbatch], **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.index and not is_out_of_memory(error):
                 given = describe(layout_of(inputs))
@@ -278,9 +258,9 @@ class StageWorker:
         if output is None:
             raise BoundaryError(f"stage {self.index}, the last one, returned nothing: is a return missing?")
         if loss_fn is not None:
-            assert self._feed.targets is not None  # `begin` refuses a step without a target
+            assert self.feed.targets is not None  # `begin` refuses a step without a target
             try:
-                output = loss_fn(output, self._feed.targets[microbatch])
+                output = loss_fn(output, self.feed.targets[microbatch])
             except Exception as error:
                 error.add_note("in the loss function")
                 raise
@@ -304,7 +284,7 @@ class StageWorker:
         """The gradient that B starts from at a microbatch's loss, or at an auxiliary loss of it."""
         kind = type(loss), loss.dtype, loss.device
         if kind not in self.loss_grads:
-            self.loss_grads[kind] = torch.full_like(loss, self._feed.loss_grad, requires_grad=False)
+            self.loss_grads[kind] = torch.full_like(loss, self.feed.loss_grad, requires_grad=False)
         return self.loss_grads[kind]
 
     def _keep_loss(self, loss: Tensor) -> None:
@@ -336,7 +316,7 @@ def _is_scalar(output: Any) -> bool:
     return isinstance(output, Tensor) and output.numel() == 1
 
 
-def _seed_generator(device: torch.device, seed: int) -> None:
+def seed_generator(device: torch.device, seed: int) -> None:
     """Seed the CPU's generator and, if the device is a GPU, the device's too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

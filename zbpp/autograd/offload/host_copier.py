@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, UntypedStorage
 
-from zbpp.streams import Event, Streams, streams_of
+from zbpp.streams import Event, Streams, host_memory, streams_of
 
 Moves = list[tuple[UntypedStorage, Tensor]]
 """Pairs of a storage on the device and the host memory that it is copied to or from."""
@@ -64,12 +63,7 @@ class Copier:
         """Uninitialised memory of `nbytes` on the host."""
         self._used.add(nbytes)
         free = self._free.get(nbytes)
-        if free:
-            return free.pop()
-        if self._streams is not None:
-            return self._streams.host_memory(nbytes)
-        # Not torch's memory: so live tensors are counted as on a GPU, where a tensor that is away is none.
-        return torch.from_numpy(np.empty(nbytes, np.uint8))
+        return free.pop() if free else host_memory(nbytes, self.device)
 
     def give_back(self, host: Tensor) -> None:
         """Let host memory be used again. A copy that was started may still be reading it."""

@@ -22,10 +22,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.models.python_generators import restored_python_generators
-from zbpp.runtime.extra import Extra, OwnRank, Run
+from zbpp.runtime.extra import Extra, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
@@ -106,7 +107,7 @@ class _Search(Extra):
     name = "find_non_finite"
     looks_inside = True
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._workers, self._last = rank.workers, rank.timetable.num_stages - 1
         self._part = rank.place.data_part if rank.place.num_data_parts > 1 else None

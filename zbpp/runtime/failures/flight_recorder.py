@@ -35,8 +35,9 @@ from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.executor import BeginAgain
-from zbpp.runtime.extra import Extra, OwnRank, Run
+from zbpp.runtime.extra import Extra, Run
 from zbpp.runtime.layout import Message
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import to_csv
 from zbpp.schedule.lower import Instruction
 
@@ -59,7 +60,7 @@ class FlightRecorder(Extra):
         self._ring: deque[Note] = deque(maxlen=_LENGTH)
         self._watchdog: Watchdog | None = None
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank, self._job = rank, rank.place.broadcast(rank.key)
         self._is_alone = rank.timetable.num_ranks == 1 and not rank.place.groups

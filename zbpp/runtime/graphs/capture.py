@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.extra import Extra, Extras, OwnRank, Run
+from zbpp.runtime.extra import Extra, Extras, Run
 from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
-from zbpp.runtime.rank import METHODS
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.rank import METHODS, Rank
+from zbpp.runtime.stage import StageWorker, seed_generator
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
 
@@ -100,7 +100,7 @@ class ActionGraphs:
 
     def __init__(
         self,
-        rank: OwnRank,
+        rank: Rank,
         actions: Mapping[Action, Run],
         maker: GraphMaker,
         layouts: Mapping[Action, Layout],
@@ -125,7 +125,7 @@ class ActionGraphs:
             for name, found in named.items():
                 worker.named.setdefault(name, []).extend(each.clone() for each in found)
 
-    def _run_silently(self, rank: OwnRank, received: Mapping[int, BufferPool]) -> None:
+    def _run_silently(self, rank: Rank, received: Mapping[int, BufferPool]) -> None:
         """Run the program with actions that are captured, and with links that carry nothing."""
         executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)
@@ -142,7 +142,7 @@ class ActionGraphs:
         worker = self._workers[action.stage]
         given = tuple([None if each is None else self._given.take(each) for each in self._layouts[action]])
         if action.op == Op.F:
-            worker.seed(action.microbatch)
+            seed_generator(worker.device, worker.feed.seeds[action.microbatch])
         with _seeded_outside(worker):
             self._graphs[action] = self._maker.capture(partial(self._run, action, message, given))
         return given
@@ -171,14 +171,14 @@ class ActionGraphs:
         }
 
     def _replay(self, action: Action, graph: Callable[[], None], given: Message) -> Run:
-        seed = self._workers[action.stage].seed
+        worker = self._workers[action.stage]
 
         def replay(_: Message) -> Message:
             graph()
             return given
 
         def seeded(_: Message) -> Message:
-            seed(action.microbatch)
+            seed_generator(worker.device, worker.feed.seeds[action.microbatch])
             graph()
             return given
 

@@ -17,12 +17,13 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.call import Call, Feed, Result
-from zbpp.runtime.extra import Extra, OwnRank, Run, instead
+from zbpp.runtime.extra import Extra, Run, instead
 from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, noting
 from zbpp.runtime.graphs.cuda import TorchGraphs
 from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message
 from zbpp.runtime.parallel.mesh import SHARD, TENSOR
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Program
 from zbpp.schedule.lower import Instruction
 
@@ -59,7 +60,7 @@ class CudaGraphs(Extra):
     def __init__(self, maker: GraphMaker | None = None) -> None:
         self._maker, self.num_replays = maker, 0
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError for a pipeline that doesn't go with graphs."""
         for is_given, reason in (
             (rank.dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),

@@ -12,10 +12,11 @@ from torch.profiler import record_function
 
 from zbpp.autograd.models.exchange import Exchange, Pending, Transfer, exchanges_in
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Background, Extra, OwnRank, Run
+from zbpp.runtime.extra import Background, Extra, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure.record import StepRecord
 from zbpp.runtime.measure.timeline import measured_timeline
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program, Reduce, Timeline
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Fetch, Offload
@@ -34,7 +35,7 @@ class Recorder(Extra):
         self._instructions: list[Instruction] = []
         self._is_step = False
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given

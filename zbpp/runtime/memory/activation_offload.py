@@ -24,8 +24,9 @@ from torch.utils._pytree import tree_leaves
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank, Run, instead
+from zbpp.runtime.extra import Extra, Run, instead
 from zbpp.runtime.layout import Message
+from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate
 from zbpp.schedule.costs import BYTES
@@ -87,7 +88,7 @@ class ActivationOffload(Extra):
         without = simulate(timetable, self.costs)
         return choose_offload(without, self.costs, limit, late=self.gib != "auto")
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
         copies = (each.instruction for each in self.chosen[rank.rank])
@@ -200,9 +201,9 @@ class StageOffload:
             if isinstance(module, nn.Module):
                 yield from module.parameters()
                 yield from module.buffers()
-        for each in tree_leaves(self._worker.given(microbatch)):
-            if isinstance(each, Tensor):
-                yield each
+        args, kwargs, targets, *_ = self._worker.feed
+        given = [args and args[microbatch], kwargs[microbatch], targets and targets[microbatch]]
+        yield from (each for each in tree_leaves(given) if isinstance(each, Tensor))
 
 
 def offload_of(pipeline: Pipeline) -> ActivationOffload | None:

@@ -28,8 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank, Run, instead, then
+from zbpp.runtime.extra import Extra, Run, instead, then
 from zbpp.runtime.parallel.squares import square_of
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 
@@ -68,7 +69,7 @@ class GradientRelease(Extra):
         self._waits_for_graph, self._has_updated = False, False
         self.released: dict[int, Tensor] = {}
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on all ranks if one of them can't release gradients. Collective."""
         refusal = ""
         try:
@@ -79,7 +80,7 @@ class GradientRelease(Extra):
             if each:
                 raise ValueError(each)
 
-    def _check(self, rank: OwnRank) -> None:
+    def _check(self, rank: Rank) -> None:
         """Find the parameters of this rank. Raises ValueError if their gradients can't be released."""
         if any(isinstance(each, GradientRelease) for each in rank.extras):
             raise ValueError(
@@ -179,7 +180,7 @@ class GradientRelease(Extra):
             each.grad = None
 
 
-def _shared(rank: OwnRank) -> list[nn.Parameter]:
+def _shared(rank: Rank) -> list[nn.Parameter]:
     """The parameters whose gradients are final only when all stages' are."""
     stages = {index: worker.module for index, worker in rank.workers.items()}
     places = (place for tie in rank.ties for place in tie if place[0] in stages)
@@ -190,7 +191,7 @@ def _shared(rank: OwnRank) -> list[nn.Parameter]:
     ]
 
 
-def _of_loss(rank: OwnRank) -> list[nn.Parameter]:
+def _of_loss(rank: Rank) -> list[nn.Parameter]:
     """The parameters of the loss, on the rank that computes it."""
     last = rank.workers.get(rank.timetable.num_stages - 1)
     return [*last.loss_fn.parameters()] if last and isinstance(last.loss_fn, nn.Module) else []

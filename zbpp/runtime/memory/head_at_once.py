@@ -11,7 +11,8 @@ stays, since B's ascend in microbatch as W's do.
 
 from __future__ import annotations
 
-from zbpp.runtime.extra import Extra, OwnRank
+from zbpp.runtime.extra import Extra
+from zbpp.runtime.rank import Rank
 
 
 class HeadAtOnce(Extra):
@@ -24,7 +25,7 @@ class HeadAtOnce(Extra):
 
     name = "head_at_once"
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._workers = [*rank.workers.values()]
         for worker in self._workers:

@@ -20,12 +20,6 @@ from zbpp.streams import Event, streams_of
 _ALIGNMENT = 256  # bytes; kernels may round differently for another alignment
 
 
-def host_memory(nbytes: int, device: torch.device) -> Tensor:
-    """Memory of the CPU, to be copied to `device` and back; pinned if the device is a GPU."""
-    streams = streams_of(device)
-    return torch.empty(nbytes, dtype=torch.uint8) if streams is None else streams.host_memory(nbytes)
-
-
 class Piece:
     """The layout of some tensors in one piece of memory."""
 
@@ -72,14 +66,13 @@ class _Buffer:
 
 
 class DeviceBuffers:
-    """Two buffers on the device. num_copies: how many times one has been filled.
+    """Two buffers on the device.
 
     On a GPU the copies run on a stream of their own, and read host memory after `load` and `prefetch` have
     returned. `finish` waits for them: only then may host memory change.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self.num_copies = 0
         self._streams = streams_of(device)
         self._stream = None if self._streams is None else self._streams.side("weights")
         self._buffers = _Buffer(nbytes, device), _Buffer(nbytes, device)
@@ -121,7 +114,6 @@ class DeviceBuffers:
         one, other = self._buffers
         buffer = other if one is self._in_use else one
         buffer.content = content
-        self.num_copies += 1
         target = buffer.memory[: content.host.nbytes]
         if self._streams is None or self._stream is None:
             target.copy_(content.host)

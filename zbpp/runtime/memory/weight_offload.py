@@ -25,7 +25,6 @@ the call: from there on the caller may read gradients and change weights.
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
@@ -42,10 +41,11 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank, bring, brought_by
-from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View, host_memory
+from zbpp.runtime.extra import Extra, bring, brought_by
+from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
+from zbpp.runtime.rank import Rank
 from zbpp.stage_api import blocks_of
-from zbpp.streams import Event, streams_of
+from zbpp.streams import Event, host_memory, streams_of
 
 
 class OffloadedWeights(Extra):
@@ -71,10 +71,10 @@ class OffloadedWeights(Extra):
         self._blocks = [block for some in blocks for block in some]
         _refuse_shared(self._blocks)
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
-        self._largest = max((block.piece.nbytes for block in self._blocks), default=0)
+        largest = max((block.piece.nbytes for block in self._blocks), default=0)
         for block in self._blocks:
             block.move_to(host_memory(block.piece.nbytes, self.device))
-        self._buffers = DeviceBuffers(self._largest, self.device)
+        self._buffers = DeviceBuffers(largest, self.device)
         self._gradients_copied: Event | None = None  # behind the last copy of gradients to the host
         self._running: Block | None = None  # the block whose forward runs
         for some in blocks:
@@ -90,32 +90,13 @@ class OffloadedWeights(Extra):
                 }
                 module._buffers.update(moved)
 
-    @property
-    def device_bytes(self) -> int:
-        """The most bytes on the device: the buffers, and during a W the gradients of the largest block."""
-        return 3 * self._largest
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes of the weights on the host. Gradients take as many again, from the first W on."""
-        return sum(block.piece.nbytes for block in self._blocks)
-
-    @property
-    def num_copies(self) -> int:
-        """How many times a block's weights have been copied to the device."""
-        return self._buffers.num_copies
-
     def on_device(self) -> list[Tensor]:
         """The memory of the device's buffers."""
         return self._buffers.memory()
 
-    def on_host(self) -> Iterator[Tensor]:
-        """The host memory of weights and gradients."""
-        return (memory for block in self._blocks for memory in (block.host, block.grads))
-
     # ---- As an extra
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError for ties, a mesh or a replaced forward."""
         replaced = [block.name for block in self._blocks if not block.runs_on_device()]
         if any(isinstance(each, OffloadedWeights) for each in rank.extras):
@@ -262,7 +243,7 @@ class OffloadedWeights(Extra):
                 block.go_home()
                 for number, (home, gradient) in enumerate(zip(homes, found, strict=True)):
                     if gradient is not None:
-                        home = block.gradient_home(number, self.device) if home is None else home
+                        home = self._host_like(block.parameters[number]) if home is None else home
                         # A copy to another layout has a temporary tensor, and can't be put off.
                         is_alike = (gradient.dtype, gradient.stride()) == (home.dtype, home.stride())
                         home.copy_(gradient, non_blocking=is_alike)
@@ -272,6 +253,10 @@ class OffloadedWeights(Extra):
                     # the device.
                     self._gradients_copied = self._streams.current().record_event()
 
+    def _host_like(self, parameter: nn.Parameter) -> Tensor:
+        piece = Piece([parameter])
+        return piece.views(host_memory(piece.nbytes, self.device))[0]
+
     def __reduce__(self) -> NoReturn:
         raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
 
@@ -280,15 +265,13 @@ class Block:
     """The weights of one block, and their place in host memory.
 
     piece: the place of each weight in host memory and in a buffer. host: the host memory of all weights;
-    homes: the weights as views of it. grads: host memory of the same layout for the gradients; empty until
-    the first W. following, previous: the blocks beside it in the stage.
+    homes: the weights as views of it. following, previous: the blocks beside it in the stage.
     """
 
     def __init__(self, name: str, module: nn.Module, parameters: list[nn.Parameter]) -> None:
         self.name, self.module, self.parameters = name, module, parameters
-        self.piece, self.host, self.grads = Piece(parameters), torch.empty(0), torch.empty(0)
+        self.piece, self.host = Piece(parameters), torch.empty(0)
         self.homes: list[Tensor] = []
-        self._given: dict[int, weakref.ref[Tensor]] = {}  # number of a parameter -> its gradient in `grads`
         self.following: Block | None = None
         self.previous: Block | None = None
 
@@ -325,21 +308,6 @@ class Block:
                     parameter.data = home
                 continue
             raise RuntimeError(f"a weight of {self.name} {wrong}")
-
-    def gradient_home(self, number: int, device: torch.device) -> Tensor:
-        """Host memory for a parameter's gradient: its place in `grads`.
-
-        New memory if the caller still holds an earlier gradient in that place.
-        """
-        given = self._given.get(number)
-        if given is not None and given() is not None:
-            piece = Piece([self.parameters[number]])
-            return piece.views(host_memory(piece.nbytes, device))[0]
-        if not self.grads.nbytes:
-            self.grads = host_memory(self.piece.nbytes, device)
-        home = self.piece.views(self.grads)[number]
-        self._given[number] = weakref.ref(home)
-        return home
 
     def take_gradients(self) -> list[Tensor | None]:
         """The gradients of the parameters, which are taken off the parameters."""

@@ -18,9 +18,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.job.errors import communicating
-from zbpp.runtime.extra import Extra, OwnRank
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
+from zbpp.runtime.rank import Rank
 
 
 def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
@@ -171,7 +172,7 @@ class ExpertParallel(Extra):
         }
     )
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for stages whose experts can't be spread."""
         stages = [worker.module for worker in rank.workers.values()]
         spread_experts(stages, rank.place)

@@ -26,8 +26,9 @@ import torch
 
 from zbpp.autograd.models.exchange import Pending, exchanges_in
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Extra, OwnRank, Run, after, then
+from zbpp.runtime.extra import Extra, Run, after, then
 from zbpp.runtime.parallel.mesh import TENSOR
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op, Program
 from zbpp.schedule.lower import Instruction
 
@@ -49,7 +50,7 @@ class OverlapExchange(Extra):
         }
     )
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._exchanges = exchanges_in(worker.module for worker in rank.workers.values())
         told = rank.place.gather((_refusal(rank), bool(self._exchanges)))
@@ -122,7 +123,7 @@ class OverlapExchange(Extra):
                     heappop(self._pending)
 
 
-def _refusal(rank: OwnRank) -> str:
+def _refusal(rank: Rank) -> str:
     """Why W's can't run in the exchanges of this rank's stages."""
     if TENSOR in rank.place.groups:
         return "tensor parallel stages, whose W's may need messages: write tensor=1, or leave it out"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank, Run, after, instead
+from zbpp.runtime.extra import Extra, Run, after, instead
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import (
@@ -38,6 +38,7 @@ from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.lower import Instruction, Reduced
 
@@ -66,7 +67,7 @@ class Reductions(Extra):
         self._trains = False
         self._first_backward: Action | None = None
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
         self._extras, self._rank, place = rank.extras, rank.rank, rank.place
         self._workers = rank.workers

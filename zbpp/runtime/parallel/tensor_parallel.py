@@ -12,8 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.job.agreement import gather
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
+from zbpp.runtime.rank import Rank
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:
@@ -50,7 +51,7 @@ class LossesAlike(Extra):
     def __init__(self) -> None:
         self._is_done = False
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._group = rank.place.groups[TENSOR]
 

@@ -60,7 +60,7 @@ class TiedGradients:
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]
         self.copies = [parameter for tie, parameter in mine if _owner(tie, rank_of) != rank]
-        self._kinds: list[dict[str, str]] | None = None  # of the first step, per set of ranks
+        self._is_checked = False
 
     def copy_values(self) -> None:
         """Give all copies the owner's values. Collective over the ranks that have copies."""
@@ -72,29 +72,13 @@ class TiedGradients:
         """Called before a step's first F.
 
         Before the first step AgreementError is raised, on all ranks that have copies, if copies have
-        gradients of different dtypes, or if some of them are frozen. Later a rank can't see the others'
-        copies: ValueError is raised if such a thing has changed on this one.
+        gradients of different dtypes, or if some of them are frozen.
         """
-        kinds = [
-            {text_of(tie): _kind(parameter) for tie, parameter in each.parameters.items()}
-            for each in self._shared
-        ]
-        if self._kinds is None:
-            for mine, shared in zip(kinds, self._shared, strict=True):
-                check_agreement("gradients of tied parameters", mine, shared.group, shared.ranks)
-            self._kinds = kinds
-        elif kinds != self._kinds:
-            changed = [
-                tie
-                for now, before in zip(kinds, self._kinds, strict=True)
-                for tie in now
-                if now[tie] != before[tie]
-            ]
-            raise ValueError(
-                f"{', '.join(changed)}: a copy of this tied parameter was frozen or unfrozen after the "
-                "pipeline's first step, or its gradients got another dtype: change all copies, then make a "
-                "new Pipeline, which compares them"
-            )
+        if not self._is_checked:
+            for each in self._shared:
+                kinds = {text_of(tie): _kind(parameter) for tie, parameter in each.parameters.items()}
+                check_agreement("gradients of tied parameters", kinds, each.group, each.ranks)
+            self._is_checked = True
 
     def begin(self) -> None:
         """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps."""

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, OwnRank
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.rank import Rank, Settle
 from zbpp.runtime.restored import InPlaceChanges
 from zbpp.runtime.update.posts import Posts
@@ -127,7 +127,7 @@ class Validation(Extra):
         assert self._posts is not None
         return self._posts
 
-    def attach(self, rank: OwnRank) -> None:
+    def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._posts = Posts(rank.place, rank.timeout)
 
