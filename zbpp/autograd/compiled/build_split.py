@@ -9,9 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from zbpp.autograd.compiled.accumulate_in_place import add_in_place
 from zbpp.autograd.compiled.aot_autograd import Joint, Source
-from zbpp.autograd.compiled.backward_cut import BackwardCut, cut_backward, is_held, separate_convolutions
+from zbpp.autograd.compiled.backward_cut import (
+    BackwardCut,
+    add_in_place,
+    cut_backward,
+    is_held,
+    separate_convolutions,
+)
 from zbpp.autograd.compiled.compiled_split import BGraph, CompiledSplit, FGraph, WGraph
 from zbpp.autograd.compiled.dynamo import CaptureError
 from zbpp.autograd.compiled.fx_graphs import (

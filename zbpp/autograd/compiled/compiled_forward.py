@@ -17,7 +17,6 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from zbpp.autograd.compiled.aot_autograd import capture
 from zbpp.autograd.compiled.build_split import build_split
-from zbpp.autograd.compiled.cache_keys import signature, structure_of, text_of
 from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
 from zbpp.autograd.compiled.inductor import Backend
@@ -39,7 +38,28 @@ class GuardedSplit(NamedTuple):
 
 
 SplitCache = dict[Hashable, list[GuardedSplit]]
-"""What was compiled so far. A key is the structure of a module and its arguments, or the text of graphs."""
+"""What was compiled so far, by the structure of a module and its arguments.
+
+So layers that repeat are compiled once, if Dynamo's guards of one layer pass for the other: then the other is
+not even traced. Kernels that come again in other graphs are in Inductor's own cache.
+"""
+
+
+def signature(value: Any) -> Hashable:
+    """The properties of an argument that its graphs depend on."""
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.device, value.requires_grad
+    return type(value), value
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Names, shapes, types and ties of a module's parameters and buffers."""
+    places: dict[int, int] = {}  # tied tensors share one place
+    tensors = [
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    ]
+    return tuple((name, places.setdefault(id(each), len(places)), signature(each)) for name, each in tensors)
 
 
 def compile_stage(
@@ -54,11 +74,11 @@ def compile_stage(
 ) -> None:
     """Make the module's forward, and both halves of its split backward, run compiled from now on.
 
-    whole: compile the module as one; if false, compile each of its layers by itself, and layers with the same
-    graphs once. backend: "eager" runs the three graphs without compiling them. budget: the share of the
-    memory between F and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only
-    inputs). cache: what was compiled so far, to be shared between stages. say: is called with a text when
-    something is being compiled.
+    whole: compile the module as one; if false, compile each of its layers by itself, and equal layers once.
+    backend: "eager" runs the three graphs without compiling them. budget: the share of the memory between F
+    and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only inputs). cache: what
+    was compiled so far, to be shared between stages. say: is called with a text when something is being
+    compiled.
 
     Compilation happens in the first F. It happens again for inputs of another shape, and when something has
     changed that the Python code depends on: an attribute, a submodule, a hook, a global, autocast (each F
@@ -129,20 +149,12 @@ class _Compiler(NamedTuple):
         for each in known:
             if each.guards.fit(variables):
                 return each
-        known.append(self._compile(name, module, call, args, kwargs))
-        return known[-1]
-
-    def _compile(
-        self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> GuardedSplit:
         start = time.perf_counter()
         self.say(f"{name}: compiling")
         graphs, guards = capture(module, call, args, kwargs, self.budget)
-        key = self.backend, text_of(graphs)
-        if key not in self.cache:
-            self.cache[key] = [GuardedSplit(guards, build_split(graphs, self.backend))]
+        known.append(GuardedSplit(guards, build_split(graphs, self.backend)))
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
-        return GuardedSplit(guards, self.cache[key][0].split)
+        return known[-1]
 
 
 class _Bound(NamedTuple):
