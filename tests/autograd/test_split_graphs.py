@@ -38,9 +38,6 @@ def test_only_chosen_parameters_get_gradients():
     assert_close(found, {name: expected[name] for name in found})
 
 
-# ---------------------------------------------------------------- outputs
-
-
 # ---------------------------------------------------------------- inputs
 
 
@@ -56,9 +53,6 @@ def test_one_input_may_lie_below_another():
     weight_grads.accumulate()
     assert all(torch.equal(*pair) for pair in zip(grads, expected, strict=True))
     assert grads_of(module).keys() == {"second.weight", "second.bias"}
-
-
-# ---------------------------------------------------------------- losses
 
 
 # ---------------------------------------------------------------- operations

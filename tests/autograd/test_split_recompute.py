@@ -157,9 +157,6 @@ def test_a_forward_may_use_and_replace_a_moving_average():
     assert_close(*sides)
 
 
-# ---------------------------------------------------------------- recompute(module)
-
-
 # ---------------------------------------------------------------- hooks
 
 
@@ -212,6 +209,3 @@ def test_a_tensor_hook_sees_the_sum_over_checkpoints_and_other_uses_once(backwar
         plain_backward(plain(double(5, 4, seed=microbatch)))
     assert_close(grads_of(module), grads_of(plain))
     assert count.number == (2 * 2 * 4 if has_others else 0)
-
-
-# ---- A forward that asks whether gradients are on

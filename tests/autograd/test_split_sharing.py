@@ -58,6 +58,3 @@ def test_an_input_gradient_changed_by_its_owner_does_not_disturb_w():
     grad.zero_()
     weight_grads.accumulate()
     assert_close(grads_of(module), grads_of(expected))
-
-
-# ---------------------------------------------------------------- gradients that exist already

@@ -170,7 +170,7 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
     kept = trainer._update.copies(), trainer._begun.kept_batches
     yield from (each for each in tree_leaves(kept) if isinstance(each, Tensor))
     weights = offloaded_weights(pipeline.stages.values())
-    yield from pipeline.receive_buffers()
+    yield from pipeline._rank.executors["step"]._pool.buffers()
     yield from (pipeline.released or {}).values()
     if weights is not None:
         yield from weights.on_device()

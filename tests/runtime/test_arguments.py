@@ -86,9 +86,6 @@ def test_a_stage_that_one_rank_cannot_build_is_an_error_on_every_rank():
     assert run_ranks(told, 3, "1f1b", [TwoLayers]) == [[text]] * 3
 
 
-# ---------------------------------------------------------------- neither stages nor a model
-
-
 # ---------------------------------------------------------------- a schedule's name in place of a timetable
 
 

@@ -128,9 +128,6 @@ def test_shapes_may_differ_between_microbatches():
     assert_close(first[1], second[1], tolerance=0)
 
 
-# ---------------------------------------------------------------- a value that a later stage needs
-
-
 def even(num_microbatches=6):
     return [(drawn(2, SIZE, seed=i), drawn(2, SIZE, seed=50 + i)) for i in range(num_microbatches)]
 

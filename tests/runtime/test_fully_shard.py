@@ -303,18 +303,6 @@ def refused(make):
     return ""
 
 
-DTYPES = (torch.float32, torch.float64)
-
-
-class Wrong(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.one, self.other = (nn.Parameter(torch.ones(HIDDEN, dtype=each)) for each in DTYPES)
-
-    def forward(self, x):
-        return x * self.one + self.other
-
-
 def compiled():
     from zbpp.autograd.compiled import compile_stage
 
@@ -340,9 +328,8 @@ def refusals(rank):
         "other mesh": (mesh, lambda: wrapped(init_device_mesh("cpu", (4,), mesh_dim_names=("shard",)))),
         "no root": (mesh, lambda: wrapped(mesh["shard"], root=False)),
         "ignored": (mesh, lambda: wrapped(mesh["shard"], ignored=True)),
-        "dtypes": (mesh, Wrong),
         "compiled": (mesh, compiled),
-        "channels last": (mesh, lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)),
+        "of FSDP2": (mesh, lambda: nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)),
     }
     said = {}
     for name, (on, make) in stages.items():
@@ -368,9 +355,8 @@ REFUSALS = {
     "other mesh": "stage . is wrapped in FSDP2 on another mesh .* write fully_shard",
     "no root": r"stage 1 has parts .* not wrapped itself: write fully_shard\(stage",
     "ignored": "stage 1 is wrapped in FSDP2 without its parameter 0.up.bias, whose gradients nobody .*: give",
-    "dtypes": "stage 1 can't be sharded: .*uniform.*dtype",
     "compiled": "stage 1 can't be sharded: it is compiled, .* write compile=none",
-    "channels last": "stage 1 can't be sharded: FSDP does not support non-contiguous",
+    "of FSDP2": "stage 1 can't be sharded: FSDP does not support non-contiguous",
     "reshard": "reshard='often': write one of step, microbatch",
     "tied on one rank": r"embedding.weight of stage 0 and head.weight of stage 3 .* such as zb_h1",
     "policy": r"mp_policy is for stages that FSDP2 shards, .*: write mesh=zbpp.make_mesh\(shard=2\)",

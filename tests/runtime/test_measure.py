@@ -10,27 +10,26 @@ from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.runtime import measured_costs
 from zbpp.runtime.measure import Recorder, StepRecord
-from zbpp.schedule import Action, Op, Recv, Send, Value
+from zbpp.schedule import Action, Op, Recv, Send, Value, consumes, produces
+from zbpp.schedule.timeline import transfers_of
 
 CPU = torch.device("cpu")
 TIMES = {"f": 10.0, "b": 20.0, "w": 30.0}  # ms of one stage
 
 
 def measured(rank, timetable, evaluates):
-    """The timeline of a second step (the first agrees on shapes), and its wall time in ms."""
+    """The timeline of a second step (the first agrees on shapes), and its messages."""
     model = Emulated(num_layers=timetable.num_stages, **TIMES)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     pipeline = Pipeline(stages, timetable, model.loss)
     batch = torch.ones(timetable.num_microbatches, 8)
     pipeline.step(batch, target=batch)
-    start = time.perf_counter()
     with pipeline.using(Recorder()) as recorder:
         pipeline.step(batch, target=batch)
-    wall = (time.perf_counter() - start) * 1e3
     if evaluates:
         pipeline.evaluate(batch, target=batch)
     timeline = recorder.timeline()
-    return timeline.starts, timeline.ends, timeline.peak_memory, wall
+    return timeline.starts, timeline.ends, timeline.peak_memory, timeline.transfers
 
 
 @pytest.fixture(scope="module", params=["1f1b", "zb_h1"])
@@ -42,10 +41,10 @@ def recorded(request):
 
 def test_every_rank_sees_the_same_timeline_which_starts_at_0(recorded):
     _, results = recorded
-    (starts, ends, peaks, _), (other_starts, other_ends, other_peaks, _) = results
+    (starts, ends, peaks, transfers), (other_starts, other_ends, other_peaks, other_transfers) = results
     assert [each.tolist() for each in starts] == [each.tolist() for each in other_starts]
     assert [each.tolist() for each in ends] == [each.tolist() for each in other_ends]
-    assert peaks == other_peaks
+    assert (peaks, transfers) == (other_peaks, other_transfers)
     assert min(start[0] for start in starts) == 0
 
 
@@ -59,12 +58,18 @@ def test_each_action_is_recorded_in_order_without_overlap(recorded):
         assert (start[1:] >= end[:-1]).all()
 
 
-def test_a_value_is_used_after_it_was_made(recorded):
-    """1F0 on rank 1 starts when 0F0 on rank 0 has ended: both ranks read one clock."""
+def test_a_message_leaves_after_it_is_made_and_is_there_before_it_is_used(recorded):
+    """Both ranks read one clock."""
     timetable, results = recorded
-    starts, ends, _, _ = results[0]
-    first = {str(action): i for i, action in enumerate(timetable.rows[1])}
-    assert starts[1][first["1F0"]] >= ends[0][0]
+    starts, ends, _, transfers = results[0]
+    made, used = {}, {}
+    for row, row_starts, row_ends in zip(timetable.rows, starts, ends, strict=True):
+        for action, start, end in zip(row, row_starts.tolist(), row_ends.tolist(), strict=True):
+            made |= dict.fromkeys(produces(action, timetable.num_stages), end)
+            used |= dict.fromkeys(consumes(action), start)
+    predicted = {each[:3] for each in transfers_of(simulate(timetable))}
+    assert {each[:3] for each in transfers} == predicted
+    assert all(made[each] <= sent <= arrived <= used[each] for each, _, _, sent, arrived in transfers)
 
 
 def test_costs_are_in_the_ratio_of_the_true_times():

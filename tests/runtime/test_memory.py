@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from zbpp.runtime.measure.live_tensors import Level, live_bytes
+from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 
 CPU = torch.device("cpu")
@@ -32,6 +32,23 @@ def test_a_dropped_tensor_counts_at_the_peak_and_a_kept_one_also_afterwards():
         kept.append(torch.empty(100, dtype=torch.uint8))
 
     assert live_bytes(run, CPU) == Level(highest=1600, after=700)
+
+
+def test_live_tensors_are_counted_once_and_until_they_are_freed():
+    before = torch.ones(100)
+    with LiveTensors() as live:
+        kept = torch.empty(600, dtype=torch.uint8)
+        view = before[:10]  # of memory that was there before
+        dropped = torch.empty(1000, dtype=torch.uint8)
+        half = kept[:300]
+        del dropped
+        assert (live.now, live.highest) == (600, 1600)
+        del kept
+        assert live.now == 600  # a view holds it
+        del half, view
+        assert live.now == 0
+        live.count([before])
+        assert live.now == 400
 
 
 # ---------------------------------------------------------------- what a microbatch leaves on a stage

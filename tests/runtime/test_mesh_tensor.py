@@ -13,18 +13,8 @@ from zbpp.models.llama import Llama
 
 VOCAB, M, ROWS, TIME = 17, 2, 4, 6
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
-CASES = [  # schedule, is it tied?, dtype
-    *product(SCHEDULES, (False, True), (torch.float64,)),
-    ("zb_h1", False, torch.float32),
-    ("zb_v", True, torch.float32),
-]
-# With replicas besides: what they add is the same for all plans.
-FEWER = [
-    ("1f1b", False, torch.float64),
-    ("zb_h1", False, torch.float64),
-    ("zb_v", True, torch.float64),
-    ("zb_h1", False, torch.float32),
-]
+CASES = [*product(SCHEDULES, (False, True))]  # schedule, is it tied?
+FEWER = [("1f1b", False), ("zb_v", True)]  # with replicas besides: what they add is the same for all plans
 
 
 def llama(is_tied):
@@ -39,10 +29,10 @@ def batch(step):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def alone(is_tied, dtype):
+def alone(is_tied):
     """The losses of two steps, the gradients that they add up to, and their norm."""
     model = llama(is_tied)
-    whole = model.build_stage(0, 1).to(dtype)
+    whole = model.build_stage(0, 1).double()
     losses = []
     for step in range(2):
         inputs, target = batch(step)
@@ -53,18 +43,15 @@ def alone(is_tied, dtype):
     return losses, grads, torch.nn.utils.clip_grad_norm_(whole.parameters(), 1e9).item()
 
 
-class WithDtype:
-    """The model with stages of a dtype."""
+class InDouble:
+    """The model with stages in float64."""
 
-    def __init__(self, model, dtype):
-        self._model, self._dtype = model, dtype
-        self.loss, self.parallelize = model.loss, model.parallelize
+    def __init__(self, model):
+        self._model, self.loss, self.parallelize = model, model.loss, model.parallelize
+        self.tied = getattr(model, "tied", dict)
 
     def build_stage(self, index, num_stages):
-        return self._model.build_stage(index, num_stages).to(self._dtype)
-
-    def tied(self):
-        return self._model.tied() if hasattr(self._model, "tied") else {}
+        return self._model.build_stage(index, num_stages).double()
 
 
 def in_mesh(rank, degrees, cases):
@@ -72,8 +59,8 @@ def in_mesh(rank, degrees, cases):
     found = {}
     mesh = make_mesh(**degrees)
     for case in cases:
-        schedule, is_tied, dtype = case
-        model = WithDtype(llama(is_tied), dtype)
+        schedule, is_tied = case
+        model = InDouble(llama(is_tied))
         with Pipeline(model, schedule, num_microbatches=M, mesh=mesh) as pipeline:
             losses = []
             for step in range(2):
@@ -104,28 +91,21 @@ def everyone(request):
     return run_ranks(in_mesh, processes, degrees, cases, timeout=300)
 
 
-def check(everyone, dtype, tolerance):
-    """Each process has the losses and gradients of one plain process. tolerance: relative."""
-    cases = [case for case in everyone[0] if case[-1] == dtype]
-    assert cases
-    for case in cases:
-        losses, grads, norm = alone(*case[1:])
+def test_tensor_parallel_pipelines_have_the_losses_and_gradients_of_one_process(everyone):
+    for case in everyone[0]:
+        losses, grads, norm = alone(case[1])
         reported = {}  # data part -> its losses
         for found in everyone:
             some_losses, some_grads, some_norm, part, split = found[case]
             assert split > 4
-            assert some_norm == pytest.approx(norm, rel=tolerance)
+            assert some_norm == pytest.approx(norm, rel=1e-12)
             if None not in some_losses:
                 reported[part] = some_losses
             for name, grad in some_grads.items():
                 scale = grads[name].abs().max().item()
-                torch.testing.assert_close(grad, grads[name], rtol=0, atol=tolerance * scale, msg=name)
+                torch.testing.assert_close(grad, grads[name], rtol=0, atol=1e-12 * scale, msg=name)
         means = [sum(each) / len(each) for each in zip(*reported.values(), strict=True)]
-        assert means == pytest.approx(losses, rel=tolerance)
-
-
-def test_tensor_parallel_pipelines_have_the_losses_and_gradients_of_one_process(everyone):
-    check(everyone, torch.float64, 1e-12)
+        assert means == pytest.approx(losses, rel=1e-12)
 
 
 def unsplit(rank):

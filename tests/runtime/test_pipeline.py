@@ -262,12 +262,6 @@ def test_evaluation_of_any_shape_leaves_training_as_it_was(schedule):
         assert losses == pytest.approx(expected_losses, rel=1e-13)
 
 
-# ---------------------------------------------------------------- boundaries
-
-
-# ---------------------------------------------------------------- state has an end
-
-
 # ---------------------------------------------------------------- what is refused
 
 
@@ -330,21 +324,6 @@ def test_stages_that_do_not_chain_are_named_with_their_shapes():
     assert lines[0].startswith("zbpp.job.errors.CommunicationError: rank 0, instruction ")
 
 
-def step_with_another_batch_size(rank):
-    timetable = plan("1f1b", 2, 4)
-    pipeline = Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
-    for rows in (8, 4):
-        x, target = batch(rows=rows)
-        pipeline.step(x, target=target)
-
-
-def test_other_shapes_in_a_later_step_are_refused_at_the_sender_with_the_value():
-    lines = failures(step_with_another_batch_size, 2)
-    assert lines[0].startswith(
-        "ValueError: x(1,0) from rank 0 to rank 1: (float64[1, 6]) is to be sent where (float64[2, 6]) was"
-    )
-
-
 class Sleeper(Stage):
     def forward(self, x):
         time.sleep(6.0)
@@ -365,23 +344,6 @@ def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
         "zbpp.job.errors.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
     )
     assert "imed out" in line or "imeout" in line
-
-
-def step_with_a_peer_that_leaves(rank):
-    timetable = plan("zb_h1", 2, 4)
-    pipeline = Pipeline(stages_for(timetable, rank), timetable, F.mse_loss)
-    if rank == 1:
-        raise KeyError("rank 1 leaves")
-    x, target = batch()
-    pipeline.step(x, target=target)
-
-
-def test_a_peer_that_leaves_ends_the_wait_at_once():
-    start = time.monotonic()
-    lines = failures(step_with_a_peer_that_leaves, 2)
-    assert lines[1] == "KeyError: 'rank 1 leaves'"
-    assert lines[0].startswith("zbpp.job.errors.CommunicationError: rank 0, ")
-    assert time.monotonic() - start < 90  # the group's timeout is 100 s
 
 
 @pytest.mark.parametrize(

@@ -223,9 +223,6 @@ def test_links_on_nccl_have_streams_of_high_priority(monkeypatch):
     assert urgent_options("gloo", limit) is None
 
 
-# ---- Reductions
-
-
 # ---- Timelines
 
 

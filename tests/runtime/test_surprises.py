@@ -8,9 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
-from zbpp.runtime import CommunicationError
 
 M, SIZE = 4, 5
 
@@ -195,37 +193,3 @@ def test_a_change_inside_a_step_has_the_outcome_of_plain_autograd(route, moment)
         assert mine.keys() == plain.keys()
         for name, expected in plain.items():
             torch.testing.assert_close(mine[name], expected, rtol=1e-10, atol=1e-13)
-
-
-# ---------------------------------------------------------------- on two ranks
-
-
-def on_two_ranks(rank):
-    """What is said when a tied parameter is frozen on one rank."""
-    torch.set_default_dtype(torch.float64)
-    stage = nn.Linear(SIZE, SIZE)
-    if rank == 1:
-        stage.tied_parameters = {"weight": "weight_of_0"}
-    else:
-        stage.weight_of_0 = stage.weight
-        del stage.weight
-        stage.forward = lambda x: F.linear(x, stage.weight_of_0, stage.bias)
-    x, y = batch()
-    try:
-        with Pipeline({rank: stage}, plan("zb_h1", 2, M), F.mse_loss, timeout=60.0) as pipeline:
-            pipeline.step(x, target=y)
-            if rank == 1:
-                stage.weight.requires_grad_(False)
-            pipeline.step(x, target=y)
-    except (ValueError, CommunicationError) as error:
-        return "\n".join([str(error), *getattr(error, "__notes__", ())])
-
-
-def test_a_tied_parameter_that_is_frozen_on_one_rank_after_the_first_step_is_refused():
-    """One copy was trained without the other's gradient."""
-    first, last = run_ranks(on_two_ranks, 2)
-    assert last.startswith(
-        "weight_of_0 of stage 0 and weight of stage 1: a copy of this tied parameter was frozen or "
-        "unfrozen after the pipeline's first step"
-    )
-    assert "Recv g(0,0) from 1" in first  # rank 1 sent nothing any more

@@ -344,6 +344,3 @@ def test_what_stages_share_is_found_without_memory_for_them():
     assert shared_parameters(Huge().build_stage, 3) == [((1, "bias"), (2, "bias"))]
     assert time.perf_counter() - begin < 150
     assert shared_parameters(Lazy().build_stage, 4) == [((0, "embedding.weight"), (3, "head.weight"))]
-
-
-# ---------------------------------------------------------------- two ranks: refusals, and a step that fails

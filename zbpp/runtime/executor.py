@@ -76,18 +76,14 @@ class Executor:
         )
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
-        self.resolve(program)
-
-    def resolve(self, program: Program) -> None:
-        """Run this program from now on: with the same actions and messages, but other instructions beside."""
         self._given = program
-        self._program = self._extras.rewrite(program, self._call)
-        self._plain = self._resolver.plain(self._program)
-        self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
+        self.rebind()
 
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
-        self.resolve(self._given)
+        self._program = self._extras.rewrite(self._given, self._call)
+        self._plain = self._resolver.resolution(self._program)
+        self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
 
     def receive_into(self, pools: Mapping[int, BufferPool]) -> None:
         """From now on receive messages into these pools, by sender, else into the executor's own."""
@@ -152,10 +148,6 @@ class Executor:
         for box in self._boxes():
             box.layouts.clear()
 
-    def receive_buffers(self) -> list[torch.Tensor]:
-        """The pool's buffers."""
-        return self._pool.buffers()
-
     def close(self) -> None:
         """Give up all messages under way, and the links."""
         for box in self._boxes():
@@ -171,7 +163,7 @@ class Executor:
             assert self._make_gate is not None  # only a program with backwards is run with a gate
             self._gate = self._make_gate()
             self._extras.rewrite(self._given, self._call)  # as each time before instructions are bound
-            self._gated = self._resolver.gated(self._program, self._gate, self._pass_gate)
+            self._gated = self._resolver.resolution(self._program, self._gate, self._pass_gate)
         self._is_valid = is_valid
         return self._gated
 

@@ -400,10 +400,6 @@ class Pipeline:
         """
         return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
 
-    def receive_buffers(self) -> list[Tensor]:
-        """The buffers that messages of `step` are received into: as many as are in use at once."""
-        return self._rank.receive_buffers()
-
     # ---- The end
 
     def with_timetable(self, timetable: Timetable) -> Pipeline:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, NamedLosses, Result
@@ -211,10 +211,6 @@ class Rank:
         self.extras.begin(again)
         executor.run()
         return cutter
-
-    def receive_buffers(self) -> list[Tensor]:
-        """The buffers that messages of `step` are received into: as many as are in use at once."""
-        return self.executors["step"].receive_buffers()
 
     # ---- The end
 

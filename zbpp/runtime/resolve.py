@@ -81,18 +81,13 @@ class Resolver:
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
 
-    def plain(self, program: Program) -> Resolution:
-        """A pass without a gate."""
-        return self._resolution(program, None, [])
-
-    def gated(self, program: Program, gate: Gate, pass_gate: Callable[[], Any]) -> Resolution:
-        """A pass with a gate, where it calls `pass_gate`."""
-        return self._resolution(program, gate, [pass_gate])
-
-    def _resolution(
-        self, program: Program, gate: Gate | None, at_gate: list[Callable[[], Any]]
+    def resolution(
+        self, program: Program, gate: Gate | None = None, *at_gate: Callable[[], Any]
     ) -> Resolution:
-        """The functions of a pass: those before the program, the program, those after it."""
+        """The functions of a pass: those before the program, the program, those after it.
+
+        at_gate: called at the gate, if there is one.
+        """
         instructions, place = program.instructions, 0
         first: list[Callable[[], Any]] = []
         for peer, inbox in self._inboxes.items():
