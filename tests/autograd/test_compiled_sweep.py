@@ -202,11 +202,8 @@ def assert_explained(module, case):
 INDUCTOR = [
     products.product_with_weight("einsum with heads"),
     convolutions.channels_last(weights_too=True),
-    embeddings.embedding_with_padding(3),
-    norms.layers_around_norm("BatchNorm2d"),
     precision.weight_cast_once_for_two_uses(),
     sharing.tied_embedding_and_head(),
-    models.encoder_layer(norm_first=True),
     graphs.in_place_operation(graphs.write_a_slice),
 ]
 
