@@ -1,4 +1,4 @@
-"""`zbpp compare`: what it says of finished runs, and what it draws."""
+"""`zbpp compare`: what it says of finished runs."""
 
 import json
 import math
@@ -6,7 +6,6 @@ import math
 import pytest
 
 from zbpp.commands import compare
-from zbpp.render import render_curves
 
 SUMMARY = {
     "schedule": "zb_h1", "loss": 0.5, "rows_per_second": 1234.0, "predicted_bubble_rate": 0.1,
@@ -49,26 +48,10 @@ def test_it_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, s
     assert said in capsys.readouterr().out
 
 
-def test_it_draws_the_losses_of_tokens_in_bits(tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr("zbpp.render.render_curves", lambda *given: drawn.append(given))
-    rows = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0, "evaluation_loss": 1.5}]
-    folder = run(tmp_path / "a", *rows, unigram_entropy=3.0, tokens_per_second=1)
-    assert compare.main([folder, folder, "--picture", str(tmp_path / "losses.png")]) == 0
-    ((curves, path, unit),) = drawn
-    for each in curves:
-        assert each.losses == {1: 2 / math.log(2), 2: 1 / math.log(2)}
-        assert each.held_out == {2: 1.5 / math.log(2)}
-    assert (path, unit) == (tmp_path / "losses.png", "bits per token")
-    render_curves(curves, path, unit)
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize(
     ("more", "said"),
     [
         ([], "a is one run: name two run folders or more to compare\n"),
-        (["{}", "--picture", "losses.txt"], "end its name in .png, .pdf, .svg\n"),
         (["nowhere"], "nowhere holds no summary.json: name the run_dir of a finished zbpp train\n"),
     ],
 )

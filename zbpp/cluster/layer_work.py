@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 from zbpp.cluster.model_sizes import ModelSizes
 
+# Bytes of a number with precision=mixed_bfloat16: in F and B; in gradients, masters and optimizer states.
+COMPUTE, STORED = 2, 4
 # Bytes of traffic for each logit, in float32 for some tokens at a time: F reads logits twice and writes log
 # probabilities; B does so again, reads them and writes gradients.
 _LOSS_IN_F, _LOSS_IN_B = 8, 14
@@ -58,23 +60,6 @@ class Part(NamedTuple):
         saved, temporary = self.saved - self.gathered, self.temporary + self.gathered
         return self._replace(b=again, saved=saved, temporary=temporary)
 
-    def w_at_once(self) -> Part:
-        """With W at the end of B, so that nothing waits for W."""
-        both = Work(*(b + w for b, w in zip(self.b, self.w, strict=True)))
-        return self._replace(b=both, w=Work(), deferred=0.0)
-
-
-class Precision(NamedTuple):
-    """Bytes of a number. compute: in F and B. gradient: in gradients. stored: in what the optimizer updates.
-
-    masters: in master weights beside the compute weights; 0: there are none.
-    """
-
-    compute: int
-    gradient: int
-    stored: int
-    masters: int
-
 
 def attention_flops(sizes: ModelSizes, tokens: float) -> float:
     """The FLOPs of attention's two products in F, without the half that the mask hides."""
@@ -87,28 +72,28 @@ def model_flops(sizes: ModelSizes, tokens: float) -> float:
     return 3.0 * (products + sizes.num_layers * attention_flops(sizes, tokens))
 
 
-def layer(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) -> Part:
+def layer(sizes: ModelSizes, tokens: float, tensor: int) -> Part:
     """One layer."""
     matrices = sizes.layer_matrices / tensor
     product = 2.0 * matrices * tokens
     attention = attention_flops(sizes, tokens) / tensor
-    forward, backward, weight = _traffic(sizes, tensor, precision.compute)
-    read = matrices * precision.compute
+    forward, backward, weight = _traffic(sizes, tensor)
+    read = matrices * COMPUTE
     wide = sizes.intermediate / tensor
     # What F keeps for each token: the inputs and outputs of both norms, which are whole on every rank;
     # queries, keys, values, attention's output and the MLP's numbers (gate, its activation, up and their
     # product; without a gate up and its activation), which tensor parallelism divides.
     in_parts = 2 * sizes.query + 2 * sizes.kv + (4 if sizes.is_gated else 2) * sizes.intermediate
-    saved = (4 * sizes.hidden + in_parts / tensor) * precision.compute + 4 * sizes.heads / tensor
+    saved = (4 * sizes.hidden + in_parts / tensor) * COMPUTE + 4 * sizes.heads / tensor
     # What B keeps for W: the input and the output's gradient of each linear layer. Equal inputs are shared.
     deferred_in_parts = 2 * sizes.query + 2 * sizes.kv + (3 if sizes.is_gated else 2) * sizes.intermediate
     return Part(
         f=Work(product + attention, forward * tokens, read),
         b=Work(product + 2.5 * attention, backward * tokens, read),
-        w=Work(product, weight * tokens, 2 * matrices * precision.gradient),
+        w=Work(product, weight * tokens, 2 * matrices * STORED),
         saved=saved * tokens,
-        deferred=(4 * sizes.hidden + deferred_in_parts / tensor) * precision.compute * tokens,
-        temporary=2 * wide * precision.compute * tokens,
+        deferred=(4 * sizes.hidden + deferred_in_parts / tensor) * COMPUTE * tokens,
+        temporary=2 * wide * COMPUTE * tokens,
         parameters=matrices + sizes.layer_vectors,
         largest=max(sizes.hidden * sizes.intermediate, sizes.hidden * sizes.query) / tensor,
         sums=(2, 2),
@@ -116,7 +101,7 @@ def layer(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) -
     )
 
 
-def _traffic(sizes: ModelSizes, tensor: int, bytes_: int) -> tuple[float, float, float]:
+def _traffic(sizes: ModelSizes, tensor: int) -> tuple[float, float, float]:
     """Bytes of traffic in F, B and W of a layer for each token."""
     hidden, wide = sizes.hidden, sizes.intermediate / tensor
     heads = (sizes.query + sizes.kv) / tensor
@@ -125,19 +110,19 @@ def _traffic(sizes: ModelSizes, tensor: int, bytes_: int) -> tuple[float, float,
     backward = 12 * hidden + (8 if sizes.is_gated else 3) * wide + rotary + 4 * heads
     biases = (sizes.query + 2 * sizes.kv + sizes.intermediate) / tensor + 2 * hidden
     weight = biases if sizes.has_biases else 0.0
-    return forward * bytes_, backward * bytes_, weight * bytes_
+    return forward * COMPUTE, backward * COMPUTE, weight * COMPUTE
 
 
-def embedding(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) -> Part:
+def embedding(sizes: ModelSizes, tokens: float, tensor: int) -> Part:
     """The embedding of tokens, and of positions."""
-    moved = 2 * sizes.hidden * precision.compute * tokens
+    moved = 2 * sizes.hidden * COMPUTE * tokens
     entries = sizes.vocab * sizes.hidden / tensor
     return Part(
         f=Work(traffic=moved),
         b=Work(),
         w=Work(traffic=moved),
         saved=8 * tokens,
-        deferred=(8 + sizes.hidden * precision.compute) * tokens,
+        deferred=(8 + sizes.hidden * COMPUTE) * tokens,
         temporary=0.0,
         parameters=entries + sizes.positions * sizes.hidden,
         largest=entries,
@@ -145,7 +130,7 @@ def embedding(sizes: ModelSizes, tokens: float, tensor: int, precision: Precisio
     )
 
 
-def head(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) -> Part:
+def head(sizes: ModelSizes, tokens: float, tensor: int) -> Part:
     """The last norm, the head and the loss, which every rank computes from all logits.
 
     B overwrites logits with their gradient, but not logits that were gathered from tensor-parallel ranks. A
@@ -153,17 +138,17 @@ def head(sizes: ModelSizes, tokens: float, tensor: int, precision: Precision) ->
     """
     entries = sizes.vocab * sizes.hidden / tensor
     logits = sizes.vocab * tokens
-    product, read = 2.0 * entries * tokens, entries * precision.compute
-    normed = sizes.hidden * precision.compute * tokens
+    product, read = 2.0 * entries * tokens, entries * COMPUTE
+    normed = sizes.hidden * COMPUTE * tokens
     return Part(
         f=Work(product, 2 * normed + _LOSS_IN_F * logits, read),
         b=Work(product, 3 * normed + _LOSS_IN_B * logits, read),
-        w=Work(product, 0.0, 2 * entries * precision.gradient),
-        saved=2 * normed + precision.compute * logits,
-        deferred=normed + precision.compute * logits / tensor,
-        temporary=min(_LOSS_CHUNK, 4 * logits) + (precision.compute * logits if tensor > 1 else 0.0),
+        w=Work(product, 0.0, 2 * entries * STORED),
+        saved=2 * normed + COMPUTE * logits,
+        deferred=normed + COMPUTE * logits / tensor,
+        temporary=min(_LOSS_CHUNK, 4 * logits) + (COMPUTE * logits if tensor > 1 else 0.0),
         parameters=entries + sizes.hidden * (2 if sizes.has_biases else 1),
         largest=entries,
         sums=(0, 1),
-        gathered=precision.compute * logits,
+        gathered=COMPUTE * logits,
     )

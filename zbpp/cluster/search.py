@@ -15,18 +15,10 @@ from typing import NamedTuple
 from zbpp.cluster.hardware import Hardware
 from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.model_sizes import ModelSizes
-from zbpp.cluster.stage_costs import (
-    PRECISIONS,
-    Mesh,
-    Run,
-    StageWork,
-    costs_of,
-    static_bytes,
-    vocabulary_parallelism,
-)
+from zbpp.cluster.stage_costs import Mesh, Run, StageWork, costs_of, static_bytes
 from zbpp.planning import plan
 from zbpp.ranges import ConfigError
-from zbpp.schedule import Costs, Op, PlanError, Timetable, simulate
+from zbpp.schedule import Op, PlanError, Timetable, simulate
 from zbpp.schedule.families import FAMILIES
 
 SCHEDULES = ("1f1b", "interleaved_1f1b", "zb_h1", "zb_h2", "zb_v", "v_half")
@@ -34,7 +26,6 @@ SHOWN = 5  # steps of an answer
 _MICROBATCHES = (1, 2, 4, 8)  # sequences in a microbatch
 _MOST_RANKS = 128  # of a pipeline that is simulated
 _MOST_SIMULATED = 6_000_000  # actions, with recompute and again without: about half a minute each
-_EVERY_MICROBATCH_HELD = ("gpipe", "looped_bfs")  # their memory grows with the number of microbatches
 _FULL = 0.9  # share of a GPU's memory from which on memory counts as a limit
 Progress = Callable[[float, str], None]
 
@@ -51,14 +42,10 @@ class Question:
     batch: int
     schedules: tuple[str, ...] = SCHEDULES
     degrees: dict[str, int] = field(default_factory=dict)
-    precision: str = "mixed_bfloat16"
-    head_at_once: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ConfigError(f"--batch {self.batch}: write a whole number, 1 or more")
-        if self.precision not in PRECISIONS:
-            raise ConfigError(f"--precision {self.precision}: write {', '.join(PRECISIONS)}")
         for name in self.schedules:
             if name not in FAMILIES:
                 raise ConfigError(f"schedule {name} can't be searched; write some of {', '.join(FAMILIES)}")
@@ -129,7 +116,7 @@ def _simulated(answer: Answer, candidates: list[Candidate], progress: Progress |
             step = predicted_step(each.run, each.schedule, each.num_microbatches)
         except (PlanError, ValueError):
             continue  # a number of microbatches, or of stages, that this schedule can't run
-        simulated, actions = simulated + 1, actions + 6 * ranks * min(each.num_microbatches, 9 * ranks)
+        simulated, actions = simulated + 1, actions + 6 * ranks * each.num_microbatches
         if step.memory <= limit:
             steps = sorted([*steps, step], key=lambda found: found.time)[:SHOWN]
     return Answer(answer.question, steps, answer.tried + len(candidates), simulated, is_whole)
@@ -151,8 +138,7 @@ def candidates_of(question: Question, recompute: bool) -> Iterator[Candidate]:
             num, rest = divmod(question.batch, mesh.data * sequences)
             if num < 1 or rest:
                 continue
-            how = question.precision, recompute, question.head_at_once
-            run = Run(sizes, question.hardware, mesh, sequences, *how)
+            run = Run(sizes, question.hardware, mesh, sequences, recompute)
             bound = _bound(run, num)
             for schedule in question.schedules if mesh.pipeline > 1 else question.schedules[:1]:
                 yield Candidate(bound, run, schedule, num)
@@ -239,25 +225,25 @@ def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
     Raises PlanError for a number of microbatches that the schedule can't run, ValueError for more stages than
     layers.
     """
-    timed = _Timed(schedule, run.mesh.pipeline, num_microbatches)
-    work = costs_of(run, timed.rank_of)
-    update = _update(work, timed.rank_of)
-    whole, tail, memory = timed.step(work.costs)
-    free = type(work.costs)(**{**work.costs.numbers, "comm": 0.0, "reduce": 0.0})
-    without_links, _, _ = timed.step(free)
-    busy, mean = _work(work, timed.rank_of)
+    timetable = _planned(schedule, run.mesh.pipeline, num_microbatches)
+    work = costs_of(run, timetable.rank_of)
+    timeline = simulate(timetable, work.costs)
+    without_links = simulate(timetable, replace(work.costs, comm=0.0, reduce=0.0)).makespan
+    busy, mean = _work(work, timetable.rank_of)
+    tail, update = timeline.tail, _update(work, timetable.rank_of)
     losses = {
         "bubble": max(0.0, without_links - num_microbatches * busy),
         "uneven stages": num_microbatches * (busy - mean),
-        "links": whole - tail - without_links,
+        "links": timeline.makespan - tail - without_links,
         "tensor all-reduces": num_microbatches * sum(work.sums) / run.mesh.pipeline,
         "gradient reduction": tail,
         "optimizer": update,
     }
     if run.recompute:
-        kept, _ = _work(costs_of(replace(run, recompute=False), timed.rank_of), timed.rank_of)
+        kept, _ = _work(costs_of(replace(run, recompute=False), timetable.rank_of), timetable.rank_of)
         losses["recompute"] = num_microbatches * (busy - kept)
-    return Step(run, schedule, num_microbatches, whole + update, memory + max(work.temporary), losses)
+    memory = max(timeline.peak_memory) + max(work.temporary)
+    return Step(run, schedule, num_microbatches, timeline.makespan + update, memory, losses)
 
 
 @lru_cache(maxsize=256)
@@ -282,28 +268,6 @@ def _work(work: StageWork, rank_of: tuple[int, ...]) -> tuple[float, float]:
     return max(ranks), sum(ranks) / len(ranks)
 
 
-class _Timed:
-    """Simulates a step. For many microbatches it simulates 4p and 5p, and extrapolates the steady state."""
-
-    def __init__(self, schedule: str, ranks: int, num_microbatches: int) -> None:
-        self._num, self._ranks = num_microbatches, ranks
-        counts = [num_microbatches]
-        if num_microbatches > 6 * ranks and schedule not in _EVERY_MICROBATCH_HELD:
-            counts = [4 * ranks, 5 * ranks]
-            if num_microbatches % ranks:  # raises PlanError for a schedule that refuses it
-                _planned(schedule, ranks, 2 * ranks + num_microbatches % ranks)
-        self._timetables = [_planned(schedule, ranks, count) for count in counts]
-        self.rank_of = tuple(self._timetables[0].rank_of)
-
-    def step(self, costs: Costs) -> tuple[float, float, float]:
-        """(makespan, tail of the last reduction, peak memory)."""
-        first, *more = (simulate(each, costs) for each in self._timetables)
-        last = more[0] if more else first
-        slope = (last.makespan - first.makespan) / self._ranks
-        time = last.makespan + (slope * (self._num - 5 * self._ranks) if more else 0.0)
-        return time, last.tail, max(last.peak_memory)
-
-
 # ---------------------------------------------------------------- as text
 
 
@@ -323,7 +287,7 @@ def as_text(answer: Answer) -> str:
     sizes, gpu = question.sizes, hardware.gpu
     head = (
         f"{sizes.parameters / 1e9:,.2f} B parameters, {question.batch:,} sequences of {sizes.sequence:,} "
-        f"tokens a step, {question.precision}\n"
+        "tokens a step, mixed_bfloat16\n"
         f"{hardware.nodes:,} nodes of {hardware.gpus_per_node} GPUs of {gpu.memory:g} GiB and "
         f"{gpu.peak_tflops:g} TFLOP/s, of which kernels reach {gpu.achieved:.0%}"
     )
@@ -333,16 +297,14 @@ def as_text(answer: Answer) -> str:
     if not answer.steps:
         return (
             f"{head}\n\nnothing fits in {gpu.memory:g} GiB a GPU, with recompute neither: take more GPUs, "
-            f"other --degrees or --precision bfloat16\n{counts}"
+            f"or other --degrees\n{counts}"
         )
     rows = [_COLUMNS, *map(_cells, answer.steps)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    best = answer.steps[0].run.mesh.pipeline
-    shared = [vocabulary_parallelism(sizes, best)] if best > 1 else []
-    return "\n".join([head, "", *lines, "", counts, *shared, _NOTE])
+    return "\n".join([head, "", *lines, "", counts, _NOTE])
 
 
 def _cells(step: Step) -> tuple[str, ...]:

@@ -9,18 +9,12 @@ from typing import NamedTuple
 
 from zbpp.cluster import layer_work
 from zbpp.cluster.hardware import Gpu, Hardware, Link
-from zbpp.cluster.layer_work import Part, Precision, Work
+from zbpp.cluster.layer_work import COMPUTE, STORED, Part, Work
 from zbpp.cluster.model_sizes import ModelSizes
 from zbpp.partition import partition
 from zbpp.schedule import Costs
 
 _STEP_TRAFFIC = 7  # the optimizer reads gradient, weight and two states, and writes all but the gradient
-
-PRECISIONS = {
-    "mixed_bfloat16": Precision(2, 4, 4, 4),
-    "bfloat16": Precision(2, 2, 2, 0),
-    "float32": Precision(4, 4, 4, 0),
-}
 
 
 class Mesh(NamedTuple):
@@ -58,37 +52,24 @@ class Mesh(NamedTuple):
             return False
         return extent > gpus_per_node or bool(gpus_per_node % extent)
 
-    def message_crosses(self, rank: int, gpus_per_node: int) -> bool:
-        """Whether messages from a pipeline rank to the next one leave the node, on any of its GPUs."""
-        first, block = rank * self.block, self.block
-        return block >= gpus_per_node or any(
-            (first + gpu) // gpus_per_node != (first + block + gpu) // gpus_per_node for gpu in range(block)
-        )
-
 
 @dataclass(frozen=True)
 class Run:
     """A run without its schedule. sequences: in a microbatch.
 
-    recompute: B computes all activations of its layers again. head_at_once: as memory.head_at_once.
+    recompute: B computes all activations of its layers again.
     """
 
     sizes: ModelSizes
     hardware: Hardware
     mesh: Mesh
     sequences: int = 1
-    precision: str = "mixed_bfloat16"
     recompute: bool = False
-    head_at_once: bool = False
 
     @property
     def tokens(self) -> int:
         """The tokens in a microbatch."""
         return self.sequences * self.sizes.sequence
-
-    @property
-    def bytes_of(self) -> Precision:
-        return PRECISIONS[self.precision]
 
     def link(self, name: str) -> Link:
         """The link that a group of a mesh dimension uses."""
@@ -110,11 +91,13 @@ class StageWork(NamedTuple):
 
 def parts_of(run: Run) -> tuple[Part, Part, Part]:
     """(the embedding, a layer, the head) for one microbatch on one rank."""
-    known = run.sizes, run.tokens, run.mesh.tensor, run.bytes_of
+    known = run.sizes, run.tokens, run.mesh.tensor
     last = layer_work.head(*known)
-    last = last.without_logits() if run.recompute else last
-    last = last.w_at_once() if run.head_at_once else last
-    return layer_work.embedding(*known), layer_work.layer(*known), last
+    return (
+        layer_work.embedding(*known),
+        layer_work.layer(*known),
+        last.without_logits() if run.recompute else last,
+    )
 
 
 def counts_of(run: Run, num_stages: int) -> tuple[int, ...]:
@@ -127,17 +110,6 @@ def _head_in_layers(sizes: ModelSizes) -> float:
     tokens = float(sizes.sequence)
     one = 2.0 * sizes.layer_matrices * tokens + layer_work.attention_flops(sizes, tokens)
     return 2.0 * sizes.hidden * sizes.vocab * tokens / one
-
-
-def vocabulary_parallelism(sizes: ModelSizes, num_stages: int) -> str:
-    """A line that says what vocabulary parallelism would bring at most: all ranks share the head evenly."""
-    head, counts = _head_in_layers(sizes), _cut(sizes.num_layers, num_stages, 0.0)
-    *others, last = _cut(sizes.num_layers, num_stages, head)
-    ratio = (max(counts) + head / num_stages) / max(*others, last + head)
-    return (
-        f"If {num_stages} ranks shared the head (vocabulary parallelism, arXiv:2411.05288; zbpp has none), a "
-        f"step would take {min(1.0, ratio):.2f} of the time at best."
-    )
 
 
 @lru_cache(maxsize=512)
@@ -159,7 +131,7 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
         f=[each.f for each in stages],
         b=[each.b for each in stages],
         w=[each.w for each in stages],
-        comm=_messages(run, rank_of),
+        comm=_message(run),
         reduce=[_reduction(run, each.parameters) for each in stages],
     ).in_bytes(
         [each.saved for each in stages],
@@ -179,7 +151,7 @@ class _Stage:
 
     def __init__(self, run: Run, parts: Sequence[tuple[Part, float]]) -> None:
         gpu, link = run.hardware.gpu, run.link("tensor")
-        hidden = run.sizes.hidden * run.tokens * run.bytes_of.compute
+        hidden = run.sizes.hidden * run.tokens * COMPUTE
         one_sum = link.all_reduce(hidden, run.mesh.tensor)
         in_f, in_b = (one_sum * sum(part.sums[op] * times for part, times in parts) for op in (0, 1))
         in_f += link.gather(sum(part.gathered for part, _ in parts), run.mesh.tensor)
@@ -210,52 +182,34 @@ def _time(gpu: Gpu, parts: Sequence[tuple[Work, float]]) -> float:
 
 
 def _weight_gradient(run: Run, largest: float) -> float:
-    """Temporary bytes of W: mixed precision without shards makes a matrix's gradient before adding it up."""
-    precision = run.bytes_of
-    return (precision.compute + 4) * largest if precision.masters and run.mesh.shard == 1 else 0.0
+    """Temporary bytes of W: without shards it makes a matrix's gradient before it adds the gradient up."""
+    return (COMPUTE + STORED) * largest if run.mesh.shard == 1 else 0.0
 
 
 def static_bytes(run: Run, parameters: float) -> float:
     """The bytes of weights, gradients and AdamW's states for so many parameters on a rank."""
-    precision, shard = run.bytes_of, run.mesh.shard
-    states = 2 * precision.stored
-    if shard == 1:
-        return parameters * (precision.compute + precision.gradient + precision.masters + states)
+    if run.mesh.shard == 1:
+        return parameters * (COMPUTE + 4 * STORED)  # weight; gradient, master and two states
     # The gathered weights and the gradients that microbatches add to are whole; the rest is in shards.
-    whole = precision.compute + precision.gradient
-    return parameters * (whole + (precision.stored + states) / shard)
+    return parameters * (COMPUTE + STORED + 3 * STORED / run.mesh.shard)
 
 
-def _messages(run: Run, rank_of: Sequence[int]) -> list[float]:
-    """For each stage, the time of a message that leaves it: the slower of its two directions."""
-    size = float(run.sizes.hidden * run.tokens * run.bytes_of.compute)
-    node = run.hardware.gpus_per_node
-
-    def between(stage: int) -> float:
-        """From a stage to the next one; 0 on the same rank."""
-        low, high = sorted((rank_of[stage], rank_of[stage + 1]))
-        if low == high:
-            return 0.0
-        if high - low > 1:  # a looped placement, from the last rank back to the first
-            crosses = run.mesh.num_gpus > node
-        else:
-            crosses = run.mesh.message_crosses(low, node)
-        return run.hardware.link(crosses).message(size)
-
-    hops = [between(stage) for stage in range(len(rank_of) - 1)]
-    return [max(hops[max(0, stage - 1) : stage + 1], default=0.0) for stage in range(len(rank_of))]
+def _message(run: Run) -> float:
+    """The time of a message: over the link between nodes, unless all ranks of a pipeline are in one node."""
+    crosses = run.mesh.num_gpus > run.hardware.gpus_per_node
+    return run.hardware.link(crosses).message(float(run.sizes.hidden * run.tokens * COMPUTE))
 
 
 def _reduction(run: Run, parameters: float) -> float:
     """The time (ms) to sum a stage's gradients over replicas and shards, and to gather sharded weights."""
-    mesh, size = run.mesh, parameters * run.bytes_of.gradient
+    mesh, size = run.mesh, parameters * STORED
     total = run.link("replicate").all_reduce(size / mesh.shard, mesh.replicate)
     if mesh.shard > 1:
         link = run.link("shard")
         total += link.gather(size, mesh.shard)
-        total += link.gather(parameters * run.bytes_of.compute, mesh.shard)
+        total += link.gather(parameters * COMPUTE, mesh.shard)
     return total
 
 
 def _update(run: Run, parameters: float) -> float:
-    return _STEP_TRAFFIC * run.bytes_of.stored * parameters / run.mesh.shard / run.hardware.gpu.traffic
+    return _STEP_TRAFFIC * STORED * parameters / run.mesh.shard / run.hardware.gpu.traffic

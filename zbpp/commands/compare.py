@@ -1,7 +1,6 @@
 """Compare finished runs: are their losses equal to the last bit, and what did each run measure?
 
     zbpp compare runs/demo/1f1b runs/demo/zb_h1
-    zbpp compare runs/demo/1f1b runs/demo/zb_h1 --picture losses.png
 
 Ends with exit status 1 if the losses differ in any bit, or if the last loss is not below the unigram entropy
 of the corpus.
@@ -18,8 +17,6 @@ from typing import Any
 
 from zbpp.schedule.timetable import printable
 
-_PICTURES = (".png", ".pdf", ".svg")
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `zbpp compare`; the exit status."""
@@ -28,11 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="zbpp compare", description=__doc__, formatter_class=layout, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
-    parser.add_argument(
-        "--picture", type=Path, metavar="FILE", help="draw the losses: .png, .pdf or .svg (with matplotlib)"
-    )
-    options = parser.parse_args(arguments)
-    folders = options.runs
+    folders = parser.parse_args(arguments).runs
     if len(folders) < 2:
         parser.exit(1, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
     for folder in folders:
@@ -40,21 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             parser.exit(
                 1, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
             )
-    if options.picture is not None and options.picture.suffix not in _PICTURES:
-        parser.exit(1, f"error: --picture {options.picture}: end its name in {', '.join(_PICTURES)}\n")
     try:
-        return _compare(folders, options.picture)
+        return _compare(folders)
     except (LookupError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         why = printable(f"{type(error).__name__}: {error}"[:200])
         parser.exit(1, f"error: the files of these folders are not those of finished runs ({why})\n")
 
 
-def _compare(folders: list[Path], picture: Path | None) -> int:
-    losses = [list(_values(folder, "loss").values()) for folder in folders]
+def _compare(folders: list[Path]) -> int:
+    losses = [_losses(folder) for folder in folders]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     print("\n".join(map(printable, _table(folders, summaries).splitlines())))
-    if picture is not None:
-        _draw(folders, picture, has_tokens=summaries[0]["unigram_entropy"] is not None)
     are_equal = all(each == losses[0] for each in losses)
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
@@ -89,32 +78,13 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def _values(folder: Path, name: str) -> dict[int, Any]:
-    """The values of a metric by step, where the run has it.
+def _losses(folder: Path) -> list[Any]:
+    """The losses of all steps.
 
-    A value that was not finite is "NaN", "Infinity" or "-Infinity"; in runs of older versions it is None.
+    A loss that was not finite is "NaN", "Infinity" or "-Infinity"; in runs of older versions it is None.
     """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return {line.get("step", number): line[name] for number, line in enumerate(lines, 1) if name in line}
-
-
-def _draw(folders: list[Path], path: Path, *, has_tokens: bool) -> None:
-    """Draw losses: those of tokens in bits, those of other data as they are.
-
-    A token of text without a tokenizer is a byte: its bits per token are bits per byte.
-    """
-    from zbpp.render import Curve, render_curves
-
-    scale = math.log(2) if has_tokens else 1.0
-
-    def curve(folder: Path, name: str) -> dict[int, float]:
-        values = _values(folder, name)
-        found = {step: math.nan if value is None else float(value) / scale for step, value in values.items()}
-        return {step: value if math.isfinite(value) else math.nan for step, value in found.items()}
-
-    curves = [Curve(str(each), curve(each, "loss"), curve(each, "evaluation_loss")) for each in folders]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    render_curves(curves, path, "bits per token" if has_tokens else "loss")
+    return [line["loss"] for line in lines if "loss" in line]
 
 
 def _difference(losses: list[list[Any]]) -> str:

@@ -5,7 +5,7 @@
 
 Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
 Under "about" it writes where they were measured and how fast each link is. host is the time to copy what F
-saves to host memory, or back, while nothing else runs; with it `zbpp plan --choose --costs` tries offload.
+saves to host memory, or back, while nothing else runs; memory.offload and `zbpp memory` need it.
 static is held all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
 Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
 the model is cut into.

@@ -25,7 +25,7 @@ from zbpp.planning.memory_limit import (
     limits_per_rank,
 )
 from zbpp.planning.options import MAKESPAN, OBJECTIVES, ROUNDING, SPAN, check_count, objective_value
-from zbpp.planning.placement import place_stages, placement_name
+from zbpp.planning.placement import placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
 from zbpp.schedule.exchange import hide_in_exchanges
@@ -61,26 +61,6 @@ class Problem:
         if not ranks or ranks != set(range(len(ranks))):
             raise PlanError(f"rank_of={self.rank_of}: write a rank per stage, 0..p-1 without a gap")
         self.require(self.least_memory)
-
-    @classmethod
-    def placed(
-        cls,
-        num_ranks: int,
-        num_microbatches: int,
-        *,
-        costs: Costs = Costs(),
-        memory_limit: MemoryLimit = None,
-        placement: str | None = None,
-        stages_per_rank: int | None = None,
-        objective: str = MAKESPAN,
-    ) -> Problem:
-        """The problem with a placement that is given by name; None: "one".
-
-        Raises PlanError, too, if placement and stages_per_rank contradict each other.
-        """
-        check_count("num_ranks", num_ranks)
-        rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
-        return cls(rank_of, num_microbatches, costs, memory_limit, objective)
 
     def with_microbatches(self, num_microbatches: int) -> Problem:
         """The same pipeline with another number of microbatches."""

@@ -2,7 +2,6 @@
 
 text.py        the staircase: one line of letters per rank
 table.py       figures of one timeline, or of several schedules beside each other
-curves.py      how losses of runs fell, with matplotlib
 hang.py        where each rank stood when a call failed
 memory.py      what each rank holds over a step, and what switches would save
 picture.py     PNG, SVG or PDF, with matplotlib
@@ -13,7 +12,6 @@ choice.py      which schedule to use: an answer of `choose`
 """
 
 from zbpp.render.choice import render_choice
-from zbpp.render.curves import Curve, render_curves
 from zbpp.render.hang import render_hang
 from zbpp.render.memory import (
     in_bytes,
@@ -29,12 +27,10 @@ from zbpp.render.text import render_text
 from zbpp.render.trace import chrome_trace
 
 __all__ = [
-    "Curve",
     "Timelines",
     "chrome_trace",
     "in_bytes",
     "render_choice",
-    "render_curves",
     "render_figures",
     "render_hang",
     "render_limit",

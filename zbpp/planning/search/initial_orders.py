@@ -1,7 +1,7 @@
 """Plans to begin with: the families, the paper's planner, and one that always fits.
 
 W's may also be inserted anew into a family's order of F's and B's, event by event: into waits, and to free
-memory (`insert_weight_grads`).
+memory (`insert_weight_grads`). With exchanges of experts W's are postponed (`postponed_plans`).
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from heapq import heappop, heappush
+from itertools import accumulate
 
 from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem, one_by_one
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.paper_planner import paper_plan
-from zbpp.planning.search.postpone_weight_grads import postponed_plans
 from zbpp.schedule.dataflow_arrays import op_of
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.timetable import Op, PlanError, Timetable
@@ -28,6 +28,7 @@ MakeOrder = Callable[[Problem], list[list[int]]]
 _LEAST_WAITS = (1.0, 0.5, 0.0)  # see insert_weight_grads
 _MOST_REBUILT = 12  # plans
 _MOST_TIME = 0.25  # share of the time for trying orders
+_MOST_PLACES = 3  # by which a W is postponed
 
 
 def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
@@ -41,6 +42,47 @@ def initial_plans(problem: Problem) -> Iterator[tuple[float, Plan]]:
             value = problem.value_of_plan(each)
             if value < math.inf:
                 yield value, each
+
+
+def postponed_plans(problem: Problem, plan: Plan) -> list[Plan]:
+    """A plan without BW, with W's one place later, two, and three: each rank as far as memory allows.
+
+    So W's are pending when F and B exchange tokens among experts:
+
+        rank 0   F2 B0 W0 F3 B1 W1 F4 B2 W2      families run a W at once: none is pending in F and B
+                 F2 B0 F3 B1 W0 F4 B2 W1 W2      one place later: W0 runs in the exchanges of F3 and B1
+
+    A W at the place of the rank's next W costs one `deferred` of memory. One place is enough to have a W
+    pending in every exchange; more places fill exchanges that are longer than a W.
+    """
+    return [
+        [_within_memory(problem, rank, row, places) for rank, row in enumerate(plan)]
+        for places in range(1, _MOST_PLACES + 1)
+    ]
+
+
+def _within_memory(problem: Problem, rank: int, row: list[int], places: int) -> list[int]:
+    """The row with W's as many places later, or fewer."""
+    for fewer in range(places, 0, -1):
+        later = _later(problem, row, fewer)
+        levels = accumulate(problem.memory[a // problem.num_microbatches] for a in later)
+        if max(levels) <= problem.ceilings[rank]:
+            return later
+    return row
+
+
+def _later(problem: Problem, row: list[int], places: int) -> list[int]:
+    """Each W at the place of the W that comes `places` W's later; the last ones at the end."""
+    new: list[int] = []
+    waiting: list[int] = []
+    for a in row:
+        if op_of(a // problem.num_microbatches) != Op.W:
+            new.append(a)
+            continue
+        waiting.append(a)
+        if len(waiting) > places:
+            new.append(waiting.pop(0))
+    return new + waiting
 
 
 def rebuilt_plans(problem: Problem, deadline: Deadline) -> list[Plan]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from zbpp.planning.bounds import bound_of
 from zbpp.planning.memory_limit import MemoryLimit
+from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.planning.search.improve import fuse_all, justify, move_at_random
@@ -182,15 +183,8 @@ def zb_auto(
     rank), for arguments out of range, and for a placement that contradicts stages_per_rank or, with
     search=False, is not "one".
     """
-    problem = Problem.placed(
-        num_ranks,
-        num_microbatches,
-        costs=costs,
-        memory_limit=memory_limit,
-        placement=placement,
-        stages_per_rank=stages_per_rank,
-        objective=objective,
-    )
+    rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
+    problem = Problem(rank_of, num_microbatches, costs, memory_limit, objective)
     if search:
         return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":

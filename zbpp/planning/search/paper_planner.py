@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 
+from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
@@ -49,7 +50,7 @@ def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) 
     # p times the largest `saved` of a stage: 1F1B holds no more.
     limit = multiple * num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
     costs = replace(costs, static=0.0)  # the limit is for activations
-    problem = Problem.placed(num_ranks, num_microbatches, costs=costs, memory_limit=limit, objective="span")
+    problem = Problem(place_stages(num_ranks, "one"), num_microbatches, costs, limit, "span")
     return problem.timetable_of(paper_plan(problem))
 
 
