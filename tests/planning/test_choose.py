@@ -34,8 +34,8 @@ def answers():
 
 @pytest.mark.parametrize(("name", "makespan"), [("EQUAL_TIMES", 790), ("UNEVEN", 829), ("LONG_B", 998)])
 def test_zb_h1_is_optimal_at_1f1bs_memory(answers, name, makespan):
-    (choice,) = [each for each in answers[name].ranked if each.candidate.name == "zb_h1"]
-    assert choice.candidate.timeline.makespan == choice.bound.value == makespan
+    (choice,) = [each for each in answers[name].ranked if each.name == "zb_h1"]
+    assert choice.timeline.makespan == choice.bound.value == makespan
     assert choice.proved_optimal
 
 
@@ -53,9 +53,9 @@ def test_what_is_called_optimal_is_no_longer_than_the_exact_solution():
         )
         exact = solve((0, 1), 4, costs=costs.per_stage(2, 2), memory_limit=limit, time_limit=20)
         for choice in answer.ranked:
-            if choice.proved_optimal and choice.candidate.placement == "one":
-                assert choice.candidate.timeline.makespan <= exact.value * (1 + EQUAL), (
-                    choice.candidate.name,
+            if choice.proved_optimal and choice.placement == "one":
+                assert choice.timeline.makespan <= exact.value * (1 + EQUAL), (
+                    choice.name,
                     costs,
                 )
                 judged += 1
@@ -64,21 +64,18 @@ def test_what_is_called_optimal_is_no_longer_than_the_exact_solution():
 
 def test_everything_that_fits_is_ranked_and_the_rest_listed(answers):
     answer = answers["UNEVEN"]
-    assert all(
-        one.candidate.timeline.makespan <= other.candidate.timeline.makespan
-        for one, other in pairwise(answer.ranked)
-    )
-    assert all(max(choice.candidate.timeline.peak_memory) <= 8 for choice in answer.ranked)
+    assert all(one.timeline.makespan <= other.timeline.makespan for one, other in pairwise(answer.ranked))
+    assert all(max(choice.timeline.peak_memory) <= 8 for choice in answer.ranked)
     assert all(max(candidate.timeline.peak_memory) > 8 for candidate in answer.too_large)
-    names = {choice.candidate.title for choice in answer.ranked} | {each.name for each in answer.too_large}
+    names = {choice.title for choice in answer.ranked} | {each.name for each in answer.too_large}
     assert names == {*FAMILIES, "zb_1p", "zb_2p", *(f"zb_auto --placement {each}" for each in PLACEMENTS)}
     assert all(choice.gap >= -EQUAL for choice in answer.ranked)
 
 
 def test_the_search_is_never_worse_than_a_family(answers):
     for answer in answers.values():
-        best = {choice.candidate.title: choice.candidate.timeline.makespan for choice in answer.ranked}
-        for candidate in (choice.candidate for choice in answer.ranked):
+        best = {choice.title: choice.timeline.makespan for choice in answer.ranked}
+        for candidate in answer.ranked:
             assert best[f"zb_auto --placement {candidate.placement}"] <= candidate.timeline.makespan * (
                 1 + EQUAL
             )

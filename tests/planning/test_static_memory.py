@@ -38,6 +38,6 @@ def test_a_costs_file_with_static_bytes_plans_for_a_real_device(tmp_path):
     answer = choose(request)
     assert answer.ranked
     for choice in answer.ranked:
-        first, second = choice.candidate.timeline.peak_memory
+        first, second = choice.timeline.peak_memory
         assert (first <= 6 * GIB, second <= 4 * GIB) == (True, True)
     assert "zb_h2" in {each.name for each in answer.too_large}  # 3 activations and 4 GiB of weights

@@ -64,30 +64,30 @@ class PlanningRequest:
 
     def problem(self, placement: str) -> Problem:
         """The problem for one placement. Raises PlanError."""
-        return self._problem(place_stages(self.num_ranks, placement), self.memory_limit)
+        return self.problem_of(place_stages(self.num_ranks, placement), self.memory_limit)
+
+    def problem_of(self, rank_of: tuple[int, ...], limit: MemoryLimit) -> Problem:
+        """The problem for the stages on these ranks under any limit. Raises PlanError."""
+        return Problem(rank_of, self.num_microbatches, self.costs_for(len(rank_of)), limit)
 
     def bound(self, placement: str, limit: MemoryLimit) -> Bound | None:
         """The lower bound (ms) for a placement under any limit; None if no plan fits."""
         try:
-            return bound_of(self._problem(place_stages(self.num_ranks, placement), limit))
+            return bound_of(self.problem_of(place_stages(self.num_ranks, placement), limit))
         except PlanError:
             return None
-
-    def bound_for(self, timetable: Timetable) -> Bound:
-        """The lower bound for the timetable's own placement, which may have no name."""
-        return bound_of(self._problem(timetable.rank_of, self.memory_limit))
-
-    def _problem(self, rank_of: tuple[int, ...], limit: MemoryLimit) -> Problem:
-        costs = self.costs_for(len(rank_of))
-        return Problem(rank_of, self.num_microbatches, costs, limit)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan, and the name under which `plan` makes it."""
+    """A plan, and the name under which `plan` makes it.
+
+    bound: the lower bound for its placement within the memory limit, on its makespan.
+    """
 
     name: str
     timeline: Timeline
+    bound: Bound
 
     @property
     def placement(self) -> str:
@@ -99,21 +99,8 @@ class Candidate:
         return f"{self.name} --placement {self.placement}" if self.name == "zb_auto" else self.name
 
     @property
-    def depends_on_costs(self) -> bool:
-        """Whether the name alone is not enough for `plan` to make this timetable."""
-        return takes_costs(self.name)
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A candidate that fits, and the lower bound for its placement within the memory limit."""
-
-    candidate: Candidate
-    bound: Bound
-
-    @property
     def gap(self) -> float:
-        return self.bound.gap(self.candidate.timeline.makespan)
+        return self.bound.gap(self.timeline.makespan)
 
     @property
     def proved_optimal(self) -> bool:
@@ -128,7 +115,7 @@ class Answer:
     """
 
     request: PlanningRequest
-    ranked: list[Choice]
+    ranked: list[Candidate]
     too_large: list[Candidate]
     refused: dict[str, PlanError]
 
@@ -161,7 +148,7 @@ def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer
     too_large = [each for each in found if each not in fitting]
     return Answer(
         request,
-        ranked=sorted((Choice(each, _bound(request, each)) for each in fitting), key=_worth),
+        ranked=sorted(fitting, key=_worth),
         too_large=sorted(too_large, key=lambda each: max(each.timeline.peak_memory)),
         refused=refused,
     )
@@ -176,7 +163,8 @@ def _planned(request: PlanningRequest, name: str) -> Timetable:
 
 def _candidate(request: PlanningRequest, name: str, timetable: Timetable) -> Candidate:
     costs = request.costs_for(timetable.num_stages)
-    return Candidate(name, simulate(timetable, costs))
+    bound = bound_of(request.problem_of(timetable.rank_of, request.memory_limit))
+    return Candidate(name, simulate(timetable, costs), bound)
 
 
 def _watch(deadline: Deadline, placement: str, progress: Progress) -> Callable[[], None]:
@@ -188,16 +176,11 @@ def _fits(request: PlanningRequest, candidate: Candidate) -> bool:
     return fits(peaks, limits_per_rank(request.memory_limit, len(peaks)))
 
 
-def _bound(request: PlanningRequest, candidate: Candidate) -> Bound:
-    return request.bound_for(candidate.timeline.timetable)
-
-
-def _worth(choice: Choice) -> tuple[float, bool, int]:
-    """A key to sort choices by: the shorter time wins.
+def _worth(candidate: Candidate) -> tuple[float, bool, int]:
+    """A key to sort candidates by: the shorter time wins.
 
     Among equal times a plan that does not depend on costs wins, then the plan with fewer neighbouring stages
     on different ranks, which sends fewer messages.
     """
-    candidate = choice.candidate
     num_links = sum(one != other for one, other in pairwise(candidate.timeline.timetable.rank_of))
     return float(f"{candidate.timeline.makespan:.9g}"), takes_costs(candidate.name), num_links

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from zbpp.planning.choose import Answer, Candidate, Choice
+from zbpp.planning.choose import Answer, Candidate
 from zbpp.planning.memory_limit import MemoryLimit, memory_text
 from zbpp.planning.placement import PLACEMENTS
 from zbpp.render.style import peak_text
@@ -45,19 +45,19 @@ def _limit_text(answer: Answer, limit: MemoryLimit) -> str:
 
 def _ranked(answer: Answer) -> str:
     head = ("schedule", "placement", "makespan", "max span", "bubble rate", "bound", "gap", _peak(answer))
-    return _table([head, *(_row(choice, _decimals(answer)) for choice in answer.ranked)])
+    return _table([head, *(_row(each, _decimals(answer)) for each in answer.ranked)])
 
 
-def _row(choice: Choice, decimals: int) -> tuple[str, ...]:
-    timeline = choice.candidate.timeline
+def _row(candidate: Candidate, decimals: int) -> tuple[str, ...]:
+    timeline = candidate.timeline
     return (
-        choice.candidate.title,
-        choice.candidate.placement,
+        candidate.title,
+        candidate.placement,
         digits(timeline.makespan, decimals),
         digits(timeline.max_span, decimals),
         percent(timeline.bubble_rate),
-        digits(choice.bound.value, decimals),
-        "optimal" if choice.proved_optimal else percent(choice.gap),
+        digits(candidate.bound.value, decimals),
+        "optimal" if candidate.proved_optimal else percent(candidate.gap),
         peak_text(timeline),
     )
 
@@ -101,8 +101,7 @@ def _limits(answer: Answer, given: float | Sequence[float]) -> Iterator[tuple[st
 
 def _decimals(answer: Answer) -> int:
     """How many decimals times have, the same in all tables."""
-    candidates = [*(choice.candidate for choice in answer.ranked), *answer.too_large]
-    return decimals_of(each.timeline.makespan for each in candidates)
+    return decimals_of(each.timeline.makespan for each in (*answer.ranked, *answer.too_large))
 
 
 def _peak(answer: Answer) -> str:

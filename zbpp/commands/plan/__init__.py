@@ -18,7 +18,7 @@ from pathlib import Path
 
 from zbpp.commands.plan.arguments import CHOOSE, CLUSTER, COST_OPTIONS, Inputs, make_parser, parsed
 from zbpp.commands.plan.cluster import on_paper
-from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare
+from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare, takes_costs
 from zbpp.ranges import ConfigError
 from zbpp.render import (
     render_choice,
@@ -155,7 +155,7 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
         time_limit=options.time_limit,
     )
     answer = choose(request, progress)
-    timelines = {choice.candidate.title: choice.candidate.timeline for choice in answer.ranked}
+    timelines = {each.title: each.timeline for each in answer.ranked}
     texts = [*inputs.notes, _commands(options, answer), render_choice(answer)]
     _draw(options, timelines, inputs, texts)
     return "\n\n".join(texts)
@@ -163,10 +163,10 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
 
 def _commands(options: argparse.Namespace, answer: Answer) -> str:
     """What to type to train with the best plan: its name, or the file of a plan that depends on costs."""
-    best = answer.ranked[0].candidate
+    best = answer.ranked[0]
     train, end = f"zbpp train -n {options.ranks}", f"num_microbatches={options.microbatches}"
     lines = [f"  {train} schedule={best.name} {end}"]
-    if best.depends_on_costs:
+    if takes_costs(best.name):
         lines = [
             f"  zbpp plan {best.title} {_same_question(options)} --text > plan.txt",
             f"  {train} schedule.timetable=plan.txt {end}",
