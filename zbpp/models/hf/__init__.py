@@ -11,6 +11,7 @@ cut          a stage: the library's model with the layers of other stages skippe
 masks        attention masks and positions
 ties         tied parameters
 parallel     tensor parallelism by the library's plan
+experts      experts that are spread over processes, and the loss that balances them
 export       writes weights as a folder that transformers loads
 """
 
