@@ -6,8 +6,9 @@ Every tensor made in F and B is watched by its storage; the garbage collector is
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from helpers.split import draw_grads
+from helpers.split import double, draw_grads, output_grads
 from helpers.watch import MODULES, Block, Watch
 from zbpp import backward_input
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
@@ -138,3 +139,25 @@ def test_every_node_runs_at_most_once_in_b_and_w_together(name):
     ran = sum(runs.values())
     skipped = len(runs) - ran
     assert skipped <= sum(1 for _ in module.parameters())  # at most the transpose of each deferred weight
+
+
+def test_the_second_microbatch_allocates_nothing_the_size_of_the_table():
+    """W adds rows to the gradient that is there; plain autograd makes a table per microbatch."""
+
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            if isinstance(result, torch.Tensor) and result.data_ptr() != weight.grad.data_ptr():
+                self.largest = max(self.largest, result.numel())
+            return result
+
+    embedding = nn.Embedding(1000, 4, padding_idx=0, dtype=torch.float64)
+    weight = embedding.weight
+    weight.grad = double(1000, 4)
+    output = embedding(torch.arange(6))
+    with Sizes() as sizes:
+        _, weight_grads = backward_input(output, output_grads(output), ())
+        weight_grads.accumulate()
+    assert 0 < sizes.largest <= 24

@@ -1,8 +1,12 @@
-"""Measured bytes of live tensors are those that the shapes say."""
+"""Measured bytes of live tensors are those that the shapes say, and do not grow with the microbatches."""
 
+import pytest
 import torch
 from torch import nn
 
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
+from zbpp.models.mlp import Mlp
 from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 
@@ -93,3 +97,48 @@ def test_the_first_inputs_of_each_stage_are_copied_and_no_others():
             stages[3](torch.full((2,), value))
     stages[5](torch.ones(2))  # outside
     assert {index: [each.tolist() for each in found] for index, found in inputs.items()} == {3: [[1.0, 1.0]]}
+
+
+# ---------------------------------------------------------------- many microbatches
+
+WIDE = 256
+BOUNDARY = 4 * WIDE  # bytes of what passes between two stages for one microbatch of one row
+SCHEDULES = ["1f1b", "zb_h1", "zb_v"]
+SIZES = [8, 16, 32]
+
+
+def pipeline_for(rank, schedule, num_ranks, num_microbatches):
+    timetable = plan(schedule, num_ranks, num_microbatches)
+    model = Mlp(in_features=WIDE, hidden_size=WIDE, out_features=WIDE, num_layers=6)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    return Pipeline(stages, timetable, model.loss)
+
+
+def at_the_peak(rank, num_ranks):
+    """{(schedule, microbatches): (receive buffers, most bytes live in a step over those before it)}."""
+    found = {}
+    for schedule in SCHEDULES:
+        for num_microbatches in SIZES:
+            pipeline = pipeline_for(rank, schedule, num_ranks, num_microbatches)
+            batch = torch.ones(num_microbatches, WIDE)
+            for _ in range(2):  # the first agrees on shapes; then .grad and all buffers are there
+                pipeline.step(batch, target=batch)
+            level = live_bytes(lambda p=pipeline, x=batch: p.step(x, target=x), CPU)
+            found[schedule, num_microbatches] = len(pipeline._rank.executors["step"]._pool), level.highest
+    return found
+
+
+@pytest.fixture(scope="module")
+def peaks():
+    return run_ranks(at_the_peak, 2, 2)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_buffers_and_live_bytes_do_not_grow_with_the_number_of_microbatches(schedule, peaks):
+    for rank in peaks:
+        buffers, live = zip(*[rank[schedule, num] for num in SIZES], strict=True)
+        assert len(set(buffers)) == 1
+        assert buffers[0] > 0
+        assert live[0] >= BOUNDARY
+        # The losses, 4 bytes for each microbatch, are the caller's.
+        assert max(live) - min(live) <= 4 * (SIZES[-1] - SIZES[0]) < BOUNDARY

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -41,7 +41,7 @@ from zbpp.stage_api import own_loss
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
-RunW = Callable[[int, WeightGrads], None]  # int: the microbatch
+RunW = Callable[[WeightGrads], None]
 
 
 class StageLosses(NamedTuple):
@@ -85,7 +85,7 @@ class StageWorker:
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.run_w: RunW = add_weight_gradients
+        self.run_w: RunW = WeightGrads.accumulate
         self.around_w: AroundW | None = None
         self.head_at_once = False
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
@@ -187,14 +187,14 @@ class StageWorker:
         """W: add to `.grad` the weight gradients that B deferred."""
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
-            self._accumulate(microbatch, weight_grads)
+            self._accumulate(weight_grads)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
         """BW: B and at once its W; the same kernels in the same order as B and a later W."""
         grads, weight_grads = self._backward(microbatch, message)
         if weight_grads is not None:
-            self._accumulate(microbatch, weight_grads)
+            self._accumulate(weight_grads)
         return grads
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
@@ -215,13 +215,16 @@ class StageWorker:
         if large and self.head_at_once:
             deferred, at_once = apart(deferred, large)
             large.clear()  # W frees what it has used
-            self._accumulate(microbatch, WeightGrads(at_once))
+            self._accumulate(WeightGrads(at_once))
         return tuple([detach_gradient(grad) for grad in grads]), WeightGrads(deferred)
 
-    def _accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
+    def _accumulate(self, weight_grads: WeightGrads) -> None:
         try:
-            with nullcontext() if self.around_w is None else self.around_w(weight_grads):
-                self.run_w(microbatch, weight_grads)
+            if self.around_w is None:
+                self.run_w(weight_grads)
+                return
+            with self.around_w(weight_grads):
+                self.run_w(weight_grads)
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             if names:
@@ -293,11 +296,6 @@ class StageWorker:
 
     def _keep_named(self, name: str, value: Tensor) -> None:
         self.named.setdefault(name, []).append(value.detach().clone())
-
-
-def add_weight_gradients(microbatch: int, weight_grads: WeightGrads) -> None:
-    """Add to `.grad` what B has deferred."""
-    weight_grads.accumulate()
 
 
 def _refuse_untrainable(loss: Tensor) -> None:

@@ -96,7 +96,7 @@ def stage_memory(
     restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
-    worker.head_at_once, worker.run_w = head_at_once, lambda microbatch, weight_grads: None
+    worker.head_at_once, worker.run_w = head_at_once, lambda weight_grads: None
     worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
     with _restored(module, device), counter_of(device) as live:
         run = _MicrobatchRun(worker, live, inputs, 0)

@@ -117,7 +117,7 @@ class OffloadedWeights(Extra):
         if refusal:
             raise ValueError(refusal)
         for worker in rank.workers.values():
-            worker.run_w = lambda _, weight_grads: self.accumulate(weight_grads)
+            worker.run_w = self.accumulate
 
     def begin(self, call: Call) -> None:
         """Take up what the caller has changed in the weights.
