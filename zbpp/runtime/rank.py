@@ -65,7 +65,7 @@ class Rank:
 
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
-    `rebind`. num_steps: see Pipeline.
+    `rebind`. num_steps: see Pipeline. is_alone: whether no other process takes part in a call.
     over: why no call may follow; empty until then.
     """
 
@@ -87,6 +87,7 @@ class Rank:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
         self.num_steps, self.over = 0, ""
+        self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         last = timetable.num_stages - 1
@@ -230,9 +231,7 @@ class Rank:
         try:
             self.extras.fail(error)
         finally:
-            lost = self.extras.lost
-            if self.timetable.num_ranks > 1:
-                lost = lost or "its messages are lost"
+            lost = self.extras.lost or ("" if self.is_alone else "its messages are lost")
             if lost and not self.over:
                 self.end(f"an earlier call failed ({error_text(error)}), and {lost}")
 

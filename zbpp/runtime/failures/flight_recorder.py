@@ -63,12 +63,11 @@ class FlightRecorder(Extra):
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank, self._job = rank, rank.place.broadcast(rank.key)
-        self._is_alone = rank.timetable.num_ranks == 1 and not rank.place.groups
         self.process = dist.get_rank() if dist.is_initialized() else 0
         self._path = self._folder / f"flight-rank-{self.process}.json"
         self._call, self._has_failed, self._stacks = "before the first call", False, ""
         self._ring.append(("outside", "", monotonic()))
-        if not self._is_alone:
+        if not rank.is_alone:
             self._watchdog = Watchdog(self, rank.timeout)
 
     def bind(self, at: Instruction, run: Run | None) -> Run | None:
@@ -101,7 +100,7 @@ class FlightRecorder(Extra):
 
         Also to be called with an error that was raised between calls and ends the program.
         """
-        if self._has_failed or self._is_alone or isinstance(error, BeginAgain):
+        if self._has_failed or self._rank.is_alone or isinstance(error, BeginAgain):
             return
         self._has_failed = True
         self._stop()

@@ -217,7 +217,7 @@ class Reductions(Extra):
 
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
-        if not self._is_shared:
+        if not (self._reducers or self._tied.parameters):
             return
         parameters = _parameters(self._stages)
         if self._ids != list(map(id, parameters)):
@@ -236,15 +236,6 @@ class Reductions(Extra):
                 "a parameter has a hook by register_post_accumulate_grad_hook, which would run in W, before "
                 "the gradient is reduced over replicas and tied copies: read gradients after step() instead"
             )
-
-    @property
-    def lost(self) -> str:  # type: ignore[override]
-        """See Extra: other processes wait for this one's gradients."""
-        return "its messages are lost" if self._is_shared else ""
-
-    @property
-    def _is_shared(self) -> bool:
-        return bool(self._reducers) or bool(self._tied.parameters)
 
 
 def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
