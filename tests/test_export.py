@@ -184,9 +184,6 @@ def test_a_folder_with_files_is_not_written_to(tmp_path, capsys):
     with pytest.raises(SystemExit):
         export.main([str(tmp_path / "run"), str(tmp_path / "out")])
     assert "out is there already, and not empty: name another folder" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        export.main(["run", "out", "--file-size", "many"])
-    assert "many: write a size such as 500MB or 2GB" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------- LoRA

@@ -291,7 +291,7 @@ def _exported(model: Any, folder: Path) -> None:
         list(saved.names),
         saved.read,
         dtype=None,
-        bytes_per_file=10**6,
+        file_size="1MB",
     )
 
 

@@ -15,12 +15,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-_UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +33,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument(
         "--file-size",
-        type=_size,
         default="2GB",
         help="the most that a file holds, such as 500MB (default: 2GB)",
     )
@@ -50,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from zbpp.run.export import export  # torch: --help does without
 
-        options = {"dtype": given.dtype, "bytes_per_file": given.file_size, "is_merged": given.merge}
+        options = {"dtype": given.dtype, "file_size": given.file_size, "is_merged": given.merge}
         export(given.run, given.folder, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("ZBPP_TRACEBACK"):
@@ -58,10 +54,3 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(1, f"error: {error}\n")
     print(f"written to {given.folder}")
     return 0
-
-
-def _size(text: str) -> int:
-    found = re.fullmatch(r"(\d+)\s*([KMG]B)", text.upper())
-    if not found or not int(found[1]):
-        raise argparse.ArgumentTypeError(f"{text}: write a size such as 500MB or 2GB")
-    return int(found[1]) * _UNITS[found[2]]

@@ -23,7 +23,7 @@ def export(
     folder: Path,
     *,
     dtype: str | None = None,
-    bytes_per_file: int,
+    file_size: str,
     is_merged: bool = False,
 ) -> None:
     """Write the model that `run` has trained to `folder`. Raises ValueError or ConfigError.
@@ -41,7 +41,7 @@ def export(
     config = read_run_config(of_run / "config.yaml")
     if lora_options(config) is not None:
         if is_merged:
-            export_merged(run, folder, config, dtype=_dtype(dtype), bytes_per_file=bytes_per_file)
+            export_merged(run, folder, config, dtype=_dtype(dtype), file_size=file_size)
         else:
             export_adapter(run, folder, config, _dtype(dtype))
         return
@@ -60,7 +60,7 @@ def export(
             list(names),
             lambda name: saved.read(names[name]),
             dtype=_dtype(dtype),
-            bytes_per_file=bytes_per_file,
+            file_size=file_size,
             beside=getattr(model, "path", None),
             tokenizer=_tokenizer(config),
         )
@@ -121,7 +121,7 @@ def export_merged(
     config: Mapping[str, Any],
     *,
     dtype: torch.dtype | None,
-    bytes_per_file: int,
+    file_size: str,
 ) -> None:
     """Write the base model with the run's adapter merged into its weights, see `write_merged`.
 
@@ -137,7 +137,7 @@ def export_merged(
 
     with TemporaryDirectory() as adapter:
         export_adapter(run, Path(adapter), config)
-        write_merged(folder, Path(base), Path(adapter), dtype=dtype, bytes_per_file=bytes_per_file)
+        write_merged(folder, Path(base), Path(adapter), dtype=dtype, file_size=file_size)
 
 
 def _adapters(run: Path) -> dict[str, Tensor]:
