@@ -11,8 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from helpers.hf_folders import TOKENS, reference, saved
-from zbpp.models.hf import HuggingFace
-from zbpp.models.hf.files import WeightFiles
+from zbpp.models.hf import HuggingFace, load
 
 
 def run(stages, *batch):
@@ -47,16 +46,24 @@ def test_each_stage_has_what_from_pretrained_has(case, tmp_path):
         assert not any(each.is_meta for stage in stages for each in (*stage.parameters(), *stage.buffers()))
 
 
+class Noted:
+    """A tensor of a file; writes down that it is read."""
+
+    def __init__(self, name, tensor, seen):
+        self.name, self.tensor, self.seen, self.get_shape = name, tensor, seen, tensor.get_shape
+
+    def __getitem__(self, index):
+        self.seen.append(self.name)
+        return self.tensor[index]
+
+
 def test_a_stage_reads_its_own_tensors_only(tmp_path, monkeypatch):
     """The embedding is read twice where the head is tied to it: each of the two stages has a copy."""
     saved("llama", tmp_path, tie_word_embeddings=True)
-    seen, read = [], WeightFiles.read
-
-    def noted(self, name, dtype=None):
-        seen.append(name)
-        return read(self, name, dtype)
-
-    monkeypatch.setattr(WeightFiles, "read", noted)
+    seen, opened = [], load._opened
+    monkeypatch.setattr(
+        load, "_opened", lambda folder: {n: Noted(n, each, seen) for n, each in opened(folder).items()}
+    )
     model, by_stage = HuggingFace(path=str(tmp_path)), []
     assert seen == []
     for index in range(4):
@@ -147,9 +154,9 @@ MISTAKES = [
     (lambda f: of_config(f, quantization_config={"quant_method": "gptq"}), "quantized weights"),
     (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
     (lambda f: (f / "config.json").unlink(), "has no config.json"),
-    (to_bin, r"holds pytorch_model.bin, which can't be read in parts: .*save_pretrained"),
+    (to_bin, r"has neither model.safetensors nor .*save_pretrained"),
     (truncated, r"model.safetensors is no whole safetensors file .*download it again"),
-    (lost_shard, r"model-00003-of-.* is missing, which .* names"),
+    (lost_shard, r"model-00003-of-.* is no whole safetensors file .*download it again"),
     (tokenizer, "has tokens up to number 40, but config.json says vocab_size=40"),
     (
         lambda f: of_config(f, tie_word_embeddings=True),  # its head has other values than its embedding
@@ -168,7 +175,7 @@ def test_a_folder_that_is_not_whole_or_of_another_model_is_refused_by_name(spoil
 
 
 def test_what_is_no_folder_and_what_contradicts_itself_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="path=gpt2 is no folder.*hf download NAME --local-dir FOLDER"):
+    with pytest.raises(ValueError, match="path=gpt2 has no config.json.*hf download NAME --local-dir FOLDER"):
         HuggingFace(path="gpt2")
     with pytest.raises(ValueError, match="overrides and dtype go with path"):
         HuggingFace(config={"model_type": "llama"}, dtype="bfloat16")

@@ -2,7 +2,7 @@
 
 model        HuggingFace: what a config names
 config       the config, checked
-files, load  the weights in a folder
+load         the weights in a folder
 shrink       a small copy of the config, to try a cut on
 calls        how the small model calls its layers, and which stage uses which parameter
 check        the proof, on the small model, that its stages compute what the whole model does

@@ -123,12 +123,12 @@ def build_stage(
         initialise(model, seed, is_own, cut.constants)
         return _stage(model, cut, index, head)
     initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
     if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
         weights.load(
             model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype
         )
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
     return _stage(model, cut, index, head)
 
 

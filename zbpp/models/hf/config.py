@@ -42,7 +42,10 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
 
     path = folder / "config.json"
     if not path.exists():
-        raise ValueError(f"path={folder} has no config.json: write a folder with config.json and safetensors")
+        raise ValueError(
+            f"path={folder} has no config.json: write a folder with config.json and safetensors; to get a "
+            "model of the Hub, run: hf download NAME --local-dir FOLDER"
+        )
     try:
         given = json.loads(path.read_text())
     except ValueError as error:

@@ -1,73 +1,58 @@
-"""The tensors of a folder under the names of the library's model, and a stage's own tensors read from it.
+"""A folder of safetensors as `save_pretrained` writes it, and a stage's own tensors read from it.
 
 A folder may use other names than the library's model, or another layout: one tensor per expert, where the
-library has all experts in one tensor. The library's table of renamings and conversions
-(`transformers.conversion_mapping`) is used here, one tensor of the model at a time. All conversions are first
-tried on the meta device. So a tensor that is missing, left over or of another shape is found before any value
-is read.
+library has all experts in one tensor. The library converts and loads them. It is first tried on the meta
+device, so that a tensor that is missing, left over or of another shape is found before any value is read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from copy import deepcopy
-from dataclasses import dataclass, field
-from functools import partial
-from types import SimpleNamespace
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf.files import WeightFiles
-from zbpp.models.hf.ties import aliases_of
+from zbpp.models.hf.ties import aliases_of, assign
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _SHOWN = 5  # names in an error
-
-
-@dataclass
-class _Group:
-    """Tensors of the files that together become one tensor of the model, or several.
-
-    target: the tensor's name in the model. sources: (name in the files, the converter's pattern for it, or
-    None). converter: the library's; None: the tensor is only renamed. results: the names after conversion.
-    """
-
-    target: str
-    sources: list[tuple[str, str | None]] = field(default_factory=list)
-    converter: Any = None
-    results: set[str] = field(default_factory=set)
 
 
 class FolderWeights:
     """The weights that a folder holds for `model`, which is on the meta device and whose weights are tied.
 
-    is_strict: whether missing and left-over tensors are refused. Raises ValueError for them, and for shapes
-    that differ from the model's.
+    is_strict: whether missing and left-over tensors are refused. Raises ValueError for them, for shapes that
+    differ from the model's, and for files that can't be read.
     """
 
-    def __init__(self, files: WeightFiles, model: PreTrainedModel, *, is_strict: bool = True) -> None:
-        self._files, self._aliases = files, aliases_of(model)
+    def __init__(self, folder: Path, model: PreTrainedModel, *, is_strict: bool = True) -> None:
+        self._folder, self._aliases = folder, aliases_of(model)
         expected: dict[str, Tensor] = model.state_dict()
-        self._groups, unknown = _groups(files, model, expected)
-        shapes = self._tried(model)
-        unknown |= shapes.keys() - expected.keys()
-        self._provided = shapes.keys() & expected.keys()
-        missing = {name for name in expected if not self._givers(name)}
-        reported: Any = SimpleNamespace(missing_keys=missing, unexpected_keys=unknown)
-        model._adjust_missing_and_unexpected_keys(reported)  # names that the family lets be absent or extra
-        self.missing, self.surplus = sorted(reported.missing_keys), sorted(reported.unexpected_keys)
+        shapes = {name: each.get_shape() for name, each in _opened(folder).items()}
+        self._targets = _targets(shapes, model, expected)
+        on_meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        found = _loaded(model, on_meta, torch.float32, "meta")
+        for name, error in found.conversion_errors.items():
+            raise ValueError(f"path={folder}: {name} can't be made of the files: {error.splitlines()[-1]}")
+        if found.mismatched_keys:
+            name, in_files, by_config = min(found.mismatched_keys)
+            raise ValueError(
+                f"path={folder}: {name} is {list(in_files)} in the files, and {list(by_config)} by "
+                "config.json: write the config.json of these weights"
+            )
+        self._provided = expected.keys() - found.missing_keys
+        found.missing_keys = {name for name in expected if not self.holds(name)}
+        model._adjust_missing_and_unexpected_keys(found)  # names that the family lets be absent or extra
+        self.missing, self.surplus = sorted(found.missing_keys), sorted(found.unexpected_keys)
         if is_strict and (self.missing or self.surplus):
-            _refuse(files, model, self.missing, self.surplus)
-        for name in sorted(self._provided):
-            if shapes[name] != expected[name].shape:
-                raise ValueError(
-                    f"path={files.folder}: {name} is {list(shapes[name])} in the files, and "
-                    f"{list(expected[name].shape)} by config.json: write the config.json of these weights"
-                )
+            _refuse(folder, model, self.missing, self.surplus)
 
     def holds(self, name: str) -> bool:
         """Whether the folder has values for this tensor, under this name or one that is tied to it."""
@@ -79,17 +64,22 @@ class FolderWeights:
         Names that a tie joins get one Parameter. Raises ValueError if the files hold different values for
         the names of a tie.
         """
-        wanted: dict[str, list[str]] = {}
-        for name in names:
-            givers = self._givers(name)
-            self._check_equal(givers)
-            wanted.setdefault(givers[0], []).append(name)
-        for group in self._groups:
-            if not group.results & wanted.keys():
-                continue
-            read = {name: partial(self._files.read, name, dtype) for name, _ in group.sources}
-            for name, value in _converted(group, model, read).items():
-                _assign(model, wanted.get(name, ()), value)
+        files = _opened(self._folder)
+        givers = {name: self._givers(name) for name in names}
+        for each in givers.values():
+            self._check_equal(each, files)
+        read = {each[0] for each in givers.values()}
+        before = dict(model.named_parameters(remove_duplicate=False))
+        own = {name: files[name] for name, target in self._targets.items() if target in read}
+        _loaded(model, own, dtype, "cpu")
+        for name, parameter in before.items():
+            if not parameter.requires_grad:
+                model.get_parameter(name).requires_grad_(False)
+        for name, (giver, *_) in givers.items():
+            if name != giver:
+                assign(model, name, model.get_parameter(giver))
+        for giver in read.difference(names):
+            assign(model, giver, before[giver])
 
     def _givers(self, name: str) -> list[str]:
         """The names of this tensor in the folder: one, or several if it is tied; the first is read."""
@@ -97,103 +87,99 @@ class FolderWeights:
         tie = [source, *(alias for alias, other in self._aliases.items() if other == source)]
         return [each for each in tie if each in self._provided]
 
-    def _tried(self, model: PreTrainedModel) -> dict[str, torch.Size]:
-        """{name: shape} of all tensors that the conversions give, computed on the meta device."""
-        entries, shapes = self._files.entries, {}
-        for group in self._groups:
-            on_meta = {
-                name: torch.empty(entries[name].shape, dtype=entries[name].dtype, device="meta")
-                for name, _ in group.sources
-            }
-            values = _converted(group, model, on_meta)
-            group.results = set(values)
-            shapes.update({name: value.shape for name, value in values.items()})
-        return shapes
-
-    def _check_equal(self, givers: list[str]) -> None:
-        plain = {group.target: group.sources[0][0] for group in self._groups if group.converter is None}
+    def _check_equal(self, givers: list[str], files: Mapping[str, Any]) -> None:
+        names = {target: name for name, target in self._targets.items()}
         for other in givers[1:]:
-            both = [plain[name] for name in (givers[0], other) if name in plain]
-            if len(both) == 2 and not torch.equal(*map(self._files.read, both)):
+            if not torch.equal(files[names[givers[0]]][...], files[names[other]][...]):
                 raise ValueError(
-                    f"path={self._files.folder}: config.json ties {other} to {givers[0]}, but the files hold "
+                    f"path={self._folder}: config.json ties {other} to {givers[0]}, but the files hold "
                     "different values for them: write tie_word_embeddings=false in config.json"
                 )
 
 
-def _groups(
-    files: WeightFiles, model: PreTrainedModel, expected: dict[str, Tensor]
-) -> tuple[list[_Group], set[str]]:
-    """(the groups, the names of tensors that the model does not have)."""
+def _opened(folder: Path) -> dict[str, Any]:
+    """{name: a tensor of the files, of which nothing is read yet}."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, Any] = {}
+    for path in _files_of(folder):
+        try:
+            # backend="pread": a mapped file would count as memory of this process
+            file = safe_open(path, framework="pt", device="cpu", backend="pread")
+        except (SafetensorError, OSError) as error:
+            raise ValueError(
+                f"{path} is no whole safetensors file ({error}): copy or download it again"
+            ) from error
+        found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+    return found
+
+
+def _files_of(folder: Path) -> list[Path]:
+    """The files of a folder with weights; a single one goes before an index."""
+    if (folder / _SINGLE).exists():
+        return [folder / _SINGLE]
+    index = folder / _INDEX
+    if not index.exists():
+        raise ValueError(
+            f"path={folder} has neither {_SINGLE} nor {_INDEX}: write a folder with weights (others are "
+            "converted by AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW_FOLDER)), or "
+            f"config={folder / 'config.json'} instead of path to start from random ones"
+        )
+    return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+
+
+def _targets(names: Iterable[str], model: PreTrainedModel, expected: Mapping[str, Tensor]) -> dict[str, str]:
+    """{name in the files: the tensor of the model that the library makes of it; of several the first}."""
     from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     table = get_model_conversion_mapping(model)
     renamings = [each for each in table if isinstance(each, WeightRenaming)]
     converters = [each for each in table if isinstance(each, WeightConverter)]
-    by_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
-    prefix, found, unknown = model.base_model_prefix, dict[str, _Group](), set[str]()
-    for name in sorted(files.entries, key=dot_natural_key):
-        target, pattern = rename_source_key(name, renamings, converters, prefix, expected)
-        if target not in expected and name in expected:  # it has its final name already
-            target, pattern = rename_source_key(name, [], [], prefix, expected)
-        if target not in expected:
-            unknown.add(target)
-            continue
-        group = found.setdefault(target, _Group(target))
-        group.sources.append((name, pattern))
-        if pattern is not None:
-            group.converter = by_pattern[pattern]
-    return list(found.values()), unknown
-
-
-def _converted(
-    group: _Group, model: PreTrainedModel, tensors: Mapping[str, Tensor | Callable[[], Tensor]]
-) -> dict[str, Tensor]:
-    """{name in the model: value}. tensors: {name in the files: value, or a function that reads it}."""
-    if group.converter is None:
-        given = tensors[group.sources[0][0]]
-        return {group.target: given if isinstance(given, Tensor) else given()}
-    converter = deepcopy(group.converter)
-    for name, pattern in group.sources:
-        converter.add_tensor(group.target, name, pattern or name, tensors[name])
-    try:
-        found = converter.convert(group.target, model=model, config=model.config)
-    except Exception as error:  # whatever the library's conversion may raise
-        raise ValueError(
-            f"{group.target} can't be made of {_listed(name for name, _ in group.sources)}: "
-            f"{type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
-    return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
-
-
-def _assign(model: nn.Module, names: Iterable[str], value: Tensor) -> None:
-    """Set these parameters to one Parameter with this value; a buffer gets the value itself."""
-    made: Tensor | None = None
+    found: dict[str, str] = {}
     for name in names:
-        path, _, leaf = name.rpartition(".")
-        module = model.get_submodule(path)
-        if leaf in module._buffers:
-            module._buffers[leaf] = value
-            continue
-        if made is None:
-            trains = module.get_parameter(leaf).requires_grad and value.is_floating_point()
-            made = nn.Parameter(value, requires_grad=trains)
-        module._parameters[leaf] = made  # type: ignore[assignment]  # a Parameter
+        target = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)[0]
+        if target not in expected and name in expected:  # it has its final name already
+            target = rename_source_key(name, [], [], model.base_model_prefix, expected)[0]
+        found[name] = target
+    return found
 
 
-def _refuse(files: WeightFiles, model: nn.Module, missing: list[str], surplus: list[str]) -> None:
+def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
+    """Let the library convert tensors of files, and set them in a model; its account of them."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import convert_and_load_state_dict_in_model
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    table = get_model_conversion_mapping(model)
+    for each in table:
+        if hasattr(each, "force_cpu"):  # it would take values out of meta tensors
+            each.force_cpu = False
+    options = LoadStateDictConfig(dtype=dtype, device_map={"": device}, weight_mapping=table)
+    with _without_bar():
+        return convert_and_load_state_dict_in_model(model, dict(tensors), options)[0]
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    """Each rank would draw the library's progress bar, and for each of its stages."""
+    from transformers.utils import logging
+
+    was_drawn = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if was_drawn:
+            logging.enable_progress_bar()
+
+
+def _refuse(folder: Path, model: nn.Module, missing: list[str], surplus: list[str]) -> None:
     what = [f"lacks {len(missing)} tensors of the model ({_listed(missing)})"] if missing else []
     what += [f"has {len(surplus)} that the model does not ({_listed(surplus)})"] if surplus else []
     raise ValueError(
-        f"path={files.folder}: for {type(model).__name__}, the folder {' and '.join(what)}: write the "
-        "config.json of these weights, or strict=false to start missing ones from random values and to leave "
-        "out others"
+        f"path={folder}: for {type(model).__name__}, the folder {' and '.join(what)}: write the config.json "
+        "of these weights, or strict=false to start missing ones from random values and to leave out others"
     )
 
 

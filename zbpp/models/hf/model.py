@@ -26,7 +26,6 @@ from zbpp.models.hf.config import (
 )
 from zbpp.models.hf.cut import Cut
 from zbpp.models.hf.experts import hold_exchanges, report_balance
-from zbpp.models.hf.files import WeightFiles
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.parallel import parallelize_stage
 from zbpp.models.hf.shrink import build_on_meta
@@ -86,9 +85,8 @@ class HuggingFace:
         if self.path is None:
             self._library_config = read_config(config or {}, sizes)
         else:
-            files = WeightFiles(self.path)
             self._library_config = read_folder(self.path, overrides or {}, sizes)
-            self._weights = FolderWeights(files, build_on_meta(self._library_config), is_strict=strict)
+            self._weights = FolderWeights(self.path, build_on_meta(self._library_config), is_strict=strict)
             if strict:
                 check_tokenizer(self.path, self._library_config)
             for name in (*self._weights.missing, *self._weights.surplus):
