@@ -105,7 +105,7 @@ def _opened(folder: Path) -> dict[str, Any]:
     for path in _files_of(folder):
         try:
             # backend="pread": a mapped file would count as memory of this process
-            file = safe_open(path, framework="pt", device="cpu", backend="pread")
+            file: Any = safe_open(path, framework="pt", device="cpu", backend="pread")
         except (SafetensorError, OSError) as error:
             raise ValueError(
                 f"{path} is no whole safetensors file ({error}): copy or download it again"
@@ -128,7 +128,7 @@ def _files_of(folder: Path) -> list[Path]:
     return [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
 
 
-def _targets(names: Iterable[str], model: PreTrainedModel, expected: Mapping[str, Tensor]) -> dict[str, str]:
+def _targets(names: Iterable[str], model: PreTrainedModel, expected: dict[str, Tensor]) -> dict[str, str]:
     """{name in the files: the tensor of the model that the library makes of it; of several the first}."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -151,7 +151,7 @@ def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dty
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    table = get_model_conversion_mapping(model)
+    table: Any = get_model_conversion_mapping(model)
     for each in table:
         if hasattr(each, "force_cpu"):  # it would take values out of meta tensors
             each.force_cpu = False
@@ -165,13 +165,14 @@ def _without_bar() -> Iterator[None]:
     """Each rank would draw the library's progress bar, and for each of its stages."""
     from transformers.utils import logging
 
-    was_drawn = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
+    library: Any = logging
+    was_drawn = library.is_progress_bar_enabled()
+    library.disable_progress_bar()
     try:
         yield
     finally:
         if was_drawn:
-            logging.enable_progress_bar()
+            library.enable_progress_bar()
 
 
 def _refuse(folder: Path, model: nn.Module, missing: list[str], surplus: list[str]) -> None:
