@@ -110,7 +110,8 @@ class PatchedModel:
         model = self._copy(self.model, "", layers, like, training)
         if ends_at_head:
             path, _, name = self.head.rpartition(".")
-            model.get_submodule(path)._modules[name] = LastLeave()  # type: ignore[assignment]  # no module
+            above = model.get_submodule(path)._modules
+            above[name] = LastLeave(above[name])  # type: ignore[assignment, arg-type]  # no module
         logits: Tensor = model(input_ids=tokens, **given, return_dict=True).logits
         return logits
 
@@ -320,13 +321,6 @@ class HeadReached(Exception):
     """Raised where the model calls its head; its argument are the hidden states."""
 
 
-class LastLeave:
-    """Stands in place of the head."""
-
-    def __call__(self, hidden: Tensor) -> Any:
-        raise HeadReached(hidden)
-
-
 class LayerProxy:
     """Is called instead of a layer; has the attributes of the layer, since the library may read them."""
 
@@ -335,6 +329,13 @@ class LayerProxy:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.layer, name)
+
+
+class LastLeave(LayerProxy):
+    """Stands in place of the head."""
+
+    def __call__(self, hidden: Tensor) -> Any:
+        raise HeadReached(hidden)
 
 
 class Skip(LayerProxy):
