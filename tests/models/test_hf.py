@@ -167,7 +167,7 @@ def test_layers_that_are_left_out_in_training_are_refused_when_that_happens():
 def test_a_configs_vocabulary_and_length_are_not_overwritten(tmp_path):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({**config_of("gpt2"), "vocab_size": 50, "n_positions": 24}))
-    for config in (str(tmp_path), json.loads(path.read_text())):
+    for config in (str(path), json.loads(path.read_text())):
         stage = HuggingFace(config=config, vocab_size=40, sequence_length=16).build_stage(0, 1)
         shapes = {name: tuple(each.shape) for name, each in stage.named_parameters()}
         assert shapes["transformer.wte.weight"] == (50, 32)
@@ -178,11 +178,9 @@ def test_a_configs_vocabulary_and_length_are_not_overwritten(tmp_path):
             HuggingFace(config=config, sequence_length=32)
 
 
-def test_a_folder_with_weights_is_refused_instead_of_starting_from_random_ones(tmp_path):
+def test_a_folder_is_refused_instead_of_starting_from_random_weights(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config_of("llama")))
-    assert HuggingFace(config=str(tmp_path)) is not None
-    (tmp_path / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"holds weights \(model.safetensors\).*write path=.*config.json"):
+    with pytest.raises(ValueError, match=r"is a folder.*write path=.*config.json to take the config alone"):
         HuggingFace(config=str(tmp_path))
     assert HuggingFace(config=str(tmp_path / "config.json")) is not None
 

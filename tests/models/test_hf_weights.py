@@ -97,7 +97,7 @@ def test_overrides_change_values_of_the_folders_config(tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"rms_norm_epz": 1}, "no such key; did you mean rms_norm_eps"),
+        ({"rms_norm_epz": 1}, "overrides.rms_norm_epz: .* has no such key"),
         ({"hidden_size": "big"}, "overrides.hidden_size=big does not fit .*config.json: .*expected int"),
         ({"num_attention_heads": 3}, "does not fit .* not a multiple of the number of attention heads"),
     ],
@@ -136,28 +136,20 @@ def truncated(folder):
     path.write_bytes(path.read_bytes()[:-100])
 
 
-def tokenizer(folder):
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    Tokenizer(WordLevel({f"w{i}": i for i in range(41)})).save(str(folder / "tokenizer.json"))
-
-
 NORM = "model.layers.1.input_layernorm.weight"
 MISTAKES = [
     (lambda f: changed(f, lambda t: t.pop(NORM)), f"lacks 1 tensors of the model \\({NORM}\\)"),
     (lambda f: changed(f, lambda t: t.update(more=torch.ones(2))), r"has 1 that the model does not \(more\)"),
     (lambda f: changed(f, lambda t: t.update({NORM: torch.ones(5)})), rf"{NORM} is \[5\] in .*, and \[32\]"),
     (lambda f: of_config(f, num_hidden_layers=5), r"lacks 9 tensors .*model.layers.4.*and 4 more\)"),
-    (lambda f: of_config(f, model_type="lamma"), "model_type=lamma is no causal.*did you mean.*llama"),
-    (lambda f: of_config(f, model_type="vit"), "model_type=vit is no causal language .* A class of"),
+    (lambda f: of_config(f, model_type="lamma"), "model_type=lamma is no causal"),
+    (lambda f: of_config(f, model_type="vit"), "model_type=vit is no causal language .* a class of"),
     (lambda f: of_config(f, quantization_config={"quant_method": "gptq"}), "quantized weights"),
     (lambda f: (f / "config.json").write_text("{"), "config.json is no JSON"),
     (lambda f: (f / "config.json").unlink(), "has no config.json"),
     (to_bin, r"has neither model.safetensors nor .*save_pretrained"),
     (truncated, r"model.safetensors is no whole safetensors file .*download it again"),
     (lost_shard, r"model-00003-of-.* is no whole safetensors file .*download it again"),
-    (tokenizer, "has tokens up to number 40, but config.json says vocab_size=40"),
     (
         lambda f: of_config(f, tie_word_embeddings=True),  # its head has other values than its embedding
         "config.json ties lm_head.weight to model.embed_tokens.weight, but the files hold different values",

@@ -15,7 +15,7 @@ def ranks():
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_parallel_stage_computes_what_the_whole_stage_does(case, ranks):
-    """Outputs, gradients and initial values, with dropout in the Gpt; names and their order stay."""
+    """Outputs, gradients and initial values; names and their order stay."""
     expected, names = alone(*case)
     for found, _ in ranks:
         assert found[case].names == names
@@ -55,6 +55,7 @@ def test_a_degree_that_does_not_fit_is_refused_before_anything_is_changed(ranks)
             "kv heads": "num_kv_heads=3 is not divisible by the tensor-parallel degree=2",
             "intermediate": "intermediate_size=7 is not divisible by the tensor-parallel degree=2",
             "gpt": "num_heads=3 is not divisible by the tensor-parallel degree=2",
+            "dropout": "dropout=0.1 doesn't go with tensor-parallel stages",
             "mesh": "this mesh has 2: ('a', 'b'); give the one that is to share the weights",
             "length": "the sequence's length=5 is not divisible by the tensor-parallel degree=2",
         }.items():

@@ -1,16 +1,16 @@
 """Do traced stages compute what their module computes? Forward, gradients and buffers, on an example.
 
 A trace contains what forward did to tensors, but not what torch.export does not see: the backward of a custom
-autograd Function, hooks on gradients, Python state. So module and stages are both run, and compared.
+autograd Function, hooks on gradients, Python state. So copies of module and stages are run, and compared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,89 +19,53 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 Values = dict[str, Tensor | None]
 
 
-class _Run(NamedTuple):
-    """The results of one forward and backward, by name."""
-
-    outputs: Values
-    gradients: Values
-    buffers: Values
-
-
 def check_equal(
     module: nn.Module, stages: Mapping[int, nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError unless the stages, one after the other, do what `module` does in both modes.
-
-    `.grad`, buffers, modes and random numbers are afterwards as they were.
-    """
+    """Raise ValueError unless the stages, one after the other, do what `module` does in both modes."""
     if any(each.is_meta for each in module.parameters()):
         raise ValueError("the stages of a module on the meta device can't be run: write check=False")
+    whole, parts = deepcopy(module), deepcopy(dict(stages))
     for training in (True, False):
-        with modes_kept(module, *stages.values()), torch.enable_grad():
-            if module.training is not training:
-                module.train(training)
-            for stage in stages.values():
-                stage.train(training)
-            expected = _run(module, module, args, kwargs)
-            try:
-                found = _run(module, partial(_one_after_another, stages), args, kwargs)
-            except RuntimeError as error:
-                raise ValueError(
-                    f"the stages fail where {type(module).__name__} does not: {error}; "
-                    "move the split points, or write a PipelineModel by hand"
-                ) from error
+        for each in (whole, *parts.values()):
+            if each.training is not training:
+                each.train(training)
+        expected = _run(whole, [whole], args, kwargs)
+        try:
+            found = _run(partial(_one_after_another, parts), [*parts.values()], args, kwargs)
+        except RuntimeError as error:
+            raise ValueError(
+                f"the stages fail where {type(module).__name__} does not: {error}; "
+                "move the split points, or write a PipelineModel by hand"
+            ) from error
         where = f"{type(module).__name__} in {'training' if training else 'eval'} mode"
-        for kind, ours, theirs in zip(_Run._fields, found, expected, strict=True):
-            _compare(where, kind, ours, theirs)
-
-
-@contextmanager
-def modes_kept(*modules: nn.Module) -> Iterator[None]:
-    """Each submodule is afterwards in the mode (training or eval) that it was in."""
-    modes = [(each, each.training) for module in modules for each in module.modules()]
-    try:
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode
+        for kind, theirs in expected.items():
+            _compare(where, kind, found[kind], theirs)
 
 
 def _run(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> _Run:
+    forward: Callable[..., Any],
+    modules: Sequence[nn.Module],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> dict[str, Values]:
+    """The results of one forward and backward, by kind and name."""
     args, kwargs = tree_map_only(Tensor, lambda each: each.detach().clone(), (args, dict(kwargs)))
-    weights = {name: each for name, each in module.named_parameters() if each.requires_grad}
-    with _buffers_kept(module), torch.random.fork_rng(_cuda_devices(module)):
+    parameters = [each for module in modules for each in module.named_parameters(remove_duplicate=False)]
+    devices = {each.device for _, each in parameters}
+    for _, each in parameters:
+        each.grad = None
+    with torch.enable_grad(), torch.random.fork_rng([each for each in devices if each.type == "cuda"]):
         torch.manual_seed(0)
         outputs = [each for each in tree_leaves(forward(*args, **kwargs)) if isinstance(each, Tensor)]
         graphs = [each for each in outputs if each.requires_grad]
-        grads: tuple[Tensor | None, ...] = (None,) * len(weights)
-        if graphs and weights:
-            starts = [torch.randn_like(each) for each in graphs]
-            grads = torch.autograd.grad(graphs, list(weights.values()), starts, allow_unused=True)
-        return _Run(
-            outputs={f"{number}": each.detach() for number, each in enumerate(outputs)},
-            gradients=dict(zip(weights, grads, strict=True)),
-            buffers={name: each.clone() for name, each in module.named_buffers()},
-        )
-
-
-@contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Put buffers and their values back afterwards, also a buffer that forward has replaced."""
-    before = {name: (each, each.clone()) for name, each in module.named_buffers()}
-    try:
-        yield
-    finally:
-        for name, (buffer, values) in before.items():
-            owner, _, last = name.rpartition(".")
-            setattr(module.get_submodule(owner), last, buffer)
-            with torch.no_grad():
-                buffer.copy_(values)
-
-
-def _cuda_devices(module: nn.Module) -> list[torch.device]:
-    return list({each.device for each in module.parameters() if each.device.type == "cuda"})
+        torch.autograd.backward(graphs, [torch.randn_like(each) for each in graphs])
+    buffers = {name: each.clone() for module in modules for name, each in module.named_buffers()}
+    return {
+        "outputs": {f"{number}": each.detach() for number, each in enumerate(outputs)},
+        "gradients": {name: each.grad for name, each in parameters},
+        "buffers": {**buffers},
+    }
 
 
 def _one_after_another(stages: Mapping[int, nn.Module], *args: Any, **kwargs: Any) -> Any:
@@ -123,7 +87,7 @@ def _one_after_another(stages: Mapping[int, nn.Module], *args: Any, **kwargs: An
 
 def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
     """Raise ValueError for the first value that is off by more than rounding; None counts as zero."""
-    largest = max((float(each.abs().max()) for each in _filled(expected)), default=0.0)
+    largest = max((_largest(each) for each in expected.values()), default=0.0)
     for name, theirs in expected.items():
         ours = found.get(name)
         if ours is None or theirs is None:
@@ -132,9 +96,8 @@ def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
             # Relative to the largest value, which in a small tensor is at least 1e-3 of the largest of all.
             is_float = theirs.is_floating_point() or theirs.is_complex()
             precision = math.sqrt(torch.finfo(theirs.dtype).eps) if is_float else 0.0
-            scale = max([1e-3 * largest, *(float(each.abs().max()) for each in _filled({name: theirs}))])
             is_equal = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) and torch.allclose(
-                ours, theirs, rtol=0, atol=precision * scale, equal_nan=True
+                ours, theirs, rtol=0, atol=precision * max(1e-3 * largest, _largest(theirs)), equal_nan=True
             )
         if not is_equal:
             raise ValueError(
@@ -144,8 +107,8 @@ def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
             )
 
 
-def _filled(values: Values) -> list[Tensor]:
-    """The tensors with at least one element; NaN and infinities as 0."""
-    numbers = (each for each in values.values() if each is not None and each.dtype != torch.bool)
-    filled = [each for each in numbers if each.numel()]
-    return [each.detach().nan_to_num(0.0, 0.0, 0.0) for each in filled]
+def _largest(values: Tensor | None) -> float:
+    """The largest absolute value; NaN and infinities count as 0."""
+    if values is None or not values.numel() or values.dtype == torch.bool:
+        return 0.0
+    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())

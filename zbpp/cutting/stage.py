@@ -66,6 +66,7 @@ class Trace:
 class TracedStage(nn.Module):
     """Takes what the stage before it returned; the first stage takes the module's arguments.
 
+    Its submodules only hold parameters and buffers: what wraps one of them has no effect.
     traces: {training: Trace}. state: parameters and buffers by their names in the whole model; persistent:
     the names that belong into a state_dict. extras: constants and subgraphs of the traces.
     """
@@ -97,35 +98,12 @@ class TracedStage(nn.Module):
         return self
 
 
-_AS_A_WHOLE = (
-    "a traced stage is called as a whole, not by its submodules: call, recompute or compile the stage"
-)
-
-
-class _Place(nn.Module):
-    """Stands for a submodule of the traced module, and only holds its parameters and buffers."""
-
-    @property
-    def forward(self) -> Any:  # reading it is an error, and so is replacing it
-        raise RuntimeError(_AS_A_WHOLE)
-
-    @forward.setter
-    def forward(self, _: object) -> None:
-        raise RuntimeError(_AS_A_WHOLE)
-
-    def train(self, mode: bool = True) -> Self:
-        raise RuntimeError(
-            "a submodule of a traced stage has no mode of its own: set it before zbpp.trace_stages, or call "
-            "train() or eval() of the stage"
-        )
-
-
 def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -> None:
     *path, last = name.split(".")
     owner = stage
     for each in path:
         if each not in dict(owner.named_children()):
-            owner.add_module(each, _Place())
+            owner.add_module(each, nn.Module())
         owner = owner.get_submodule(each)
     if isinstance(tensor, nn.Parameter):
         owner.register_parameter(last, tensor)

@@ -20,7 +20,7 @@ from torch.distributed.pipelining import pipe_split
 from torch.export import ExportedProgram
 
 from zbpp.autograd import auxiliary_losses
-from zbpp.cutting.check import check_equal, modes_kept
+from zbpp.cutting.check import check_equal
 from zbpp.cutting.graph import Part, cut, describe
 from zbpp.cutting.stage import Arguments, Trace, TracedStage
 
@@ -45,13 +45,13 @@ def trace_stages(
     embedding), once per microbatch. `train()` and `eval()` of a stage choose between two traces: one in
     training mode, with the submodules' modes as they are now, and one in eval mode. A checkpointed block is
     traced as a plain one. Move the module to its device and dtype before.
-    check: run the example, forward and gradients, through the module and through the stages, and compare.
+    check: run the example, forward and gradients, through copies of module and stages, and compare.
 
     Raises ValueError for a module that can't be traced or cut, or whose stages compute something else.
     """
     args = (example,) if isinstance(example, Tensor) else tuple(example)
     kwargs = dict(example_kwargs or {})
-    points = _checked(module, split_points)
+    points = list(split_points)
     state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))
     parts = {training: _parts(module, training, args, kwargs, points, state) for training in (True, False)}
@@ -72,22 +72,6 @@ def trace_stages(
     return stages
 
 
-def _checked(module: nn.Module, split_points: Iterable[str]) -> list[str]:
-    """The names of the submodules to split before. Raises ValueError for a name that none has."""
-    if isinstance(split_points, str):
-        raise ValueError(f"split_points={split_points!r} is one string: write [{split_points!r}]")
-    names = list(split_points)
-    known = [name for name, _ in module.named_modules(remove_duplicate=False) if name]
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ValueError(f"the split point {name!r} is given {count} times: a stage begins there once")
-        if name not in known:
-            raise ValueError(
-                f"{type(module).__name__} has no submodule {name!r} to split at; it has {known[0]}, ..."
-            )
-    return names
-
-
 def _parts(
     module: nn.Module,
     training: bool,
@@ -97,7 +81,7 @@ def _parts(
     state: Mapping[str, Tensor],
 ) -> list[Part]:
     """The parts, one per stage, of a trace in training or eval mode."""
-    with modes_kept(module):
+    with _modes_kept(module):
         if module.training is not training:
             module.train(training)
         return cut(_traced(module, args, kwargs, points), state, "_training" if training else "_eval")
@@ -127,6 +111,17 @@ def _traced(
                 f"forward calls {name!r} {calls[name]} times: split at a submodule that it calls once"
             )
     return program
+
+
+@contextmanager
+def _modes_kept(module: nn.Module) -> Iterator[None]:
+    """Each submodule is afterwards in the mode (training or eval) that it was in."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from zbpp.models.layers import (
     token_loss,
     transformer_std,
 )
-from zbpp.models.tensor_parallel import BlockPlan, ShardedDropout, parallelize
+from zbpp.models.tensor_parallel import BlockPlan, parallelize
 from zbpp.stage_api import by_last_stage, widens_itself
 
 if TYPE_CHECKING:
@@ -64,12 +63,11 @@ class Gpt:
         check_divides("hidden_size", hidden_size, "num_heads", num_heads)
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout={dropout} is not a probability below 1: write 0.0 to 0.9")
-        self._sharded = {"num_heads": num_heads}
+        self._sharded, self._dropout = {"num_heads": num_heads}, dropout
         self._plan = BlockPlan(
             columns=("attention.query_key_value", "mlp.up"),
             rows=("attention.output", "mlp.down"),
             embedding="embedding.token",
-            dropouts=("attention.dropout", "mlp.dropout"),
             sequence_parallel=sequence_parallel,
             is_tied=tie_embeddings,
         )
@@ -102,13 +100,14 @@ class Gpt:
     def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
 
-        Dropout drops the numbers that it drops in the whole stage; in attention this is so on the CPU only.
-        Raises ValueError if the mesh's size does not divide num_heads.
+        Raises ValueError if the mesh's size does not divide num_heads, and for a model with dropout.
         """
+        if self._dropout > 0 and mesh.size() > 1:
+            raise ValueError(
+                f"dropout={self._dropout} doesn't go with tensor-parallel stages, whose ranks would drop "
+                "different numbers than one process: write model.dropout=0 or parallel.tensor=1"
+            )
         parallelize(stage, mesh, self._plan, self._sharded)
-        for layer in stage.modules():
-            if isinstance(layer, Attention):
-                layer.weight_dropout = ShardedDropout(layer.dropout.p, 1, mesh)
 
     def tied(self) -> Mapping[str, str]:
         """The head's weight is the embedding's if `tie_embeddings`; see zbpp/stage_api.py."""
@@ -157,7 +156,7 @@ class Attention(nn.Module):
     """Causal self-attention, [batch, time, hidden] in and out; one projection for q, k and v.
 
     Its rows are ordered by head: q, k and v of head 0, then those of head 1. So a rank's shard of them holds
-    whole heads. weight_dropout: drops attention weights of one rank's heads; None where all heads are here.
+    whole heads.
     mask: which keys a query sees; None: all that are not after it. position_ids: ignored, since the embedding
     has added the positions.
     """
@@ -168,28 +167,20 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
-        self.weight_dropout: nn.Module | None = None
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         heads = split_heads(self.query_key_value(x), 3 * self.head_size)
         query, key, value = heads.chunk(3, dim=-1)
-        if self.training and self.dropout.p > 0 and self.weight_dropout is not None:
-            mixed = self.weight_dropout(causal_weights(query, key, mask)) @ value
-        else:
-            dropout = self.dropout.p if self.training else 0.0
-            mixed = F.scaled_dot_product_attention(
-                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
-            )
+        mixed = F.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            dropout_p=self.dropout.p if self.training else 0.0,
+            is_causal=mask is None,
+        )
         projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
         return projected
-
-
-def causal_weights(query: Tensor, key: Tensor, mask: Tensor | None = None) -> Tensor:
-    """The attention weights of queries and keys [..., time, head_size]: [..., time, time]."""
-    scores = query @ key.mT / math.sqrt(query.shape[-1])
-    if mask is None:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-    return scores.masked_fill(~mask, -torch.inf).softmax(dim=-1)
 
 
 class FeedForward(nn.Module):

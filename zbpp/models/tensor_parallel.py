@@ -8,8 +8,8 @@
     head                          Shard(0)    whole         gathered: logits
     head with the embedding's weight  Shard(1)  a shard of the hidden dimension  summed over the ranks: logits
 
-With sequence parallelism the norms, the residual sums and the dropout between these layers work on a shard of
-the sequence. The whole sequence is gathered before query and gate, and the sums after output and down are
+With sequence parallelism the norms and the residual sums between these layers work on a shard of the
+sequence. The whole sequence is gathered before query and gate, and the sums after output and down are
 scattered along the sequence.
 
 Tensors between stages, logits and loss are whole, and equal on all ranks of the mesh. The embedding is
@@ -22,9 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.models.layers import Block, check_divides
 
@@ -39,15 +37,13 @@ Styles = dict[str, "ParallelStyle"]
 class BlockPlan(NamedTuple):
     """The names of the modules that are sharded: `columns`, `rows` in each block, `embedding` in the stage.
 
-    columns: the linear layers with weight Shard(0); rows: those with weight Shard(1). dropouts: the dropout
-    modules after `rows`. is_tied: the head has the embedding's weight, so it is sharded along the same
-    dimension.
+    columns: the linear layers with weight Shard(0); rows: those with weight Shard(1). is_tied: the
+    head has the embedding's weight, so it is sharded along the same dimension.
     """
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
     embedding: str
-    dropouts: tuple[str, ...] = ()
     sequence_parallel: bool = False
     is_tied: bool = False
 
@@ -65,7 +61,6 @@ def parallelize(stage: nn.Module, mesh: DeviceMesh, plan: BlockPlan, sizes: Mapp
         check_divides(name, size, "the tensor-parallel degree", mesh.size())
     shard(stage, mesh, _styles(stage, plan))
     if plan.sequence_parallel:
-        _shard_dropouts(stage, mesh, plan.dropouts)
         shard(stage, mesh, _sequence_boundaries(stage))
         stage.register_forward_pre_hook(_SequenceCheck(mesh.size()), prepend=True)
 
@@ -195,31 +190,3 @@ class _SequenceCheck:
                 "model.sequence_parallel=false, or batches without position_ids (data.across_documents=true)"
             )
         check_divides("the sequence's length", args[0].shape[1], "the tensor-parallel degree", self.num_ranks)
-
-
-def _shard_dropouts(stage: nn.Module, mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    for block in stage.children():
-        for name in names if isinstance(block, Block) else ():
-            owner, _, leaf = name.rpartition(".")
-            module = block.get_submodule(owner)
-            setattr(module, leaf, ShardedDropout(getattr(module, leaf).p, 1, mesh))
-
-
-class ShardedDropout(nn.Module):
-    """Dropout of a tensor that is sharded along `dim`: drops what dropout of the whole tensor would drop.
-
-    Each rank draws the mask of the whole tensor and takes its shard of the mask. So the generators of all
-    ranks stay equal, and equal to the generator of a stage that is not split.
-    """
-
-    def __init__(self, p: float, dim: int, mesh: DeviceMesh) -> None:
-        super().__init__()
-        self.p, self.dim, self.rank, self.num_ranks = p, dim, mesh.get_local_rank(), mesh.size()
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training or self.p == 0:
-            return x
-        shape, size = list(x.shape), x.shape[self.dim]
-        shape[self.dim] = size * self.num_ranks
-        kept = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
-        return x * kept.narrow(self.dim, self.rank * size, size)

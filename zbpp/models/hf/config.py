@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from copy import deepcopy
@@ -12,19 +11,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
-
 
 def read_config(config: Mapping[str, Any] | str, sizes: Mapping[str, int]) -> PretrainedConfig:
-    """The library's config, from a mapping, a file or a folder without weights.
+    """The library's config, from a mapping or a file.
 
     sizes: the data's vocabulary and sequence length, by the config's names for them. Raises ValueError for a
     config of no causal language model, and if the data are larger.
     """
     from transformers import AutoConfig, PretrainedConfig  # lazily: three seconds, and optional
 
-    if isinstance(config, str):
-        _refuse_weights(Path(config))
+    if isinstance(config, str) and Path(config).is_dir():
+        raise ValueError(
+            f"config={config} is a folder, and config starts from random weights: write path={config} to "
+            f"load its weights, or config={Path(config) / 'config.json'} to take the config alone"
+        )
     given = PretrainedConfig.get_config_dict(config)[0] if isinstance(config, str) else dict(config)
     _check_kind(given, "config")
     known: dict[str, Any] = given
@@ -62,9 +62,7 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
         raise ValueError(f"{path} does not fit together: {_last_line(error)}") from error
     for name in overrides:
         if not hasattr(config, name):
-            near = difflib.get_close_matches(name, config.to_dict(), n=3)
-            meant = f"; did you mean {' or '.join(near)}?" if near else "; write one that it has"
-            raise ValueError(f"overrides.{name}: {path} has no such key{meant}")
+            raise ValueError(f"overrides.{name}: {path} has no such key; write one that it has")
     try:
         changed = type(config).from_dict({**config.to_dict(), **overrides})
     except Exception as error:  # as above
@@ -84,24 +82,6 @@ def text_config(config: PretrainedConfig) -> PretrainedConfig:
     return found
 
 
-def check_tokenizer(folder: Path, config: PretrainedConfig) -> None:
-    """Raises ValueError if the tokenizer of a folder has tokens that the model lacks."""
-    path, size = folder / "tokenizer.json", text_config(config).vocab_size
-    if not path.exists():
-        return
-    from tokenizers import Tokenizer
-
-    try:
-        numbers = Tokenizer.from_file(str(path)).get_vocab().values()
-    except Exception as error:  # the library raises bare Exceptions
-        raise ValueError(f"{path} can't be read: {error}") from error
-    if max(numbers, default=0) >= size:
-        raise ValueError(
-            f"{path} has tokens up to number {max(numbers)}, but config.json says vocab_size={size}: the two "
-            "are not of one model; write the right folder, or strict=false to train on other tokens"
-        )
-
-
 def without_cache(config: PretrainedConfig) -> PretrainedConfig:
     """A copy of a config for training: without a cache, and without the router's logits."""
     copy = deepcopy(config)
@@ -118,9 +98,15 @@ def asks_for_balance(config: PretrainedConfig) -> bool:
 
 
 def _checked(config: PretrainedConfig, sizes: Mapping[str, int]) -> PretrainedConfig:
-    text = text_config(config)
+    """The config. Raises ValueError if the data are larger."""
     for name, size in sizes.items():
-        _refuse_misfit(name, size, getattr(text, name, None))
+        largest = getattr(text_config(config), name, None)
+        if isinstance(largest, int) and size > largest:
+            ours = {"max_position_embeddings": "sequence_length"}.get(name, name)
+            raise ValueError(
+                f"{ours}={size} is more than the config's {name}={largest}: write {ours}={largest} or less, "
+                f"or config.{name}={size}"
+            )
     return config
 
 
@@ -137,11 +123,9 @@ def _check_kind(given: Mapping[str, Any], where: str) -> None:
         raise ValueError(f"{where} has no model_type: write one of Hugging Face's, such as llama")
     if kind in causal:
         return
-    near = difflib.get_close_matches(str(kind), causal, n=3)
-    meant = f"; did you mean {' or '.join(near)}?" if near else ""
     raise ValueError(
-        f"{where}: model_type={kind} is no causal language model of transformers {transformers.__version__}"
-        f"{meant} A class of your own can cut any other model: see docs/huggingface.md"
+        f"{where}: model_type={kind} is no causal language model of transformers {transformers.__version__}: "
+        "a class of your own can cut any other model, see docs/huggingface.md"
     )
 
 
@@ -155,24 +139,3 @@ def _unset_sizes(
         for name, size in sizes.items()
         if hasattr(default, name) and name not in given and own_names.get(name, name) not in given
     }
-
-
-def _refuse_misfit(name: str, size: int, says: Any) -> None:
-    if isinstance(says, int) and size > says:
-        ours = {"max_position_embeddings": "sequence_length"}.get(name, name)
-        raise ValueError(
-            f"{ours}={size} is more than the config's {name}={says}: write {ours}={says} or less, or "
-            f"config.{name}={size}"
-        )
-
-
-def _refuse_weights(path: Path) -> None:
-    """Raises ValueError for a folder with weights, which `config` would not load."""
-    if not path.is_dir():
-        return
-    found = sorted(each.name for pattern in _WEIGHTS for each in path.glob(pattern))
-    if found:
-        raise ValueError(
-            f"config={path} holds weights ({found[0]}), and config starts from random ones: write "
-            f"path={path} to load them, or config={path / 'config.json'} to take the config alone"
-        )

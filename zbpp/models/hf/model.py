@@ -17,13 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf.check import build_stage, find_cut
-from zbpp.models.hf.config import (
-    asks_for_balance,
-    check_tokenizer,
-    read_config,
-    read_folder,
-    without_cache,
-)
+from zbpp.models.hf.config import asks_for_balance, read_config, read_folder, without_cache
 from zbpp.models.hf.cut import Cut
 from zbpp.models.hf.experts import hold_exchanges, report_balance
 from zbpp.models.hf.load import FolderWeights
@@ -87,8 +81,6 @@ class HuggingFace:
         else:
             self._library_config = read_folder(self.path, overrides or {}, sizes)
             self._weights = FolderWeights(self.path, build_on_meta(self._library_config), is_strict=strict)
-            if strict:
-                check_tokenizer(self.path, self._library_config)
             for name in (*self._weights.missing, *self._weights.surplus):
                 _log.warning("%s: %s is not in both the model and the files", self.path, name)
         self._config = without_cache(self._library_config)
