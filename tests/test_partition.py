@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbpp.models.gpt import Gpt
+from zbpp.models.layers import head_in_layers
 from zbpp.models.llama import Llama
 from zbpp.partition import partition
 
@@ -124,7 +125,7 @@ def test_the_head_counts_as_many_layers_as_torch_counts(model):
     stage = model.build_stage(0, 1)
     x = torch.zeros(1, GPT["sequence_length"], GPT["hidden_size"])
     ratio = product_flops(stage.head, x) / product_flops(stage.layer_0, x)
-    assert model._blueprint.last_cost == pytest.approx(ratio, rel=1e-12)
+    assert model.last_cost == pytest.approx(ratio, rel=1e-12)
 
 
 def test_a_heavy_head_gets_a_stage_of_its_own_and_changes_nothing():

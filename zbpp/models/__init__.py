@@ -3,6 +3,5 @@
 gpt.py, llama.py, mlp.py  models of this package, made of the parts in layers.py and llama_layer.py
 tensor_parallel.py        shards the stages of gpt.py and llama.py
 emulated.py               stages that sleep instead of computing: more ranks than cores
-flops.py                  what a transformer's head costs beside its layers, from sizes alone
 hf/                       any causal language model of Hugging Face, from its config or a folder
 """

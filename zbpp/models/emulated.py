@@ -16,13 +16,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpp.autograd.models.exchange import Exchange
-from zbpp.models.layers import Blueprint, check_positive, fan_in_std
+from zbpp.models.layers import StagedModel, check_positive, fan_in_std
 
 Times = float | Sequence[float]
 """Milliseconds: one number for all layers, or one per layer."""
 
 
-class Emulated:
+class Emulated(StagedModel):
     """EMULATED: each layer is one tiny linear that sleeps f ms in F, b ms in B and w ms in W.
 
     Autograd sees the input gradient and the weight gradient as separate work, as with a real layer; a whole
@@ -59,7 +59,7 @@ class Emulated:
                     f"exchange={exchange_ms:g} is a part of f and of b, which are {f_ms:g} and {b_ms:g} in "
                     f"layer {number}: write f and b with the exchange in them"
                 )
-        self._blueprint = Blueprint(
+        super().__init__(
             layer=lambda number: SleepingLinear(hidden_size, *(each[number] for each in times)),
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
@@ -68,16 +68,12 @@ class Emulated:
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
-        """Stage `index` of `num_stages`; see `Blueprint.build_stage`."""
-        stage = self._blueprint.build_stage(index, num_stages)
+        """See StagedModel."""
+        stage = super().build_stage(index, num_stages)
         for layer in stage.children():
             if isinstance(layer, SleepingLinear):
                 layer.sleep_in_w()  # the hook has to be on the final weight
         return stage
-
-    def layer_counts(self, num_stages: int) -> list[int]:
-        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
-        return self._blueprint.layer_counts(num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean square error over all elements."""

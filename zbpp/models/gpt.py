@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.models.flops import head_in_layers
 from zbpp.models.layers import (
     Block,
-    Blueprint,
     DocumentStage,
     Head,
+    LanguageModel,
     check_divides,
     check_length,
     check_positive,
+    head_in_layers,
     last_stage,
     merge_heads,
     split_heads,
-    token_accuracy,
-    token_loss,
     transformer_std,
 )
 from zbpp.models.tensor_parallel import BlockPlan, parallelize
-from zbpp.stage_api import by_last_stage, widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Gpt:
+class Gpt(LanguageModel):
     """A GPT by stages: int64 tokens [batch, time] -> [batch, time, hidden] -> logits [batch, time, vocab].
 
     `dropout` is a probability: after the embedding, in attention, and after each residual branch. Which
@@ -71,7 +68,7 @@ class Gpt:
             sequence_parallel=sequence_parallel,
             is_tied=tie_embeddings,
         )
-        self._blueprint = Blueprint(
+        super().__init__(
             first={"embedding": lambda: Embedding(vocab_size, hidden_size, sequence_length, dropout)},
             layer=lambda number: gpt_block(hidden_size, num_heads, dropout),
             last={
@@ -84,7 +81,7 @@ class Gpt:
                 vocab_size=vocab_size,
                 sequence_length=sequence_length,
             ),
-            tied={"head.weight": "embedding.token.weight"} if tie_embeddings else {},
+            ties={"head.weight": "embedding.token.weight"} if tie_embeddings else {},
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=transformer_std(num_layers),
@@ -92,10 +89,6 @@ class Gpt:
             stage=DocumentStage,
             last_stage=last_stage(head),
         )
-
-    def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
-        """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
-        return self._blueprint.build_stage(index, num_stages)
 
     def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
@@ -108,25 +101,6 @@ class Gpt:
                 "different numbers than one process: write model.dropout=0 or parallel.tensor=1"
             )
         parallelize(stage, mesh, self._plan, self._sharded)
-
-    def tied(self) -> Mapping[str, str]:
-        """The head's weight is the embedding's if `tie_embeddings`; see zbpp/stage_api.py."""
-        return self._blueprint.tied
-
-    def layer_counts(self, num_stages: int) -> list[int]:
-        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
-        return self._blueprint.layer_counts(num_stages)
-
-    @by_last_stage
-    @widens_itself
-    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-        """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
-        return token_loss(output, target)
-
-    @widens_itself
-    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
-        """accuracy: the share of positions whose target has the largest logit."""
-        return {"accuracy": token_accuracy(output, target)}
 
 
 class Embedding(nn.Module):

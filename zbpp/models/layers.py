@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
+from zbpp.stage_api import by_last_stage, widens_itself
 
 _IGNORED = -100  # the target that a cross-entropy leaves out
 
@@ -30,11 +31,11 @@ StdRule = Callable[[str, torch.Size], float]
 """The standard deviation of a weight matrix, from its name and shape."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Blueprint:
+@dataclass(kw_only=True, eq=False)
+class StagedModel:
     """A model as functions that make its parts, in model order: `first` by name, the layers, `last` by name.
 
-    last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. tied: {name of a
+    last_cost: the cost of `last`, as a multiple of a layer's; `first` counts as nothing. ties: {name of a
     parameter: other name of the same one}; a stage with the first name alone has a copy. stage: the class of
     a stage, which gets its parts; last_stage: that of the last one, if it is another.
     """
@@ -47,7 +48,7 @@ class Blueprint:
     first: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
     last_cost: float = 0.0
-    tied: Mapping[str, str] = field(default_factory=dict)
+    ties: Mapping[str, str] = field(default_factory=dict)
     stage: type[nn.Sequential] = nn.Sequential
     last_stage: type[nn.Sequential] | None = None
 
@@ -66,12 +67,16 @@ class Blueprint:
             parts = OrderedDict(self._parts(index, num_stages, layers[index]))
         is_last = index == num_stages - 1
         stage = ((is_last and self.last_stage) or self.stage)(parts)
-        initialise(stage, self.seed, self.std, self.tied)
+        initialise(stage, self.seed, self.std, self.ties)
         return stage
 
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._split(num_stages)))
+
+    def tied(self) -> Mapping[str, str]:
+        """See zbpp/stage_api.py."""
+        return self.ties
 
     def _split(self, num_stages: int) -> list[range]:
         return split_layers(self.num_layers, num_stages, self.layers_per_stage, last_cost=self.last_cost)
@@ -82,6 +87,34 @@ class Blueprint:
         yield from ((f"layer_{number}", self.layer(number)) for number in layers)
         if index == num_stages - 1:
             yield from ((name, make()) for name, make in self.last.items())
+
+
+class LanguageModel(StagedModel):
+    """A StagedModel whose output is logits [batch, time, vocab], for targets [batch, time]."""
+
+    @by_last_stage
+    @widens_itself
+    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+        """Mean cross-entropy in nats per token."""
+        return token_loss(output, target)
+
+    @widens_itself
+    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+        """accuracy: the share of positions whose target has the largest logit."""
+        return {"accuracy": token_accuracy(output, target)}
+
+
+def head_in_layers(
+    *, layer_parameters: float, hidden_size: int, vocab_size: int, sequence_length: int
+) -> float:
+    """The vocabulary head's cost in units of a layer; layer_parameters: entries of a layer's matrices.
+
+    Costs are the multiply-adds of the matrix products in one token's forward pass: for each matrix the number
+    of its entries; for causal attention twice `hidden_size` for each key, where a token sees half of the
+    sequence on average. B and W together take twice as much everywhere, so the ratio holds for a whole step.
+    Norms, activations, softmax and the embedding count as nothing: they only move memory.
+    """
+    return hidden_size * vocab_size / (layer_parameters + hidden_size * sequence_length)
 
 
 def initialise(module: nn.Module, seed: int, std: StdRule, tied: Mapping[str, str] | None = None) -> None:
@@ -122,7 +155,7 @@ def fan_in_std(name: str, shape: torch.Size) -> float:
 class Block(nn.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    [batch, time, hidden] in and out. position_ids and mask: see documents.py; None: one document a row.
+    [batch, time, hidden] in and out. position_ids and mask: see DocumentStage; None: one document a row.
     """
 
     takes_mask = True

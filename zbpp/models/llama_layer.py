@@ -1,117 +1,14 @@
-"""One layer of a Llama, and the sizes that a Llama is built from."""
+"""The parts of a Llama's layer, and checks of their sizes."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.models.experts import MixtureOfExperts
-from zbpp.models.flops import head_in_layers
-from zbpp.models.layers import (
-    Block,
-    check_divides,
-    check_length,
-    check_positive,
-    merge_heads,
-    split_heads,
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class LlamaSizes:
-    """The sizes of a Llama, by the names of Llama's arguments. Raises ValueError for sizes that don't fit."""
-
-    vocab_size: int
-    num_layers: int
-    hidden_size: int
-    num_heads: int
-    num_kv_heads: int
-    intermediate_size: int
-    sequence_length: int
-    rope_theta: float
-    norm_eps: float
-    tie_embeddings: bool
-    experts: int | None
-    experts_per_token: int
-    balance_loss: float
-
-    def __post_init__(self) -> None:
-        check_positive(
-            vocab_size=self.vocab_size, num_layers=self.num_layers, sequence_length=self.sequence_length
-        )
-        check_positive(intermediate_size=self.intermediate_size)
-        if not 0 < self.rope_theta < math.inf:
-            raise ValueError(f"rope_theta={self.rope_theta}: write a number above 0, such as 10000")
-        check_heads(self.hidden_size, self.num_heads, self.num_kv_heads)
-        if self.experts is not None:
-            check_experts(self.experts, self.experts_per_token, self.balance_loss)
-
-    @property
-    def head_size(self) -> int:
-        """The numbers in one head."""
-        return self.hidden_size // self.num_heads
-
-    def block(self) -> Block:
-        """One layer."""
-        rotary = Rotary(self.head_size, self.sequence_length, self.rope_theta)
-        return Block(
-            attention_norm=nn.RMSNorm(self.hidden_size, eps=self.norm_eps),
-            attention=Attention(self.hidden_size, self.num_heads, self.num_kv_heads, rotary),
-            mlp_norm=nn.RMSNorm(self.hidden_size, eps=self.norm_eps),
-            mlp=self._mlp(),
-        )
-
-    def _mlp(self) -> nn.Module:
-        if self.experts is None:
-            return SwiGlu(self.hidden_size, self.intermediate_size)
-        sizes = self.hidden_size, self.intermediate_size, self.experts, self.experts_per_token
-        return MixtureOfExperts(*sizes, self.balance_loss)
-
-    def head_in_layers(self) -> float:
-        """The cost of the head, as a multiple of a layer's."""
-        hidden, kv_size = self.hidden_size, self.head_size * self.num_kv_heads
-        num_mlps = 1 if self.experts is None else self.experts_per_token
-        return head_in_layers(
-            layer_parameters=hidden * (2 * hidden + 2 * kv_size + 3 * num_mlps * self.intermediate_size),
-            hidden_size=hidden,
-            vocab_size=self.vocab_size,
-            sequence_length=self.sequence_length,
-        )
-
-    def divided(self) -> dict[str, int]:
-        """The sizes that tensor parallelism divides among ranks."""
-        names = ("num_heads", "num_kv_heads", "intermediate_size")
-        return {name: getattr(self, name) for name in names}
-
-    def library_config(self) -> Any:
-        """The sizes as transformers' LlamaConfig; with experts as its MixtralConfig."""
-        from transformers import LlamaConfig, MixtralConfig
-
-        sizes: dict[str, Any] = {
-            "vocab_size": self.vocab_size,
-            "num_hidden_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_heads,
-            "num_key_value_heads": self.num_kv_heads,
-            "intermediate_size": self.intermediate_size,
-            "max_position_embeddings": self.sequence_length,
-            "rope_parameters": {"rope_type": "default", "rope_theta": self.rope_theta},
-            "rms_norm_eps": self.norm_eps,
-            "tie_word_embeddings": self.tie_embeddings,
-        }
-        if self.experts is None:
-            return LlamaConfig(**sizes)
-        return MixtralConfig(
-            **sizes,
-            num_local_experts=self.experts,
-            num_experts_per_tok=self.experts_per_token,
-            router_aux_loss_coef=self.balance_loss,
-        )
+from zbpp.models.layers import check_divides, check_length, check_positive, merge_heads, split_heads
 
 
 class Rotary(nn.Module):
@@ -151,7 +48,7 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out.
 
-    position_ids and mask: see documents.py; None: one document a row.
+    position_ids and mask: see DocumentStage; None: one document a row.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:

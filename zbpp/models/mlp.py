@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.models.layers import Blueprint, check_positive, fan_in_std
+from zbpp.models.layers import StagedModel, check_positive, fan_in_std
 
 
-class Mlp:
+class Mlp(StagedModel):
     """Linear layers with ReLU between them, by stages: [batch, in_features] -> [batch, out_features].
 
     Between stages [batch, hidden_size]. `layers_per_stage`: how many layers each stage gets; by default equal
@@ -38,21 +38,13 @@ class Mlp:
             )
             return linear if last else nn.Sequential(linear, nn.ReLU())
 
-        self._blueprint = Blueprint(
+        super().__init__(
             layer=layer,
             num_layers=num_layers,
             layers_per_stage=layers_per_stage,
             std=fan_in_std,
             seed=seed,
         )
-
-    def build_stage(self, index: int, num_stages: int) -> nn.Sequential:
-        """Stage `index` of `num_stages`. Raises ValueError if the layers can't be split that way."""
-        return self._blueprint.build_stage(index, num_stages)
-
-    def layer_counts(self, num_stages: int) -> list[int]:
-        """How many layers each of `num_stages` stages gets; see `Blueprint.layer_counts`."""
-        return self._blueprint.layer_counts(num_stages)
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean square error over all elements."""
