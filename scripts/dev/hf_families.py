@@ -4,7 +4,7 @@
 It tries every family that AutoModelForCausalLM knows, with the sizes of its own config class made narrow, and
 with eight layers where their number can be chosen. "equal" means: the stages, one after the other, give the
 uncut model's logits and gradients, in float64 (in float32 for models that run in no other dtype). Embeddings
-are not tied; --tied tries the families whose config class ties them, with all that they tie.
+are not tied.
 
 --loaded goes the whole way with weights: a small model of the family, with the ties of its config class, is
 saved by the library; each stage reads its own tensors; logits and gradients are compared with the library's
@@ -76,7 +76,7 @@ class Row(NamedTuple):
         return all(answer.startswith("equal") for answer in self.answers)
 
 
-def cut(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
+def cut(family: str, settings: Mapping[str, Any]) -> Row:
     """Try the family in each number of stages."""
     import torch
     import transformers
@@ -85,15 +85,15 @@ def cut(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
     logging.disable(logging.WARNING)
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    return Row(family, [_answer(family.split()[0], settings, is_tied, num) for num in STAGES])
+    return Row(family, [_answer(family.split()[0], settings, num) for num in STAGES])
 
 
-def _answer(kind: str, settings: Mapping[str, Any], is_tied: bool, num_stages: int) -> str:
+def _answer(kind: str, settings: Mapping[str, Any], num_stages: int) -> str:
     from zbpp.models.hf.check import find_cut
     from zbpp.models.layers import split_layers
 
     try:
-        config = config_of(kind, settings, is_tied)
+        config = config_of(kind, settings)
     except Exception as error:  # whatever a config class may raise
         return f"no config: {one_line(error)}"
     try:
@@ -124,7 +124,7 @@ def config_of(kind: str, settings: Mapping[str, Any], is_tied: bool = False) -> 
     return config
 
 
-def go_round(family: str, settings: Mapping[str, Any], is_tied: bool) -> Row:
+def go_round(family: str, settings: Mapping[str, Any]) -> Row:
     """Load the family in each number of stages, train and export it."""
     import torch
     import transformers
@@ -295,16 +295,6 @@ def _exported(model: Any, folder: Path) -> None:
     )
 
 
-def ties(kind: str) -> bool:
-    """Whether the config class of this kind ties embeddings."""
-    try:
-        config = config_of(kind, {}, is_tied=True)
-    except Exception:  # whatever a config class may raise
-        return False
-    texts = (config, config.get_text_config(decoder=True))
-    return any(getattr(each, "tie_word_embeddings", False) for each in texts)
-
-
 def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:240]
 
@@ -329,7 +319,6 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("families", nargs="*", help="such as llama gpt2; all by default")
-    parser.add_argument("--tied", action="store_true", help="families that tie embeddings, with their ties")
     parser.add_argument(
         "--loaded", action="store_true", help="with weights: loaded, trained, exported, loaded"
     )
@@ -337,16 +326,12 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="a file for the table, too")
     options = parser.parse_args()
     cases = [(family, {}) for family in families] + list(VARIANTS.items())
-    if options.tied:
-        cases = [(family, {}) for family in families if ties(family)]
     if options.families:
         cases = [case for case in cases if case[0].split()[0] in options.families]
-    mode = " --tied" if options.tied else " --loaded" if options.loaded else ""
+    mode = " --loaded" if options.loaded else ""
     rows: list[Row] = []
     with ProcessPoolExecutor(options.jobs) as pool:
-        found = pool.map(
-            go_round if options.loaded else cut, *zip(*cases, strict=True), [options.tied] * len(cases)
-        )
+        found = pool.map(go_round if options.loaded else cut, *zip(*cases, strict=True))
         for row in track(found, "families", total=len(cases), transient=True):
             rows.append(row)
             if options.out:  # after each family, since all of them take up to an hour

@@ -67,17 +67,6 @@ def bert():
     return AutoModelForSequenceClassification.from_config(config)
 
 
-def vit():
-    pytest.importorskip("transformers")
-    from transformers import AutoConfig, AutoModelForImageClassification
-
-    config = AutoConfig.for_model(
-        "vit", hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=24, image_size=8,
-        patch_size=4, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return AutoModelForImageClassification.from_config(config)
-
-
 def tokens(*shape):
     return torch.randint(12, shape)
 
@@ -108,12 +97,6 @@ MODELS = {
             tokens(8) % 2,
         ),
         ["bert.encoder.layer.0", "bert.encoder.layer.1"],
-        logits,
-    ),
-    "vit": (
-        vit,
-        lambda: ((), {"pixel_values": torch.randn(8, 3, 8, 8).double()}, tokens(8) % 2),
-        ["vit.layers.0", "vit.layers.1"],
         logits,
     ),
 }

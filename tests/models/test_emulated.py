@@ -67,16 +67,3 @@ def test_times_may_differ_per_layer(naps):
     for index in range(3):
         stage(index, 3, f=[1, 2.5, 3], b=4, w=(5, 6, 7))(drawn(4, 8)).sum().backward()
     assert naps == [1, 4, 5, 2.5, 4, 6, 3, 4, 7]
-
-
-def test_a_list_of_another_length_is_refused():
-    with pytest.raises(
-        ValueError, match=r"f=\[1, 2\] has 2 times for 3 layers: write one number for all, or 3"
-    ):
-        stage(0, 3, f=[1, 2])
-
-
-@pytest.mark.parametrize("b", [-1, [1, -2], float("inf"), float("nan")])
-def test_a_negative_or_infinite_time_is_refused(b):
-    with pytest.raises(ValueError, match="holds a negative or infinite time: write milliseconds"):
-        Emulated(num_layers=2, f=1, b=b, w=1)

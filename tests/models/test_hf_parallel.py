@@ -4,9 +4,105 @@ import pytest
 
 pytest.importorskip("transformers")
 
-from helpers.cases.parallel_hf import FAMILIES, alone, parallel
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
 from helpers.processes import run_ranks
-from helpers.split import assert_close
+from helpers.split import assert_close, deferred_and_computed, double
+from zbpp import backward_input
+from zbpp.models.hf import HuggingFace
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "head_dim": 8, "tie_word_embeddings": False}  # fmt: skip
+FAMILIES = {
+    "llama": {},
+    "qwen3": {},  # norms within each head
+    "gemma": {"tie_word_embeddings": True},  # the head stays whole
+    "glm": {
+        "partial_rotary_factor": 0.5,
+        "pad_token_id": 0,
+    },  # a down projection that splits its input
+}
+REFUSED = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
+    "mixtral": {"num_local_experts": 2},
+    "llama": {"num_key_value_heads": 1},
+}
+
+
+def model_of(family, settings):
+    config = {"model_type": family, **(SIZES if family != "gpt2" else {}), **settings}
+    return HuggingFace(config=config, vocab_size=40, sequence_length=16)
+
+
+def cut_of(family):
+    """Two stages, or one where two of them would share a tied weight."""
+    model = model_of(family, FAMILIES[family])
+    num_stages = 1 if FAMILIES[family].get("tie_word_embeddings") else 2
+    return model, [model.build_stage(index, num_stages).double() for index in range(num_stages)]
+
+
+def tokens():
+    return torch.randint(40, (2, 6), generator=torch.Generator().manual_seed(1))
+
+
+def as_tuple(output):
+    return output if isinstance(output, tuple) else (output,)
+
+
+def parallel(rank):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    found = {family: split(*cut_of(family), mesh) for family in FAMILIES}
+    return found, {family: refusal(family, mesh) for family in REFUSED}
+
+
+def split(model, stages, mesh):
+    """Whole gradients by name, and which linear weights wait for W."""
+    for stage in stages:
+        model.parallelize(stage, mesh)
+    messages, received = [], (tokens(),)
+    for stage in stages:
+        output = as_tuple(stage(*received))
+        messages.append((received, output))
+        received = tuple(each.detach().requires_grad_(each.requires_grad) for each in output)
+    gradients, found, deferred = (double(*output[0].shape, seed=3),), {"logits": output[0].detach()}, set()
+    for stage, (received, output) in reversed([*zip(stages, messages, strict=True)]):
+        gradients, weight_grads = backward_input(output, gradients, received)
+        deferred |= deferred_and_computed(stage, weight_grads)[0]
+        weight_grads.accumulate()
+        for name, parameter in stage.named_parameters():
+            gradient = parameter.grad
+            assert type(gradient) is type(parameter.data), name
+            found[name] = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    sharded = {
+        name for stage in stages for name, each in stage.named_parameters() if isinstance(each, DTensor)
+    }
+    return found, deferred, sharded
+
+
+def alone(family):
+    """Plain autograd through the stages in this process."""
+    _, stages = cut_of(family)
+    received = (tokens(),)
+    for stage in stages:
+        received = as_tuple(stage(*received))
+    (logits,) = received
+    logits.backward(double(*logits.shape, seed=3))
+    gradients = {name: each.grad for stage in stages for name, each in stage.named_parameters()}
+    return {"logits": logits.detach()} | gradients
+
+
+def refusal(family, mesh):
+    model = model_of(family, REFUSED[family])
+    stage = model.build_stage(0, 1)
+    try:
+        model.parallelize(stage, mesh)
+    except ValueError as error:
+        assert not any(isinstance(parameter, DTensor) for parameter in stage.parameters())
+        return str(error)
+    return "accepted"
 
 
 @pytest.fixture(scope="module")

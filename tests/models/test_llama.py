@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from zbpp import backward_input
 from zbpp.models.llama import Llama
 from zbpp.models.llama_layer import Rotary, default_intermediate
-from zbpp.training.optim.precision import PRECISIONS, InFloat32
 
 SIZES = {"vocab_size": 19, "num_layers": 2, "hidden_size": 24, "num_heads": 4, "sequence_length": 8}
 THETA, EPS = 500.0, 1e-5
@@ -90,49 +87,3 @@ def test_rotation_keeps_the_dtype_of_half_precision():
 def test_the_default_intermediate_size_is_eight_thirds(hidden_size, expected):
     assert default_intermediate(hidden_size) == expected
     assert 0 <= expected - 8 * hidden_size / 3 < 64
-
-
-@pytest.mark.parametrize("theta", [0, -1, float("inf"), float("nan")])
-def test_a_rope_theta_out_of_range_is_refused(theta):
-    with pytest.raises(ValueError, match=f"rope_theta={theta}: write a number above 0"):
-        Llama(
-            vocab_size=8, num_layers=1, hidden_size=8, num_heads=2, num_kv_heads=1, sequence_length=4,
-            rope_theta=theta,
-        )  # fmt: skip
-
-
-def losses_of_a_run(loss, dtype=torch.float32):
-    """Ten steps of SGD, each split in B and W; also the most bytes that waited for a W."""
-    stage = Llama(**{**SIZES, "vocab_size": 1000}).build_stage(0, 1).to(dtype)
-    optimizer = torch.optim.SGD(stage.parameters(), lr=0.3)
-    generator, losses, held = torch.Generator().manual_seed(3), [], 0
-    for _ in range(10):
-        tokens = torch.randint(1000, (4, 9), generator=generator)
-        found = loss(stage(tokens[:, :-1]), tokens[:, 1:])
-        losses.append(found.item())
-        _, weight_grads = backward_input(found, None, ())
-        held = max(held, weight_grads.held_bytes)
-        weight_grads.accumulate()
-        optimizer.step()
-        optimizer.zero_grad()
-    return torch.tensor(losses), held
-
-
-def torch_loss(logits, target):
-    return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
-
-
-def test_the_losses_of_a_run_are_those_of_torchs_cross_entropy():
-    torch.testing.assert_close(
-        losses_of_a_run(Llama(**SIZES).loss)[0], losses_of_a_run(torch_loss)[0], rtol=2e-6, atol=0
-    )
-
-
-def test_in_16_bits_the_logits_of_a_mixed_run_stay_so():
-    """The loss widens some at a time: W holds the gradient of the logits in 16 bits."""
-    loss = PRECISIONS["mixed_bfloat16"].widened(Llama(**SIZES).loss)
-    mine, held = losses_of_a_run(loss, torch.bfloat16)
-    expected, as_much = losses_of_a_run(torch_loss, torch.bfloat16)
-    torch.testing.assert_close(mine, expected, rtol=2e-6, atol=0)
-    assert held == as_much
-    assert not isinstance(loss, InFloat32)

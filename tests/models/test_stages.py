@@ -1,4 +1,4 @@
-"""What holds for every model: the cut changes nothing, and bad sizes are refused in words."""
+"""What holds for every model: the cut changes nothing, and sizes that do not fit are refused."""
 
 import pytest
 import torch
@@ -44,22 +44,16 @@ def whole(model):
     return model.build_stage(0, 1)
 
 
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
 @pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_names_order_and_weights_do_not_depend_on_the_cut(cls, sizes, batch, num_stages):
-    cut, uncut = parameters_of(cls(**sizes), num_stages), parameters_of(cls(**sizes), 1)
-    assert [name for name, _ in cut] == [name for name, _ in uncut]
-    assert all(torch.equal(one, other) for (_, one), (_, other) in zip(cut, uncut, strict=True))
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_chained_stages_are_the_whole_model(cls, sizes, batch, num_stages):
-    model = cls(**sizes)
-    x = batch()
-    for stage in stages_of(model, num_stages):
-        x = stage(x)
-    assert torch.equal(x, whole(model)(batch()))
+def test_names_weights_and_outputs_do_not_depend_on_the_cut(cls, sizes, batch):
+    model, uncut = cls(**sizes), parameters_of(cls(**sizes), 1)
+    for num_stages in (2, 3, 4):
+        cut, x = parameters_of(model, num_stages), batch()
+        assert [name for name, _ in cut] == [name for name, _ in uncut]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(cut, uncut, strict=True))
+        for stage in stages_of(model, num_stages):
+            x = stage(x)
+        assert torch.equal(x, whole(model)(batch()))
 
 
 @pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
@@ -99,124 +93,13 @@ def test_a_tied_head_has_the_embeddings_weight_whatever_the_cut(cls, sizes, num_
     assert counts[0] - counts[1] == first.numel()
 
 
-@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
-def test_token_loss_is_the_mean_negative_log_probability(cls, sizes):
+def test_token_loss_is_the_mean_negative_log_probability():
+    """In float32 at least, whatever the logits are."""
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(2, 8, 19, generator=generator, dtype=torch.float64)
     picked = logits.log_softmax(-1).gather(-1, tokens()[..., None])
-    assert cls(**sizes).loss(logits, tokens()).item() == pytest.approx(-picked.mean().item(), rel=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_token_loss_is_computed_in_float32_at_least(dtype):
-    logits = torch.zeros(2, 8, 19, dtype=dtype)
-    assert Gpt(**GPT).loss(logits, tokens()).dtype == torch.float32
-
-
-@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
-def test_no_token_sees_a_later_one(cls, sizes):
-    model, changed = whole(cls(**sizes)), tokens()
-    changed[:, 5:] = (changed[:, 5:] + 1) % 19
-    one, other = model(tokens()), model(changed)
-    assert torch.equal(one[:, :5], other[:, :5])
-    assert not torch.equal(one[:, 5], other[:, 5])
-
-
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_every_parameter_gets_a_gradient(cls, sizes, batch):
-    model = whole(cls(**sizes))
-    model(batch()).square().sum().backward()
-    assert all(weight.grad is not None and weight.grad.any() for weight in model.parameters())
-
-
-def test_mlp_is_linear_layers_with_relu_between():
-    model = Mlp(**{**MLP, "num_layers": 3})
-    weights = [weight for _, weight in parameters_of(model, 1) if weight.ndim == 2]
-    x = features()
-    for weight in weights[:-1]:
-        x = torch.clamp(x @ weight.T, min=0)
-    torch.testing.assert_close(whole(model)(features()), x @ weights[-1].T)
-
-
-def counts(layers):
-    return [len(part) for part in layers]
-
-
-@pytest.mark.parametrize(
-    ("num_layers", "num_stages", "expected"),
-    [(8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (5, 4, [2, 1, 1, 1]), (3, 3, [1, 1, 1]), (6, 1, [6])],
-)
-def test_layers_are_split_evenly_and_earlier_stages_take_the_rest(num_layers, num_stages, expected):
-    layers = split_layers(num_layers, num_stages)
-    assert counts(layers) == expected
-    assert [layer for part in layers for layer in part] == list(range(num_layers))
-
-
-def test_layers_per_stage_is_obeyed():
-    model = Mlp(**MLP, layers_per_stage=[1, 3, 1])
-    assert counts(stages_of(model, 3)) == [1, 3, 1]
-    assert parameters_of(model, 3)[0][0] == "layer_0.0.weight"
-    assert parameters_of(model, 3)[-1][0] == "layer_4.bias"
-
-
-@pytest.mark.parametrize(
-    ("layers_per_stage", "message"),
-    [
-        (None, r"num_layers=5 is fewer than the 6 stages.*write num_layers=6 or more"),
-        ([3, 2], r"\[3, 2\] is for 2 stages: write 6 numbers"),
-        ([], r"\[\] is for 0 stages: write 6 numbers"),
-        ([2, 0, 1, 1, 0, 1], r"leaves stage 1 empty: write 1 or more"),
-        ([1, 1, 1, 1, 1, 3], r"adds up to 8: make it num_layers=5"),
-    ],
-)
-def test_a_cut_that_does_not_fit_is_refused(layers_per_stage, message):
-    with pytest.raises(ValueError, match=message):
-        Mlp(**MLP, layers_per_stage=layers_per_stage).build_stage(0, 6)
-
-
-@pytest.mark.parametrize(
-    ("index", "num_stages", "message"),
-    [
-        (3, 3, "stage 3 does not exist: with num_stages=3 write 0 to 2"),
-        (-1, 3, "stage -1 does not exist"),
-        (0, 0, "num_stages=0"),
-    ],
-)
-@pytest.mark.parametrize(("cls", "sizes", "batch"), MODELS)
-def test_a_stage_out_of_range_is_refused(cls, sizes, batch, index, num_stages, message):
-    with pytest.raises(ValueError, match=message):
-        cls(**sizes).build_stage(index, num_stages)
-
-
-@pytest.mark.parametrize(
-    ("cls", "sizes", "change", "message"),
-    [
-        (
-            Gpt,
-            GPT,
-            {"num_heads": 5},
-            "hidden_size=16 is not divisible by num_heads=5: write hidden_size=15 or 20",
-        ),
-        (Gpt, GPT, {"num_heads": 32}, "write hidden_size=32$"),
-        (Gpt, GPT, {"dropout": 1.0}, "dropout=1.0 is not a probability below 1"),
-        (Gpt, GPT, {"num_layers": 0}, "num_layers=0 must be positive"),
-        (Llama, LLAMA, {"num_heads": 3}, "hidden_size=16 is not divisible by num_heads=3"),
-        (Llama, LLAMA, {"num_kv_heads": 3}, "num_heads=4 is not divisible by num_kv_heads=3"),
-        (Llama, LLAMA, {"num_kv_heads": 0}, "num_kv_heads=0 must be positive"),
-        (Llama, LLAMA, {"hidden_size": 12}, "heads of 3 numbers.*write hidden_size=16"),
-        (Mlp, MLP, {"hidden_size": 0}, "hidden_size=0 must be positive"),
-        (Emulated, EMULATED, {"hidden_size": 0}, "hidden_size=0 must be positive"),
-    ],
-)
-def test_sizes_that_do_not_fit_are_refused(cls, sizes, change, message):
-    with pytest.raises(ValueError, match=message):
-        cls(**{**sizes, **change})
-
-
-@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
-def test_a_sequence_longer_than_the_model_is_refused(cls, sizes):
-    with pytest.raises(ValueError, match="9 tokens is longer than the model's sequence_length=8"):
-        cls(**sizes).build_stage(0, 2)(torch.zeros(1, 9, dtype=torch.int64))
+    assert Gpt(**GPT).loss(logits, tokens()).item() == pytest.approx(-picked.mean().item(), rel=1e-14)
+    assert Gpt(**GPT).loss(logits.bfloat16(), tokens()).dtype == torch.float32
 
 
 def test_a_microbatch_without_a_target_has_no_loss_and_no_gradient():
@@ -231,3 +114,66 @@ def test_a_microbatch_without_a_target_has_no_loss_and_no_gradient():
     some[1, :2] = torch.tensor([4, 0])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1), some.flatten())
     torch.testing.assert_close(token_loss(logits, some), expected, rtol=1e-12, atol=0)
+
+
+def test_mlp_is_linear_layers_with_relu_between():
+    model = Mlp(**{**MLP, "num_layers": 3})
+    weights = [weight for _, weight in parameters_of(model, 1) if weight.ndim == 2]
+    x = features()
+    for weight in weights[:-1]:
+        x = torch.clamp(x @ weight.T, min=0)
+    torch.testing.assert_close(whole(model)(features()), x @ weights[-1].T)
+
+
+def test_layers_are_split_evenly_or_as_told():
+    """Earlier stages take the rest."""
+    for num_layers, num_stages, expected in ((8, 4, [2, 2, 2, 2]), (7, 3, [3, 2, 2]), (6, 1, [6])):
+        assert list(map(len, split_layers(num_layers, num_stages))) == expected
+    assert list(map(len, stages_of(Mlp(**MLP, layers_per_stage=[1, 3, 1]), 3))) == [1, 3, 1]
+
+
+REFUSALS = [
+    (
+        Gpt,
+        GPT,
+        {"num_heads": 5},
+        "divisible by num_heads=5: write hidden_size=15 or 20",
+    ),
+    (Gpt, GPT, {"dropout": 1.0}, "dropout=1.0"),
+    (Gpt, GPT, {"num_layers": 0}, "num_layers=0"),
+    (Llama, LLAMA, {"num_heads": 3}, "num_heads=3"),
+    (Llama, LLAMA, {"num_kv_heads": 3}, "num_kv_heads=3"),
+    (Llama, LLAMA, {"num_kv_heads": 0}, "num_kv_heads=0"),
+    (Llama, LLAMA, {"hidden_size": 12}, "heads of 3 numbers"),
+    (Llama, LLAMA, {"rope_theta": float("nan")}, "rope_theta=nan"),
+    (Mlp, MLP, {"hidden_size": 0}, "hidden_size=0"),
+    (Emulated, EMULATED, {"hidden_size": 0}, "hidden_size=0"),
+    (Emulated, EMULATED, {"num_layers": 3, "f": [1, 2]}, r"f=\[1, 2\] has 2 times for 3 layers"),
+    (Emulated, EMULATED, {"b": -1}, "b=-1"),
+    (Emulated, EMULATED, {"w": float("inf")}, "w=inf"),
+    # cuts into 6 stages
+    (Mlp, MLP, {"layers_per_stage": None}, "num_layers=5"),
+    (Mlp, MLP, {"layers_per_stage": [3, 2]}, r"layers_per_stage=\[3, 2\] is for 2 stages"),
+    (Mlp, MLP, {"layers_per_stage": [2, 0, 1, 1, 0, 1]}, "leaves stage 1 empty"),
+    (Mlp, MLP, {"layers_per_stage": [1, 1, 1, 1, 1, 3]}, "adds up to 8"),
+]
+
+
+@pytest.mark.parametrize(("cls", "sizes", "change", "message"), REFUSALS)
+def test_sizes_and_cuts_that_do_not_fit_are_refused(cls, sizes, change, message):
+    with pytest.raises(ValueError, match=message):
+        cls(**{**sizes, **change}).build_stage(0, 6)
+
+
+@pytest.mark.parametrize(
+    ("index", "num_stages", "message"), [(3, 3, "stage 3"), (-1, 3, "stage -1"), (0, 0, "num_stages=0")]
+)
+def test_a_stage_out_of_range_is_refused(index, num_stages, message):
+    with pytest.raises(ValueError, match=message):
+        Mlp(**MLP).build_stage(index, num_stages)
+
+
+@pytest.mark.parametrize(("cls", "sizes"), [(Gpt, GPT), (Llama, LLAMA)])
+def test_a_sequence_longer_than_the_model_is_refused(cls, sizes):
+    with pytest.raises(ValueError, match="sequence_length=8"):
+        cls(**sizes).build_stage(0, 2)(torch.zeros(1, 9, dtype=torch.int64))

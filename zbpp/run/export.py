@@ -15,8 +15,6 @@ from zbpp.run.model import build_model
 from zbpp.training.fine_tuned import is_adapter, peft_name, write_adapter
 from zbpp.training.weights import weights_of_run
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
 
 def export(
     run: Path,
@@ -39,35 +37,39 @@ def export(
     if not run.is_dir() or not (of_run / "config.yaml").exists():
         weights_of_run(run)  # may say more
     config = read_run_config(of_run / "config.yaml")
-    if lora_options(config) is not None:
-        if is_merged:
-            export_merged(run, folder, config, dtype=_dtype(dtype), file_size=file_size)
-        else:
-            export_adapter(run, folder, config, _dtype(dtype))
-        return
-    if is_merged:
+    of_numbers: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
+    lora = FinetuneConfig(lora=(config.get("finetune") or {}).get("lora") or {}).adapters
+    if lora is not None and is_merged:
+        _export_merged(run, folder, config, lora, of_numbers, file_size)
+    elif lora is not None:
+        _export_adapter(run, folder, config, lora, of_numbers)
+    elif is_merged:
         raise ConfigError(f"{run} has trained no adapter: leave --merge out")
+    else:
+        _export_whole(run, folder, config, of_numbers, file_size)
+
+
+def _export_whole(
+    run: Path, folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None, file_size: str
+) -> None:
     saved = weights_of_run(run)
     model = build_model(config["model"])
     described = _described(model)
     from zbpp.models.hf.export import write_folder  # only now: it needs the extra hf
 
     names = {model.library_name(name): name for name in saved.names}
+    tokenizer = config.get("data", {}).get("tokenizer")
     with naming(f"{run}"):
         write_folder(
             folder,
             described,
             list(names),
             lambda name: saved.read(names[name]),
-            dtype=_dtype(dtype),
+            dtype=dtype,
             file_size=file_size,
             beside=getattr(model, "path", None),
-            tokenizer=_tokenizer(config),
+            tokenizer=Path(tokenizer) if isinstance(tokenizer, str) else None,
         )
-
-
-def _dtype(name: str | None) -> torch.dtype | None:
-    return None if name is None else DTYPES[name]
 
 
 def _described(model: Any) -> Any:
@@ -81,52 +83,33 @@ def _described(model: Any) -> Any:
     return model.library_config()
 
 
-def _tokenizer(config: dict[str, Any]) -> Path | None:
-    given = config.get("data", {}).get("tokenizer")
-    return Path(given) if isinstance(given, str) else None
-
-
-# ----------------------------------------------------------------
-# The adapter of a LoRA run as a folder that peft loads, or merged into the weights of its base model.
-
-
-def lora_options(config: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The options of a run's LoRA; None: the run trained without. config: that of the run."""
-    return FinetuneConfig(lora=(config.get("finetune") or {}).get("lora") or {}).adapters
-
-
-def export_adapter(
-    run: Path, folder: Path, config: Mapping[str, Any], dtype: torch.dtype | None = None
+def _export_adapter(
+    run: Path,
+    folder: Path,
+    config: Mapping[str, Any],
+    lora: dict[str, Any],
+    dtype: torch.dtype | None,
 ) -> None:
-    """Write the adapter that a run has saved at its end, else that of its newest whole checkpoint.
-
-    run: the run's folder, or that of a checkpoint. dtype: of the numbers; None: as they are saved. Raises
-    ConfigError for a run whose adapter peft can't load.
-    """
+    """Write the folder that peft loads. Raises ConfigError for an adapter that peft can't load."""
     kind = config["model"].get("_target_")
     if kind != "zbpp.models.hf.HuggingFace":
         raise ConfigError(
             f"{run} has trained adapters of {kind}, whose modules have other names than in transformers: "
             f"only those of model=huggingface load in peft; the adapters are in {run / 'adapter'}"
         )
-    options = lora_options(config)
-    assert options is not None  # the caller has asked
     adapters = {name: each if dtype is None else each.to(dtype) for name, each in _adapters(run).items()}
-    write_adapter(folder, adapters, options, config["model"].get("path"))
+    write_adapter(folder, adapters, lora, config["model"].get("path"))
 
 
-def export_merged(
+def _export_merged(
     run: Path,
     folder: Path,
     config: Mapping[str, Any],
-    *,
+    lora: dict[str, Any],
     dtype: torch.dtype | None,
     file_size: str,
 ) -> None:
-    """Write the base model with the run's adapter merged into its weights, see `write_merged`.
-
-    Raises ConfigError for a run that had no base model.
-    """
+    """Write the base model with the adapter merged into it. Raises ConfigError for a run without one."""
     base = config["model"].get("path")
     if base is None:
         raise ConfigError(
@@ -136,7 +119,7 @@ def export_merged(
     from zbpp.models.hf.export import write_merged
 
     with TemporaryDirectory() as adapter:
-        export_adapter(run, Path(adapter), config)
+        _export_adapter(run, Path(adapter), config, lora, None)
         write_merged(folder, Path(base), Path(adapter), dtype=dtype, file_size=file_size)
 
 

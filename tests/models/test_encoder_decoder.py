@@ -1,60 +1,34 @@
-"""Models that are no GPTs, cut by classes as a user would write them: an encoder-decoder, and a classifier.
+"""The stage API is not about GPTs: an encoder-decoder, cut by a class as a user would write it."""
 
-A model here is small, so each stage builds the library's whole model and keeps its own parts; their names are
-the library's.
-"""
-
-from collections import OrderedDict
-
+import pytest
 import torch
-from torch import nn
-from torch.nn.functional import cross_entropy
-from transformers import T5ForConditionalGeneration, ViTForImageClassification
 
+pytest.importorskip("transformers")
+
+from torch import nn
+from transformers import T5Config, T5ForConditionalGeneration
+
+from helpers.processes import run_ranks
+from zbpp import Pipeline, plan
 from zbpp.models.layers import token_loss
 from zbpp.partition import split_layers
 
 
-def built(kind, config, seed):
+def built(config):
+    """The library's whole model: it is small, so each stage builds it and keeps its own parts."""
     with torch.random.fork_rng([]):
-        torch.manual_seed(seed)
-        return kind(config)
-
-
-class Vit:
-    """Pixels [batch, channels, height, width] -> tokens -> logits [batch, classes]."""
-
-    def __init__(self, config, seed=0):
-        self.config, self.seed = config, seed
-
-    def build_stage(self, index, num_stages):
-        whole = built(ViTForImageClassification, self.config, self.seed)
-        own = split_layers(self.config.num_hidden_layers, num_stages)[index]
-        parts = OrderedDict((f"layer_{number}", whole.vit.layers[number]) for number in own)
-        if index == 0:
-            parts["embeddings"] = whole.vit.embeddings
-            parts.move_to_end("embeddings", last=False)
-        if index == num_stages - 1:
-            parts |= {"norm": whole.vit.layernorm, "first": FirstToken(), "classifier": whole.classifier}
-        return nn.Sequential(parts)
-
-    def loss(self, output, target):
-        return cross_entropy(output, target)
-
-
-class FirstToken(nn.Module):
-    def forward(self, x):
-        return x[:, 0]
+        torch.manual_seed(0)
+        return T5ForConditionalGeneration(config)
 
 
 class T5:
     """Tokens and the decoder's tokens, [batch, time] each -> logits; the encoder's layers come first."""
 
-    def __init__(self, config, seed=0):
-        self.config, self.seed = config, seed
+    def __init__(self, config):
+        self.config = config
 
     def build_stage(self, index, num_stages):
-        whole = built(T5ForConditionalGeneration, self.config, self.seed)
+        whole = built(self.config)
         num_encoder = self.config.num_layers
         own = split_layers(num_encoder + self.config.num_decoder_layers, num_stages)[index]
         return T5Stage(
@@ -117,3 +91,49 @@ def causal(x):
     time = x.shape[1]
     above = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
     return x.new_zeros(1, 1, time, time).masked_fill(above, torch.finfo(x.dtype).min)
+
+
+CONFIG = T5Config(
+    d_model=16,
+    d_kv=8,
+    d_ff=24,
+    num_layers=3,
+    num_decoder_layers=3,
+    num_heads=2,
+    vocab_size=40,
+    dropout_rate=0.0,
+)
+GENERATOR = torch.Generator().manual_seed(0)
+TOKENS, ANSWER = (torch.randint(40, (4, time), generator=GENERATOR) for time in (9, 7))
+
+
+def on_ranks(rank, num_ranks, schedule, num_stages):
+    with Pipeline(T5(CONFIG), plan(schedule, num_ranks, 2, **num_stages)) as pipeline:
+        losses = pipeline.step(TOKENS, ANSWER, target=ANSWER.roll(-1, 1))
+        return [float(each) for each in losses], {n: p.grad for n, p in pipeline.named_parameters()}
+
+
+def check(results):
+    """Losses and gradients of all ranks are the library's; each parameter is on some rank."""
+    whole = built(CONFIG)
+    logits = whole(input_ids=TOKENS, decoder_input_ids=ANSWER, use_cache=False).logits
+    loss = token_loss(logits, ANSWER.roll(-1, 1))
+    loss.backward()
+    assert sum(each for losses, _ in results for each in losses) / 2 == pytest.approx(loss.item(), rel=1e-5)
+    expected = {name: each.grad for name, each in whole.named_parameters(remove_duplicate=False)}
+    found = set()
+    for _, grads in results:
+        for name, grad in grads.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-4, atol=1e-6, msg=name)
+        found |= grads.keys()
+    assert expected.keys() - found <= {"shared.weight", "decoder.embed_tokens.weight", "lm_head.weight"}
+
+
+@pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
+def test_an_encoder_decoder_is_trained_as_uncut(num_stages):
+    """With 2 stages the decoder begins with a stage, with 3 it begins within one."""
+    check([on_ranks(0, 1, "interleaved_1f1b", {"stages_per_rank": num_stages})])
+
+
+def test_an_encoder_decoder_on_two_ranks_sums_the_gradients_of_its_tied_embeddings():
+    check(run_ranks(on_ranks, 2, 2, "zb_v", {}))
