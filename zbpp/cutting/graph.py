@@ -8,8 +8,7 @@ its gradient comes back the same way. Buffers and constants are on every stage t
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -17,38 +16,20 @@ import torch
 from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
-from torch.utils._pytree import TreeSpec
+
+from zbpp.cutting.stage import Layout, Trace, layout
 
 
-class Layout(NamedTuple):
-    """Dtype and shape of a tensor when it was traced."""
+class Part(NamedTuple):
+    """One stage in one mode.
 
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
-
-
-def describe(values: Iterable[Any]) -> str:
-    """`(float32[4, 64], None)`, for error messages."""
-    return f"({', '.join(map(str, values))})"
-
-
-@dataclass(frozen=True)
-class Part:
-    """One stage: run(stage, *inputs) -> outputs, both flat; `stage` has the parameters and buffers.
-
-    takes: the layout of each input, or the input itself if it is no tensor. state: the parameters and buffers
-    that the stage reads, by their names in the whole model. extras: constants and subgraphs, by names of
-    their own. outputs: the structure of what the module returns, for the last stage; None for others.
+    state: the parameters and buffers that the stage reads, by their names in the whole model. extras:
+    constants and subgraphs, by names of their own.
     """
 
-    run: Callable[..., tuple[Any, ...]]
-    takes: tuple[Any, ...]
+    trace: Trace
     state: dict[str, Tensor]
     extras: dict[str, Tensor | nn.Module]
-    outputs: TreeSpec | None
 
 
 def cut(program: ExportedProgram, state: Mapping[str, Tensor], prefix: str) -> list[Part]:
@@ -90,10 +71,10 @@ class _Cutter:
             if stage > 0 and not self._taken(stage):
                 raise ValueError(f"stage {stage} needs nothing of the stages before it: move its split point")
             for node in self._taken(stage) if stage > 0 else ():
-                layout = _traced_value(node)
-                if not (isinstance(layout, Layout) and all(isinstance(size, int) for size in layout.shape)):
+                value = _traced_value(node)
+                if not (isinstance(value, Layout) and all(isinstance(size, int) for size in value.shape)):
                     raise ValueError(
-                        f"{node.name}, {layout}, is no tensor of a fixed shape, and would pass from stage "
+                        f"{node.name}, {value}, is no tensor of a fixed shape, and would pass from stage "
                         f"{stage - 1} to stage {stage}: move the split point between them"
                     )
 
@@ -112,12 +93,17 @@ class _Cutter:
         is_last = stage == self.num_stages - 1
         given = self._results if is_last else tuple(self._taken(stage + 1))
         graph.output(fx.node.map_arg(given, new.__getitem__))
-        return Part(
+        trace = Trace(
+            index=stage,
             run=type(fx.GraphModule(dict(read.values()), graph)).forward,
             takes=tuple([self._inputs[node] if stage == 0 else _traced_value(node) for node in taken]),
+            inputs=self._program.call_spec.in_spec if stage == 0 else None,
+            outputs=self._program.call_spec.out_spec if is_last else None,
+        )
+        return Part(
+            trace,
             state=dict(self._state[node] for node in read if node in self._state),
             extras=dict(self._extras[node] for node in read if node in self._extras),
-            outputs=self._program.call_spec.out_spec if is_last else None,
         )
 
     def _taken(self, stage: int) -> list[fx.Node]:
@@ -191,9 +177,7 @@ class _Cutter:
 
 
 def _traced_value(node: fx.Node) -> Layout | Any:
-    """The layout of a tensor in the trace; any other value as it is."""
-    value = node.meta.get("val")
-    return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
+    return layout(node.meta.get("val"))
 
 
 def _is_mark(node: fx.Node) -> bool:

@@ -2,57 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self
 
+import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from zbpp.cutting.graph import Layout, describe
+
+class Layout(NamedTuple):
+    """Dtype and shape of a tensor when it was traced."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
 
 
-class Arguments(NamedTuple):
-    """How the example was passed to forward."""
+def layout(value: Any) -> Layout | Any:
+    """The layout of a tensor; any other value as it is."""
+    return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value
 
-    keywords: tuple[str, ...]
-    structure: TreeSpec
 
-    @classmethod
-    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Arguments:
-        return cls(tuple(kwargs), tree_flatten((args, dict(kwargs)))[1])
-
-    def flat(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The leaves, in the example's order. Raises TypeError for arguments of another structure."""
-        if kwargs.keys() == set(self.keywords):
-            kwargs = {name: kwargs[name] for name in self.keywords}
-        values, structure = tree_flatten((args, dict(kwargs)))
-        if structure != self.structure:
-            raise TypeError(
-                f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}; the example "
-                f"has {self.structure.child(0).num_children} and {list(self.keywords)}: pass all of them, in "
-                "the same structure"
-            )
-        return tuple(values)
+def describe(values: Iterable[Any]) -> str:
+    """`(float32[4, 64], None)`, for error messages."""
+    return f"({', '.join(map(str, values))})"
 
 
 @dataclass(frozen=True)
 class Trace:
-    """A stage in one mode. run, takes, outputs: as in Part. arguments: for the first stage only."""
+    """A stage in one mode: run(stage, *inputs) -> outputs, both flat.
+
+    takes: the layout of each input, or the input itself if it is no tensor. inputs: the structure of the
+    module's (args, kwargs), for the first stage; outputs: that of what it returns, for the last one.
+    """
 
     index: int
     run: Callable[..., tuple[Any, ...]]
     takes: tuple[Any, ...]
-    arguments: Arguments | None = None
-    outputs: TreeSpec | None = None
+    inputs: TreeSpec | None
+    outputs: TreeSpec | None
 
     def __call__(self, stage: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        values = args if self.arguments is None else self.arguments.flat(args, kwargs)
+        values = args if self.inputs is None else _flat(args, kwargs, self.inputs)
         if len(values) != len(self.takes) or not all(map(_fits, values, self.takes)):
             raise ValueError(
                 f"stage {self.index} was traced for {describe(self.takes)}, got "
-                f"{describe(map(_layout, values))}: a traced stage takes the shapes and dtypes of the "
-                "example only: trace with an example of one microbatch"
+                f"{describe(map(layout, values))}: a traced stage takes the shapes and dtypes of the example "
+                "only: trace with an example of one microbatch"
             )
         results = self.run(stage, *values)
         if self.outputs is not None:
@@ -61,6 +60,26 @@ class Trace:
 
     def __deepcopy__(self, memo: object) -> Self:
         return self  # immutable
+
+
+def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], structure: TreeSpec) -> tuple[Any, ...]:
+    """The leaves, in the example's order. Raises TypeError for arguments of another structure."""
+    positional, keywords = structure.children()
+    if kwargs.keys() == set(keywords.context):
+        kwargs = {name: kwargs[name] for name in keywords.context}
+    values, found = tree_flatten((args, dict(kwargs)))
+    if found != structure:
+        raise TypeError(
+            f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}; the example has "
+            f"{positional.num_children} and {keywords.context}: pass all of them, in the same structure"
+        )
+    return tuple(values)
+
+
+def _fits(value: Any, taken: Any) -> bool:
+    if isinstance(taken, Layout):
+        return isinstance(value, Tensor) and (value.dtype, value.shape) == taken
+    return type(value) is type(taken) and bool(value == taken)
 
 
 class TracedStage(nn.Module):
@@ -109,13 +128,3 @@ def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -
         owner.register_parameter(last, tensor)
     else:
         owner.register_buffer(last, tensor, persistent=is_persistent)
-
-
-def _fits(value: Any, taken: Any) -> bool:
-    if isinstance(taken, Layout):
-        return isinstance(value, Tensor) and (value.dtype, value.shape) == taken
-    return type(value) is type(taken) and bool(value == taken)
-
-
-def _layout(value: Any) -> Any:
-    return Layout(value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else value

@@ -21,8 +21,8 @@ from torch.export import ExportedProgram
 
 from zbpp.autograd import auxiliary_losses
 from zbpp.cutting.check import check_equal
-from zbpp.cutting.graph import Part, cut, describe
-from zbpp.cutting.stage import Arguments, Trace, TracedStage
+from zbpp.cutting.graph import Part, cut
+from zbpp.cutting.stage import TracedStage, describe
 
 
 def trace_stages(
@@ -59,12 +59,8 @@ def trace_stages(
     persistent = module.state_dict(keep_vars=True).keys()
     stages: dict[int, nn.Module] = {}
     for index, share in enumerate(_shares(parts, state)):
-        arguments = Arguments.of(args, kwargs) if index == 0 else None
         own = {training: found[index] for training, found in parts.items()}
-        traces = {
-            training: Trace(index, part.run, part.takes, arguments, part.outputs)
-            for training, part in own.items()
-        }
+        traces = {training: part.trace for training, part in own.items()}
         extras = own[True].extras | own[False].extras
         stages[index] = TracedStage(traces, share, persistent, extras).train(module.training)
     if check:
@@ -151,10 +147,11 @@ def _first_line(error: Exception) -> str:
 def _check_alike(parts: Mapping[bool, list[Part]]) -> None:
     """Raise ValueError if a stage takes other values in eval mode than in training mode."""
     for stage, (training, evaluation) in enumerate(zip(parts[True], parts[False], strict=True)):
-        if training.takes != evaluation.takes:
+        takes = training.trace.takes, evaluation.trace.takes
+        if takes[0] != takes[1]:
             raise ValueError(
-                f"stage {stage} would take {describe(evaluation.takes)} in eval mode, "
-                f"{describe(training.takes)} in training mode: split where both pass the same"
+                f"stage {stage} would take {describe(takes[1])} in eval mode, {describe(takes[0])} in "
+                "training mode: split where both pass the same"
             )
 
 
