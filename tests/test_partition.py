@@ -9,7 +9,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from zbpp.models.gpt import Gpt
-from zbpp.models.layers import head_in_layers
 from zbpp.models.llama import Llama
 from zbpp.partition import partition
 

@@ -174,7 +174,6 @@ def _compare(
     logits = whole(input_ids=tokens, return_dict=True).logits
     (output,) = _chained(stages, tokens)
     _refuse_difference(whole, "logits", output, logits)
-    _compare_own_loss(whole, stages, tokens, logits)
     generator = torch.Generator().manual_seed(seed_of(seed, "gradient of logits"))
     gradient = torch.rand(logits.shape, generator=generator, dtype=logits.dtype) + 0.5
     whole.zero_grad()
@@ -187,6 +186,7 @@ def _compare(
         _compare_calls(whole, stages, [tokens.flip(0), tokens], training=training)
     for module in (whole, *stages):
         module.train(False)
+    _compare_own_loss(whole, stages, tokens, logits.detach())
     return refused_kinds(whole, lambda *batch: _output(stages, batch), tokens, _is_close)
 
 
