@@ -48,6 +48,7 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
     """Each trains a pipeline of two ranks; replicas, shards and parts of layers have one loss."""
     (script,) = blocks("docs/parallel.md", "python")
     (tmp_path / "mesh.py").write_text(script)
+    (tmp_path / "tower.py").write_text(blocks("README.md", "python")[0])
     commands = blocks("docs/parallel.md", "bash")
     runs = [each for each in commands if each.startswith("zbpp")]
     (own_loop,) = (each for each in commands if each.startswith("torchrun"))
