@@ -137,7 +137,7 @@ def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_memory_page_run(tmp_path: Path) -> None:
     """They say what fits."""
-    choose, predict = blocks("docs/memory.md", "bash")
+    predict, choose = blocks("docs/memory.md", "bash")
     printed = run_command(predict, tmp_path)
     assert "schedule=v_min" in printed
     assert "everything fits" in printed
