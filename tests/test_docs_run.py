@@ -207,3 +207,10 @@ def test_the_list_of_rooms_names_every_folder() -> None:
     page = (ROOT / "docs/reading.md").read_text()
     named = set(re.findall(r"^zbpp/(\w+)/ ", page, flags=re.M))
     assert named == {path.parent.name for path in (ROOT / "zbpp").glob("*/__init__.py")}
+
+
+def test_every_file_that_the_reading_page_names_exists() -> None:
+    page = (ROOT / "docs/reading.md").read_text()
+    named = set(re.findall(r"(?<![/\w])[a-z_]+/[\w/]+\.py", page))
+    assert len(named) > 20
+    assert not [name for name in named if not (ROOT / "zbpp" / name).exists() and not (ROOT / name).exists()]
