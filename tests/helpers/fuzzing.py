@@ -23,7 +23,7 @@ from zbpp.checkpoints.reading import read_metadata
 from zbpp.commands import compare, hang
 from zbpp.data.prepared import HEADER, open_prepared
 from zbpp.planning import read_costs, read_memory_limit
-from zbpp.schedule import CostsInBytes, PlanError, read_timetable
+from zbpp.schedule import Costs, PlanError, read_timetable
 
 LONGEST = 10.0  # s for one file of a few kilobytes, on a busy machine
 MOST_MEMORY = 2**32  # bytes above what the process has
@@ -60,7 +60,7 @@ def _compare(path: Path) -> object:
 
 
 def _limit(path: Path) -> object:
-    return read_memory_limit(path.read_text(errors="replace"), CostsInBytes())
+    return read_memory_limit(path.read_text(errors="replace"), Costs(memory_unit="bytes"))
 
 
 PARSERS = {

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from zbpp.planning import plan, read_memory_limit
-from zbpp.schedule import Costs, CostsInBytes, PlanError
+from zbpp.schedule import Costs, PlanError
 
 GIB = 2**30
-BYTES = CostsInBytes(saved=GIB, deferred=GIB / 2)
+BYTES = Costs(saved=GIB, deferred=GIB / 2, memory_unit="bytes")
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_wrong_unit_is_refused_with_the_one_to_write(limit, costs, message):
 
 
 def test_the_least_that_works_can_be_typed():
-    costs = CostsInBytes(saved=GIB + 0.3, deferred=GIB / 2)
+    costs = Costs(saved=GIB + 0.3, deferred=GIB / 2, memory_unit="bytes")
     with pytest.raises(
         PlanError, match=r"zb_h1 needs 4 GiB on rank 0, memory_limit allows 1.5 GiB;"
     ) as caught:

@@ -8,7 +8,7 @@ import pytest
 from helpers.timetables import random_placement, random_timetable
 from zbpp.planning import RankCosts
 from zbpp.planning.problem import Problem, one_by_one
-from zbpp.schedule import Costs, CostsInBytes, PlanError, simulate
+from zbpp.schedule import Costs, PlanError, simulate
 
 
 def random_costs(rng, num_stages):
@@ -55,7 +55,7 @@ def test_a_plan_that_cannot_run_or_does_not_fit_takes_for_ever():
         (((0, 1), 1, Costs(), [1, 2, 3]), "memory_limit has 3 numbers for 2 ranks"),
         (((0, 1), 1, Costs(), -1), "memory_limit -1 on rank 0 can't hold one microbatch"),
         (
-            ((0, 1, 0), 1, CostsInBytes(saved=2**30, deferred=0), 2**30),
+            ((0, 1, 0), 1, Costs(saved=2**30, deferred=0, memory_unit="bytes"), 2**30),
             "memory_limit 1 GiB on rank 0 can't hold one microbatch; the least that works, per rank: "
             "2147483648B, 1073741824B",
         ),
@@ -69,6 +69,8 @@ def test_a_problem_without_a_plan_is_refused_with_what_to_write(arguments, messa
 
 def test_rank_costs_are_the_same_model_for_any_number_of_stages():
     costs = RankCosts(f=6, saved=2, comm=1, memory_unit="bytes")
-    assert costs.per_stage(2, 2) == CostsInBytes(f=6, saved=2, comm=1, b=1, w=1, deferred=0.5)
-    assert costs.per_stage(6, 2) == CostsInBytes(f=2, saved=2 / 3, comm=1, b=1 / 3, w=1 / 3, deferred=0.5 / 3)
+    assert costs.per_stage(2, 2) == Costs(f=6, saved=2, comm=1, b=1, w=1, deferred=0.5, memory_unit="bytes")
+    assert costs.per_stage(6, 2) == Costs(
+        f=2, saved=2 / 3, comm=1, b=1 / 3, w=1 / 3, deferred=0.5 / 3, memory_unit="bytes"
+    )
     assert RankCosts(f=6).per_stage(4, 4) == Costs(f=6)

@@ -11,7 +11,7 @@ import pytest
 
 from zbpp.planning import compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
-from zbpp.schedule import Costs, CostsInBytes, PlanError, Timetable, choose_offload, simulate
+from zbpp.schedule import Costs, PlanError, Timetable, choose_offload, simulate
 
 LEGEND = "F forward, B input gradient, W weight gradient, each with its microbatch"
 
@@ -95,7 +95,7 @@ def test_table_shows_figures_or_the_reason():
 
 
 def test_figures_are_per_rank_and_largest():
-    costs = CostsInBytes(saved=3 * 2**30, deferred=2**30)
+    costs = Costs(saved=3 * 2**30, deferred=2**30, memory_unit="bytes")
     assert render_figures(simulate(plan("zb_h1", 2, 4), costs)).splitlines() == [
         "         span  bubble  bubble rate  peak memory",
         "rank 0     13       1       7.69 %        6 GiB",

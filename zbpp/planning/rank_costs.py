@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, CostNumbers, Costs, CostsInBytes, PerStage
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, CostNumbers, Costs, PerStage
 from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import PlanError, printable, shown
 
@@ -19,11 +19,8 @@ class RankCosts(CostNumbers):
 
     So schedules with one stage per rank and with several run the same model, see `per_stage`. A list has one
     number per part of the model, in model order, for any number of parts that num_ranks divides.
-    memory_unit: "activations" or "bytes".
     Raises PlanError as `Costs` does.
     """
-
-    memory_unit: str = ACTIVATIONS
 
     def per_stage(self, num_stages: int, num_ranks: int) -> Costs:
         """The costs of `num_stages` stages on `num_ranks` ranks that together are this model.
@@ -40,7 +37,7 @@ class RankCosts(CostNumbers):
             name: _fitted(value, num_stages, num_ranks, is_message=name == "comm")
             for name, value in self.numbers.items()
         }
-        return (CostsInBytes if self.memory_unit == BYTES else Costs)(**fitted)
+        return Costs(**fitted, memory_unit=self.memory_unit)
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:

@@ -24,7 +24,7 @@ dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans wit
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """
 
-from zbpp.schedule.costs import Costs, CostsInBytes
+from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
@@ -37,7 +37,6 @@ from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
 __all__ = [
     "Action",
     "Costs",
-    "CostsInBytes",
     "Gate",
     "Op",
     "PlanError",

@@ -6,9 +6,9 @@ Costs for one rank's share of a model are another type: `zbpp.planning.RankCosts
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Real
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from zbpp.schedule.timetable import Op, PlanError, shown
 
@@ -33,7 +33,7 @@ class StageCosts(NamedTuple):
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The eleven costs, each a number or a list of numbers.
+    """The eleven costs, each a number or a list of numbers, and the unit of memory: activations or bytes.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     """
@@ -49,6 +49,7 @@ class CostNumbers:
     host: PerStage = 0.0
     static: PerStage = 0.0
     exchange: PerStage = 0.0
+    memory_unit: str = ACTIVATIONS
 
     def __post_init__(self) -> None:
         for name, value in self.numbers.items():
@@ -88,7 +89,7 @@ class CostNumbers:
         return any(_numbers("exchange", self.exchange))
 
 
-COST_NAMES = tuple(field.name for field in fields(CostNumbers))
+COST_NAMES = tuple(field.name for field in fields(CostNumbers) if field.name != "memory_unit")
 
 
 class Costs(CostNumbers):
@@ -104,17 +105,14 @@ class Costs(CostNumbers):
     static: held all the time: the stage's weights, gradients and optimizer states.
     exchange: time of exchanging tokens among experts, inside F, and again inside B (or BW); f and b contain
         it. Pending W's run meanwhile, see exchange.py.
-    memory_unit: the unit that memory is printed in: activations here, bytes in `CostsInBytes`.
+    memory_unit: the unit that memory is printed in: "activations" or "bytes", as measured costs have it.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite, and
     for an exchange that is longer than the F, B or BW around it.
     """
 
-    memory_unit: ClassVar[str] = ACTIVATIONS
-
-    def in_bytes(self, saved: PerStage, deferred: PerStage, static: PerStage = 0.0) -> CostsInBytes:
+    def in_bytes(self, saved: PerStage, deferred: PerStage, static: PerStage = 0.0) -> Costs:
         """The same times with memory in bytes."""
-        held = {"saved": saved, "deferred": deferred, "static": static}
-        return CostsInBytes(**{**self.numbers, **held})
+        return replace(self, saved=saved, deferred=deferred, static=static, memory_unit=BYTES)
 
     def per_stage(self, num_stages: int) -> StageCosts:
         """Every cost as a list of `num_stages` floats. Raises PlanError for a list of another length."""
@@ -143,12 +141,6 @@ class Costs(CostNumbers):
             held={"saved": saved, "deferred": deferred},
             static=spread("static"),
         )
-
-
-class CostsInBytes(Costs):
-    """Costs whose saved and deferred are bytes, as measured ones are."""
-
-    memory_unit: ClassVar[str] = BYTES
 
 
 def _numbers(name: str, value: object) -> list[float]:
