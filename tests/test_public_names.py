@@ -67,8 +67,9 @@ def test_the_signature_of_plan():
 
 def test_the_signature_of_costs_and_their_defaults():
     names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "host", "static", "exchange"]
-    assert [name for name, _ in parameters(Costs)] == names
-    assert list(defaults(Costs).values()) == [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert [name for name, _ in parameters(Costs)] == [*names, "memory_unit"]
+    numbers = [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
+    assert list(defaults(Costs).values()) == [*numbers, "activations"]
 
 
 def test_the_signature_of_simulate_and_lower():

@@ -24,7 +24,7 @@ from zbpp.runtime.measure.microbatch_memory import (
 )
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable, lower
-from zbpp.schedule.costs import PerStage
+from zbpp.schedule.costs import ACTIVATIONS
 
 
 class Measurement(NamedTuple):
@@ -46,12 +46,13 @@ class Measurement(NamedTuple):
         Weights don't count: a limit in activations is for microbatches.
         """
         unit = sum(each.saved for each in self.held) / len(self.held) or 1
-        held: dict[str, PerStage] = {
-            "saved": [each.saved / unit for each in self.held],
-            "deferred": [each.deferred / unit for each in self.held],
-            "static": 0.0,
-        }
-        return Costs(**{**self.costs.numbers, **held})
+        return replace(
+            self.costs,
+            saved=[each.saved / unit for each in self.held],
+            deferred=[each.deferred / unit for each in self.held],
+            static=0.0,
+            memory_unit=ACTIVATIONS,
+        )
 
 
 def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measurement:
