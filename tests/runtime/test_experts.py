@@ -267,7 +267,11 @@ def refused(rank):
             spread_experts([stage], Place(make_mesh(**degrees)))
         except ValueError as error:
             found.append(str(error))
-    return found
+    stage = Stack()
+    spread_experts([stage], Place(make_mesh(replicate=4, expert=4)))
+    with pytest.raises(ValueError) as error:
+        Pipeline({0: stage}, "zb_h1", num_microbatches=2, mesh=make_mesh(replicate=4))
+    return [*found, str(error.value)]
 
 
 def test_what_can_not_be_spread_is_refused():
@@ -278,6 +282,7 @@ def test_what_can_not_be_spread_is_refused():
         "write tensor=1",
         "no stage has experts",
         "divides 6",
+        "mesh=zbpp.make_mesh",
     )
     for found in run_ranks(refused, 4):
         assert len(found) == len(expected)

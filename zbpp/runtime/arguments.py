@@ -23,7 +23,7 @@ from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
 from zbpp.runtime.parallel.groups import unique_name
-from zbpp.runtime.parallel.mesh import TENSOR, Place, planned_by_rank_0
+from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Place, is_spread, planned_by_rank_0
 from zbpp.runtime.parallel.shard_stages import refusal_of
 from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.parallel.ties import Tie, agree_on_ties
@@ -293,6 +293,11 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
     refusal = refusal_of(module, place)
     if refusal:
         raise ValueError(f"stage {index} {refusal}")
+    if EXPERT not in place.expert_groups and any(map(is_spread, module.parameters())):
+        raise ValueError(
+            f"stage {index} has experts that are spread over processes, and the pipeline's mesh does not say "
+            "over which: write Pipeline(..., mesh=zbpp.make_mesh(..., expert=2)) with the number they have"
+        )
     if place.num_data_parts > 1:
         _check_dense(index, module)
 
