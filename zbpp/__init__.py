@@ -1,7 +1,6 @@
 """zbpp: zero-bubble pipeline parallelism for PyTorch.
 
-    schedule     what a plan is: timetables, costs, simulation, programs
-    families     the schedules of the field, a file each
+    schedule     what a plan is: timetables, costs, simulation, programs; the schedules of the field
     planning     which plan to run: by name or by search, with bounds
     autograd     the split backward: B and W
     runtime      one rank's life inside one step: Pipeline
@@ -12,16 +11,19 @@
     checkpoints  saving and loading, whatever the cut
     training     everything around the step: optimizer, trainer
     config       the config: its typed tree, and composing it
+    run          from a config to a finished run, and to an exported model
+    job          how a process joins its job, and what all ranks agree on
+    prediction   what each rank will hold, and what each switch would save
+    cluster      scale on paper: a run on a cluster, from sizes and datasheets
     benchmark    measuring costs; timing schedules and runtimes
     commands     the command line, a file for each command
 
+    torch_pipelining  torch's Schedule classes on zbpp's Pipeline; torchtitan.py uses them
+
+    launch       starts a job's ranks on this machine
     partition    which layers go to which stage
     stage_api    the contract between zbpp and a user's model
     streams      the streams of a GPU
-    prediction   what each rank will hold, and what each switch would save
-    cluster      scale on paper: a run on a cluster, from sizes and datasheets
-    run          from a config to a finished run, and to an exported model
-    launch       starts a job's ranks on this machine
 
 The public names are loaded when they are first used: `import zbpp` imports no torch.
 """
