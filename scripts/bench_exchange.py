@@ -5,20 +5,21 @@
     python scripts/bench_exchange.py --placement v --ranks 8 --microbatches 32 --share .25
     python scripts/bench_exchange.py --exchanges 4 --layers 16           # shorter ones, and shorter W tasks
 
-F, B and W of a rank take `ms` each without exchanges, which are `share` of a rank's time. Plans:
+F, B and W of a rank take --ms each without exchanges; exchanges are --share of the rank's time. Plans:
 
     exposed     zb_h1 (zb_v in a V); every exchange is waited for
-    as it is    the same plan, W's run in the exchanges as far as any is pending
-    postponed   what zb_auto finds for the costs measured under "exposed", in 1F1B's memory and one `deferred`
-    hidden      the same model without exchanges, under the first plan: what no overlap can beat
+    as it is    the same plan; pending W's run in the exchanges
+    postponed   zb_auto's plan for the costs measured under "exposed"; its memory is 1F1B's and one `deferred`
+    hidden      the first plan and the same model without exchanges, which no overlap can beat
 
-The plans take turns, a step each. predicted: by the costs measured in this job. The exit status is 1 if a bit
-of a loss or a gradient differs between the first three, or if "postponed" takes 5 % longer than predicted.
+The plans take turns, a step each. The predicted step is simulated with the costs that this job measured. The
+exit status is 1 if a bit of a loss or a gradient differs between the first three, or if "postponed" takes 5 %
+longer than predicted.
 
     python scripts/bench_exchange.py --real                              # 2 ranks x 2 processes with experts
 
-A small llama with experts, whose processes exchange rows on gloo. The first three plans take turns; what the
-processes of a machine without a core for each of them wait for is mostly each other.
+A small llama with experts, whose processes exchange rows on gloo. The first three plans take turns. On a
+machine with fewer cores than processes, the processes mostly wait for each other.
 """
 
 from __future__ import annotations

@@ -6,14 +6,14 @@
     python scripts/bench_split.py --device cuda --dtype bfloat16 --hidden 2048 --batch 8 --time 2048
 
     host     times of F, B and W on 1, 8 and 32 blocks so small that the host's work is all there is
-    memory   live bytes after F, in B, after B and after W; W is to leave nothing
+    memory   live bytes after F, in B, after B and after W, when nothing may be left
     compute  times of F, B and W on blocks of a usual size
 
 Columns: plain (torch.autograd.backward, whose W is empty), zbpp, torch (the split of
 torch.distributed.pipelining), compiled (zbpp's split of a compiled stage). A time is the median over rounds
 in which the columns take turns, a ratio the median of each round's own ratio to plain backward.
-Host times are taken twice: torch's split registers tensor hooks, and once a process has any, zbpp's B looks
-for them at every site. The exit status is 1 if zbpp misses a mark. Nothing here has run on a GPU yet.
+Host times are taken twice: torch's split registers tensor hooks, and once a process has tensor hooks, zbpp's
+B looks for them at every site. The exit status is 1 if zbpp misses a mark. Nothing here has run on a GPU yet.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@
 
 It runs from a clone, with the Python that has torch (2.11 or newer) and numpy. Each row is printed and
 written as soon as it is known. If a part loses the device, run the parts behind it by their names. The tests
-for a GPU are `pytest -m gpu`. A limit is one for zbpp's value of a row. Exit status: 0, or 1 if a limit was
-missed or a part failed. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code on small sizes.
+for a GPU are `pytest -m gpu`. A row with a limit compares zbpp's value with it. Exit status: 0, or 1 if a
+limit was missed or a part failed. NOT RUN ON A GPU YET: `--device cpu --small` runs the same code, small.
 """
 
 from __future__ import annotations

@@ -6,13 +6,13 @@
     python scripts/dev/planner_eval.py random             against every family on random, uneven pipelines
     python scripts/dev/planner_eval.py scale 512 4096     how long plan, simulate and lower take
 
-targets: a cell meets its mark if it is at the target to four digits (one), or not above it (v). The search is
-given --time-limit seconds a cell, of the clock: other work on the machine makes it find less.
+targets: a cell is met if its value equals the target to four digits (one), or is not above it (v). The search
+has --time-limit seconds of the clock per cell, so it finds less on a busy machine.
 
 random: 2 to 8 ranks, p to 4p microbatches, one stage per rank, looped or V; F, B, W, message times and held
-bytes drawn per stage; whole backwards that are sometimes shorter; and per rank what some family needs, times
-1 to 1.3. The table says whether zb_auto beats the best family that fits, how far it is from the lower bound,
-and whether it is proved optimal.
+bytes drawn per stage; whole backwards that are sometimes shorter. A rank's memory limit is what some family
+needs, times 1 to 1.3. The table says whether zb_auto beats the best family that fits, how far it is from the
+lower bound, and whether it is proved optimal.
 """
 
 from __future__ import annotations
