@@ -2,8 +2,8 @@
 
 On a machine without CUDA a rank is a fork of this process, which has imported torch: a spawned rank takes
 five seconds of a core for the same imports. With CUDA each rank is a new process, since a fork can't use
-devices. If the job fails, the error that came first is raised here: a mistake of the user as a Refusal of one
-line, a bug as a RankError with the traceback of the rank that raised it.
+devices. If the job fails, the error that came first is raised here: a mistake in the config as a ConfigError,
+another known failure as a Refusal of one line, a bug as a RankError with that rank's traceback.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ _SAME = 0.5  # s: a signal that comes twice within this time is one
 _POLL = 0.5  # s
 
 
-class Refusal(ValueError):
-    """What was asked for can't be done; the message says why, in a line."""
+class Refusal(RuntimeError):
+    """A job that can't go on; the message says why, in a line."""
 
 
 class RankError(RuntimeError):
@@ -41,24 +41,24 @@ class LostError(RuntimeError):
     """A rank waited for another one in vain; it is not the rank to blame."""
 
 
-def refusals() -> tuple[type[Exception], ...]:
-    """The errors that are mistakes of the user: one line each says what to write instead."""
-    from zbpp.checkpoints import CheckpointError
-    from zbpp.runtime import (  # torch: a second to import
-        AgreementError,
-        BoundaryError,
-        DeviceError,
-        StartError,
-    )
-    from zbpp.training.leaving import MetricError
-    from zbpp.training.non_finite import NonFiniteError
-    from zbpp.training.optim.precision import LossScaleError
+def mistakes() -> tuple[type[Exception], ...]:
+    """The errors that are mistakes in the command line or in the config."""
+    from zbpp.runtime import DeviceError  # torch: a second to import
     from zbpp.training.run_folder import FolderError
 
-    planning = ConfigError, PlanError, Refusal
-    runtime = AgreementError, BoundaryError, DeviceError, StartError
-    training = CheckpointError, FolderError, LossScaleError, MetricError, NonFiniteError
-    return planning + runtime + training
+    return ConfigError, PlanError, DeviceError, FolderError
+
+
+def failures() -> tuple[type[Exception], ...]:
+    """The errors with which a run may end, and which one line explains."""
+    from zbpp.checkpoints import CheckpointError
+    from zbpp.runtime import AgreementError, BoundaryError, StartError
+    from zbpp.training.non_finite import NonFiniteError
+    from zbpp.training.optim.precision import LossScaleError
+    from zbpp.training.run_folder import WriteError
+
+    runtime = Refusal, AgreementError, BoundaryError, StartError
+    return *runtime, CheckpointError, LossScaleError, NonFiniteError, WriteError
 
 
 def wants_traceback() -> bool:
@@ -96,8 +96,8 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
 
     `function` must be importable. A rank has one thread, unless OMP_NUM_THREADS says otherwise. SIGTERM,
     SIGINT and SIGUSR1 go to the ranks, which may end in order; a second SIGTERM or SIGINT ends the job at
-    once. Raises Refusal if a rank refused its work, BrokenPipeError if nobody reads what a rank prints,
-    RankError if a rank failed otherwise.
+    once. Raises ConfigError if a rank found a mistake in the config, Refusal if it could not go on,
+    BrokenPipeError if nobody reads what a rank prints, RankError if a rank failed otherwise.
     """
     prepare_ranks()
     import torch
@@ -207,7 +207,9 @@ def _run_rank(function: Callable[[Any], Any], argument: Any) -> Any:
             raise
         if is_of_communication(error):
             raise LostError(with_notes(error)) from error
-        if isinstance(error, refusals()):
+        if isinstance(error, mistakes()):
+            raise ConfigError(with_notes(error)) from error
+        if isinstance(error, failures()):
             raise Refusal(with_notes(error)) from error
         raise
 
@@ -235,6 +237,8 @@ def _first_error(failures: Mapping[int, Any], passed: list[signal.Signals]) -> E
     kind, _, text = told[rank]["message"].partition(": ")
     if kind == BrokenPipeError.__name__:
         return BrokenPipeError()
-    if kind in ("Refusal", "LostError"):
+    if kind == ConfigError.__name__:
+        return ConfigError(text)
+    if kind in (Refusal.__name__, LostError.__name__):
         return Refusal(text)
     return RankError(f"rank {rank} failed\n{told[rank]['extraInfo']['py_callstack']}")

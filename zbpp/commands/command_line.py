@@ -11,14 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from zbpp.config import Composed, command, composition_error, help_text
+from zbpp.config import Composed, ConfigError, command, composition_error, help_text
 from zbpp.launch import (
     RankError,
-    Refusal,
     discard_output,
     end_with_launcher,
+    failures,
     is_of_communication,
-    refusals,
+    mistakes,
     wants_traceback,
     with_notes,
 )
@@ -40,8 +40,9 @@ def run(
     """Call `main` with the config that configs/NAME.yaml and a command line make.
 
     given: the arguments; None: those of this process. Classes that they name are found in the current
-    folder, too. A mistake ends the process with one line, on standard error; with ZBPP_TRACEBACK=1 in the
-    environment, its traceback is shown instead.
+    folder, too. A mistake in the command line or in the config ends the process with status 2, a failure of
+    the run with status 1, and one line on standard error; with ZBPP_TRACEBACK=1 in the environment, the
+    traceback is shown instead.
     """
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
@@ -70,11 +71,11 @@ def _ended_in_order() -> Iterator[None]:
         print("stopped by SIGINT", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
-        mistake = composition_error(error) or error
-        is_lost = is_of_communication(mistake)
-        if wants_traceback() or not (is_lost or isinstance(mistake, (RankError, *refusals()))):
+        told = composition_error(error) or error
+        is_mistake, is_lost = isinstance(told, mistakes()), is_of_communication(told)
+        if wants_traceback() or not (is_mistake or is_lost or isinstance(told, (RankError, *failures()))):
             raise
-        _end_with(with_notes(mistake), is_of_all=not is_lost)
+        _end_with(with_notes(told), status=2 if is_mistake else 1, is_of_all=not is_lost)
 
 
 # ---------------------------------------------------------------- arguments
@@ -84,18 +85,19 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
     `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
-    alone, the keys of the default choice are dropped. Of torchrun's ranks only rank 0 logs. Raises Refusal
-    for an unknown option, and for a sweep (-m) inside torchrun: each rank would sweep by itself.
+    alone, the keys of the default choice are dropped. Of torchrun's ranks only rank 0 logs.
+
+    Raises ConfigError for an unknown option, and for a sweep (-m) inside torchrun: each rank would sweep.
     """
     found = _with_num_ranks(list(given), name)
     for each in found:
         if each.startswith("-") and each.partition("=")[0] not in _FLAGS:
-            raise Refusal(f"{each} is no option: zbpp {name} --help shows the options and keys")
+            raise ConfigError(f"{each} is no option: zbpp {name} --help shows the options and keys")
     for group in _NAMED_BY_TARGET:
         found = _without_the_default(group, found)
     if "RANK" in os.environ:
         if {"-m", "--multirun"} & set(found):
-            raise Refusal("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
+            raise ConfigError("-m sweeps inside one torchrun job can't work: call torchrun once per setting")
         if os.environ["RANK"] != "0":
             found = ["hydra/job_logging=none", "hydra/hydra_logging=none", *found]
     # Hydra takes overrides on one side of its flags only.
@@ -110,13 +112,13 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
         return given
     key = _NUM_RANKS[name]
     if any(argument.startswith(f"{key}=") for argument in given):
-        raise Refusal(f"-n is short for {key}: write one of the two")
+        raise ConfigError(f"-n is short for {key}: write one of the two")
     place = flags[0]
     value, rest = given[place].removeprefix("-n"), given[place + 1 :]
     if not value and rest:
         value, *rest = rest
     if not value.isdecimal():
-        raise Refusal(f"-n {value}: write how many ranks to start, such as -n 4")
+        raise ConfigError(f"-n {value}: write how many ranks to start, such as -n 4")
     return [f"{key}={value}", *given[:place], *rest]
 
 
@@ -136,19 +138,20 @@ def _without_the_default(group: str, given: list[str]) -> list[str]:
 # ---------------------------------------------------------------- mistakes
 
 
-def _end_with(mistake: str, *, is_of_all: bool) -> None:
-    """Print the mistake, once for all ranks, and end the process.
+def _end_with(text: str, *, status: int, is_of_all: bool) -> None:
+    """Print the text, once for all ranks, and end the process.
 
     torchrun prints a traceback of its own, about 35 lines, that includes the text which rank 0 leaves in its
-    error file. is_of_all: rank 0 may make the same mistake: the other ranks wait for GRACE seconds. If rank 0
-    refuses, too, torchrun ends them in that time, in silence; else each prints its own line.
+    error file. is_of_all: rank 0 may end for the same reason: the other ranks wait for GRACE seconds. If rank
+    0 ends, too, torchrun ends them in that time, in silence; else each prints its own line.
     """
     if os.environ.get("RANK", "0") != "0" and is_of_all:
         # torchrun sends SIGTERM once rank 0 has ended.
         signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
         time.sleep(GRACE)
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
-        message = {"message": f"error: {mistake}", "extraInfo": {"timestamp": str(int(time.time()))}}
+        message = {"message": f"error: {text}", "extraInfo": {"timestamp": str(int(time.time()))}}
         with suppress(OSError), open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
             json.dump({"message": message}, file)
-    sys.exit(f"error: {mistake}")
+    print(f"error: {text}", file=sys.stderr)
+    sys.exit(status)

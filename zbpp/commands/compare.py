@@ -3,7 +3,7 @@
     zbpp compare runs/demo/1f1b runs/demo/zb_h1
 
 Ends with exit status 1 if the losses differ in any bit, or if the last loss is not below the unigram entropy
-of the corpus.
+of the corpus; with 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
     folders = parser.parse_args(arguments).runs
     if len(folders) < 2:
-        parser.exit(1, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
+        parser.exit(2, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
     for folder in folders:
         if not (folder / "summary.json").is_file():
             parser.exit(
-                1, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
+                2, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
             )
     try:
         return _compare(folders)
     except (LookupError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         why = printable(f"{type(error).__name__}: {error}"[:200])
-        parser.exit(1, f"error: the files of these folders are not those of finished runs ({why})\n")
+        parser.exit(2, f"error: the files of these folders are not those of finished runs ({why})\n")
 
 
 def _compare(folders: list[Path]) -> int:

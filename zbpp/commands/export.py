@@ -51,6 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ValueError, OSError, ModuleNotFoundError) as error:
         if os.environ.get("ZBPP_TRACEBACK"):
             raise
-        parser.exit(1, f"error: {error}\n")
+        parser.exit(2, f"error: {error}\n")
     print(f"written to {given.folder}")
     return 0

@@ -31,11 +31,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="a run's folder, or one with flight-rank-N.json files")
     folder = parser.parse_args(arguments).folder
     if not folder.is_dir():
-        parser.exit(1, f"error: there is no folder {folder}\n")
+        parser.exit(2, f"error: there is no folder {folder}\n")
     found = sorted((folder / "failure").glob(_RECORDS)) or sorted(folder.glob(_RECORDS))
     if not found:
         parser.exit(
-            1,
+            2,
             f"error: {folder} holds no {_RECORDS}: no call of this run has failed, or it had one rank. A run "
             "that hangs writes them when a rank has waited for parallel.timeout\n",
         )
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         text = render_hang(_of_one_job([json.loads(path.read_text()) for path in found]))
         print("\n".join(map(printable, text.splitlines())))  # a terminal would obey control characters
     except (LookupError, AttributeError, TypeError, ValueError, RecursionError, PlanError) as error:
-        parser.exit(1, f"error: {found[0].parent} holds files that are no records: {error}\n")
+        parser.exit(2, f"error: {found[0].parent} holds files that are no records: {error}\n")
     return 0
 
 

@@ -122,10 +122,8 @@ def typed(config: DictConfig) -> Any:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
         key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
-        if isinstance(error, InterpolationKeyError):  # the model has no vocab_size that the data ask for, say
-            if missing := _missing_module(config):
-                raise ConfigError(missing) from error
-            text += f": write {key}=..., or choose another {str(key).partition('.')[0]}="
+        if isinstance(error, InterpolationKeyError) and str(key).startswith("data."):
+            raise ConfigError(_missing_module(config) or _data_of_another_model(key, text)) from error
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 
@@ -136,6 +134,15 @@ def _missing_module(config: DictConfig) -> str:
     if not first or first in sys.modules or importlib.util.find_spec(first) is not None:
         return ""
     return f"model._target_={target}: there is no module {first}"
+
+
+def _data_of_another_model(key: object, text: str) -> str:
+    """A message for data that ask for a key which the model has not, such as model.vocab_size."""
+    return (
+        f"{key}: {text}. The chosen data, by default text, are not for this model: write "
+        "data._target_=my_file.my_data for data of yours, or data=regression; for a language model "
+        f"{key}=... (docs/data.md)"
+    )
 
 
 def flat(config: DictConfig) -> dict[str, Any]:
@@ -154,7 +161,7 @@ def _leaves(prefix: str, node: Any) -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------- mistakes
 
 
-def _check_keys(config: DictConfig, prefix: str = "") -> None:
+def _check_keys(config: DictConfig, root: DictConfig | None = None, prefix: str = "") -> None:
     """Refuse a key that is no field: Hydra's `+step=2` adds one, and nothing would read it."""
     kind: Any = OmegaConf.get_type(config)
     if not is_dataclass(kind):
@@ -162,18 +169,32 @@ def _check_keys(config: DictConfig, prefix: str = "") -> None:
     names = [field.name for field in fields(kind)]
     for name in map(str, config):
         if name not in names:
-            raise ConfigError(f"{prefix}{name}: there is no such key{_did_you_mean(name, kind)}")
+            raise ConfigError(_no_such_key(f"{prefix}{name}", root or config))
         if not OmegaConf.is_missing(config, name) and OmegaConf.is_dict(config[name]):
-            _check_keys(config[name], f"{prefix}{name}.")
+            _check_keys(config[name], root or config, f"{prefix}{name}.")
 
 
-def _did_you_mean(name: str, kind: Any) -> str:
-    """The key of the config class, or of a class inside it, that is called nearly so."""
-    keys: dict[str, str] = {}
-    for key, _ in keys_of(kind):
-        keys.setdefault(key.rpartition(".")[2], key)
-    close = difflib.get_close_matches(name, keys, n=1)
-    return f"; did you mean {keys[close[0]]}?" if close else ""
+_ELSEWHERE = {  # names in other trainers
+    "lr": "optimizer.learning_rate",
+    "num_ranks": "parallel.num_processes (-n 4)",
+    "batch_size": "microbatch_size",
+    "dtype": "precision",
+}
+
+
+def _no_such_key(key: str, root: Any) -> str:
+    """That the config `root` has no such key, and the key that is called nearly so."""
+    values: Any = OmegaConf.to_container(root, resolve=False)
+    known = [each for each, _ in _leaves("", values) if not each.startswith("hydra.")] + [*values]
+    known = [each for each in known if each != key]
+    name = key.rpartition(".")[2]
+    by_name = {each.rpartition(".")[2]: each for each in reversed(known)}
+    if _ELSEWHERE.get(name, "").partition(" ")[0] in known:
+        return f"{key}: there is no such key; did you mean {_ELSEWHERE[name]}?"
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
+        by_name[each] for each in difflib.get_close_matches(name, by_name, n=1)
+    ]
+    return f"{key}: there is no such key" + (f"; did you mean {close[0]}?" if close else "")
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
@@ -190,25 +211,20 @@ def composition_error(error: BaseException) -> ConfigError | None:
     is_group = str(error).startswith("Config group override must be")  # optimizer=null: a plain ValueError
     if not (is_group or isinstance(error, HydraException | OmegaConfBaseException)):
         return None
-    text, hint = str(error).partition("Config search path")[0], ""
-    if error.__cause__ is not None and str(error.__cause__) not in text:
-        text += f"\n{error.__cause__}"
-    unknown = re.search(r"Key '(\w+)' not in '(\w+)'", text)
-    if unknown:
-        # Hydra advises to add the key by a +, where nothing would read it.
-        text = re.sub(r"To append to your config use \S+", "", text)
-        kinds = {each.__name__: each for each in (*_KINDS.values(), *_groups())}
-        hint = _did_you_mean(unknown[1], kinds[unknown[2]]) if unknown[2] in kinds else ""
+    text, cause = str(error).partition("Config search path")[0], error.__cause__
+    unknown = re.match(r"Could not override '(\S+)'", text)
+    if unknown and isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None:
+        told = _no_such_key(unknown[1], cause.parent_node._get_root())
+        is_open = not is_dataclass(cause.object_type)  # the node of a class, which may take the argument
+        return ConfigError(f"{told} (+{unknown[1]}=... adds it)" if is_open else told)
+    if cause is not None and str(cause) not in text:
+        text += f"\n{cause}"
     lines = [line.strip() for line in text.splitlines()]
     # These three are OmegaConf's own terms, of no use to a user.
     useful = [
         line for line in lines if line and not line.startswith(("full_key", "object_type", "reference_type"))
     ]
-    return ConfigError(" ".join(useful) + hint)
-
-
-def _groups() -> Iterator[Any]:
-    return (kind for kind in get_type_hints(TrainConfig).values() if is_dataclass(kind))
+    return ConfigError(" ".join(useful))
 
 
 def read_run_config(path: Path) -> dict[str, Any]:

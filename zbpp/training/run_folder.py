@@ -38,6 +38,10 @@ class FolderError(ValueError):
     """A run folder that can't be used."""
 
 
+class WriteError(RuntimeError):
+    """A file of a run that can't be written."""
+
+
 class RunFolder:
     """A folder that this process has claimed. Until `begin`, nothing in the folder changes.
 
@@ -82,7 +86,7 @@ class RunFolder:
         self.write("job.json", json.dumps({"job": self._job, "resume": self._resume, **_this_process()}))
 
     def write(self, name: str, text: str) -> None:
-        """Write a file. Raises FolderError."""
+        """Write a file. Raises WriteError."""
         write_whole(self.path / name, text)
 
     def _cut_back(self, step: int) -> None:
@@ -259,20 +263,20 @@ def _this_process() -> dict[str, object]:
 
 @contextmanager
 def named_in_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
-    """Turn an OSError, or an error of these kinds, into a FolderError that names the file."""
+    """Turn an OSError, or an error of these kinds, into a WriteError that names the file."""
     caught: tuple[type[Exception], ...] = (OSError, *kinds)
     try:
         yield
     except caught as error:
         why = " ".join(str(error).split()) or type(error).__name__
-        raise FolderError(
+        raise WriteError(
             f"{shown_path(path)} could not be written ({why}): free space, then start the same command "
             "again: the run goes on from its newest checkpoint"
         ) from error
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file that is there whole or not at all. Raises FolderError."""
+    """Write a file that is there whole or not at all. Raises WriteError."""
     draft = path.with_name(f"{path.name}.tmp")
     with named_in_errors(path):
         try:

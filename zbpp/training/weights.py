@@ -22,7 +22,7 @@ def save_weights(folder: Path, pipeline: Pipeline, masters: MasterWeights | None
 
     They hold parameters and buffers, named as `Pipeline.state_dict` names them: all files together are a
     state dict of the whole model. A parameter that has a master is written as its master, in float32. Of all
-    copies the first is written; a sharded tensor is written whole. Collective. Raises FolderError.
+    copies the first is written; a sharded tensor is written whole. Collective. Raises WriteError.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file

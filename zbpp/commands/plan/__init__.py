@@ -94,7 +94,12 @@ def _bar() -> Iterator[Callable[[float, str], None]]:
 
 
 def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
-    timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
+    try:
+        timetable = read_timetable("/dev/stdin" if options.timetable == "-" else options.timetable)
+    except FileNotFoundError:
+        raise PlanError(
+            f"--timetable {options.timetable}: there is no such file; zbpp plan NAME --text writes one"
+        ) from None
     costs = inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
     return {Path(options.timetable).stem: simulate(timetable, costs)}
 
