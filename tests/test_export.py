@@ -170,7 +170,7 @@ def test_a_run_that_can_not_be_exported_leaves_no_folder(spoil, message, tmp_pat
     spoiled(tmp_path / "run", spoil)
     with pytest.raises(SystemExit) as ended:
         export.main([str(tmp_path / "run"), str(tmp_path / "out")])
-    assert ended.value.code == 1
+    assert ended.value.code == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: ")
     assert re.search(message, error), error

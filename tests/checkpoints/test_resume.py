@@ -14,7 +14,7 @@ from zbpp.checkpoints.writing import FolderWriter
 from zbpp.data import regression_data
 from zbpp.training.callbacks import Callback
 from zbpp.training.checkpoints import Checkpoints
-from zbpp.training.leaving import EarlyStop, StopAfter
+from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.trainer import Trainer
 
@@ -172,22 +172,6 @@ def test_the_state_is_copied_before_training_goes_on(tmp_path, monkeypatch):
 def zbpp_state(path):
     state = json.loads((path / "state.json").read_text())
     return {key: state[key] for key in ("model", "optimizer", "states", "step")}
-
-
-def test_callbacks_go_on_too(tmp_path):
-    """An early stop counts over both starts: no evaluation is better by 100."""
-    options = {"metric": "evaluation_loss", "patience": 3, "min_delta": 100.0}
-    first = trainer_of("float32 with BatchNorm", callbacks=[EarlyStop(**options), checkpoints_in(tmp_path)])
-    first.evaluate_every = 1
-    first.callbacks = [*first.callbacks, StopAfter(3)]
-    losses_of(first)
-    assert first.leaving == "stop_after=3"
-    checkpoints = checkpoints_in(tmp_path)
-    second = trainer_of("float32 with BatchNorm", callbacks=[EarlyStop(**options), checkpoints])
-    second.evaluate_every = 1
-    checkpoints.resume(second, tmp_path, STEPS)
-    assert [step for step, *_ in losses_of(second)] == [4]
-    assert "improved no more in 3 evaluations" in second.leaving
 
 
 class Counts(Callback):

@@ -14,7 +14,7 @@ from zbpp import config as configs
 from zbpp.run import app
 from zbpp.run import trainer as trainer_of_run
 from zbpp.training.callbacks import Callback
-from zbpp.training.run_folder import FolderError, write_whole
+from zbpp.training.run_folder import FolderError, WriteError, write_whole
 
 configs.register()
 
@@ -34,11 +34,11 @@ def room_for(num_bytes):
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     write_whole(tmp_path / "file", "old")
-    with room_for(4), pytest.raises(FolderError, match=r"file could not be written .*free space, then"):
+    with room_for(4), pytest.raises(WriteError, match=r"file could not be written .*free space, then"):
         write_whole(tmp_path / "file", "longer than four")
     assert (tmp_path / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
-    with pytest.raises(FolderError, match="No such file"):
+    with pytest.raises(WriteError, match="No such file"):
         write_whole(tmp_path / "none" / "file", "")
 
 

@@ -60,13 +60,12 @@ def no_account(monkeypatch, tmp_path):
 
 
 def write(folder, mode):
-    """A whole run: config, metrics, a picture, a sample, the summary."""
+    """A whole run: config, metrics, a picture, the summary."""
     imsave(folder / "timeline.png", [[0.0, 1.0], [1.0, 0.0]])
     with Loggers([Wandb(folder, project="test", mode=mode, config={"model.num_layers": 4})]) as loggers:
         for metrics in STEPS:
             loggers.log(metrics)
         loggers.picture("timeline", folder / "timeline.png", 1)
-        loggers.sample("return", " <x>", 1)
         loggers.summary = {"schedule": "zb_h1"}
 
 
@@ -83,7 +82,7 @@ def written(path, last):
 
 
 @needs_wandb
-def test_wandb_offline_writes_one_run_with_config_metrics_picture_sample_and_summary(no_account, tmp_path):
+def test_wandb_offline_writes_one_run_with_config_metrics_picture_and_summary(no_account, tmp_path):
     write(tmp_path, "offline")
     (run,) = runs_in(tmp_path)
     content = written(run, b"zb_h1")  # records of a known layout, but texts stand in them as they are
@@ -92,8 +91,6 @@ def test_wandb_offline_writes_one_run_with_config_metrics_picture_sample_and_sum
     assert b"note" not in content  # only numbers are metrics
     media = [path.name for path in run.parent.rglob("*") if path.is_file()]
     assert any(name.startswith("timeline") and name.endswith(".png") for name in media)
-    (text,) = run.parent.rglob("sample*.html")
-    assert "return &lt;x&gt;" in text.read_text()
 
 
 @needs_wandb
@@ -123,7 +120,6 @@ def test_tensorboard_has_metrics_pictures_and_texts(tmp_path):
         for metrics in STEPS:
             loggers.log(metrics)
         loggers.picture("timeline", tmp_path / "timeline.png", 2)
-        loggers.sample("def f(x):\n", "  return <x>", 2)
         loggers.summary = {"schedule": "zb_h1"}
     found = EventAccumulator(str(tmp_path / "tensorboard"), size_guidance={"tensors": 0}).Reload()
     assert [(each.step, each.value) for each in found.Scalars("loss")] == [(1, 2.5), (2, 1.25)]
@@ -131,6 +127,5 @@ def test_tensorboard_has_metrics_pictures_and_texts(tmp_path):
     texts = {
         tag: found.Tensors(tag)[0].tensor_proto.string_val[0].decode() for tag in found.Tags()["tensors"]
     }
-    assert texts["sample/text_summary"] == "    def f(x):\n      return <x>\n"
     assert "| model.num_layers | 4 |" in texts["config/text_summary"]
     assert "| schedule | zb_h1 |" in texts["summary/text_summary"]

@@ -262,21 +262,3 @@ def test_targets_of_a_mixed_run_are_not_rounded_to_16_bits():
     list(trainer.run(1))
     assert len(seen) > 2 * M
     assert set(seen) == {(torch.float32, torch.float32)}
-
-
-# ---------------------------------------------------------------- refusals
-
-
-@pytest.mark.parametrize("precision", ["mixed_bfloat16", "mixed_float16"])
-def test_batch_norm_is_refused_in_mixed_precision_before_the_first_step(precision):
-    def stages(norm):
-        return {1: nn.Sequential(nn.Linear(4, 4), norm)}
-
-    with pytest.raises(configs.ConfigError, match=rf"precision={precision}: 1 of stage 1 is a BatchNorm1d"):
-        move_stages(stages(nn.BatchNorm1d(4)), CPU, PRECISIONS[precision])
-    move_stages(stages(nn.BatchNorm1d(4)), CPU, PRECISIONS["bfloat16"])
-    plain = stages(nn.BatchNorm1d(4, affine=False))
-    move_stages(plain, CPU, PRECISIONS[precision])
-    compute = PRECISIONS[precision].compute
-    MasterWeights(plain[1].parameters(), compute)
-    assert plain[1](torch.randn(8, 4).to(compute)).isfinite().all()

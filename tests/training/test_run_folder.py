@@ -147,7 +147,6 @@ def test_an_earlier_checkpoint_of_a_run_is_refused_until_the_later_ones_are_gone
     begun(folder, [1, 2, 3, 4])
     checkpoint(folder, 2)
     checkpoint(folder, 4)
-    (folder / "samples.jsonl").write_text('{"step": 2}\n{"step": 4}\n')
     source = folder / "checkpoints/step-2"
     with pytest.raises(FolderError, match="holds later checkpoints .* or remove step-4"):
         begun(folder, [3], step=2, resume=str(source))
@@ -155,7 +154,6 @@ def test_an_earlier_checkpoint_of_a_run_is_refused_until_the_later_ones_are_gone
     (folder / "summary.json").write_text("{}")
     assert begun(folder, [3], step=2, resume=str(source)) == source
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
-    assert steps_in(folder / "samples.jsonl") == [2]
     assert not (folder / "summary.json").exists()
 
 
@@ -213,11 +211,9 @@ def test_a_line_that_was_cut_off_costs_no_step(tmp_path, stump):
     folder = tmp_path / "run"
     begun(folder, [1, 2])
     checkpoint(folder, 2)
-    for name in ("metrics.jsonl", "samples.jsonl"):
-        (folder / name).write_bytes(b'{"step": 1}\n{"step": 2}\n' + stump.encode()[:-1])
+    (folder / "metrics.jsonl").write_bytes(b'{"step": 1}\n{"step": 2}\n' + stump.encode()[:-1])
     begun(folder, [3], step=2, resume="auto")
     assert steps_in(folder / "metrics.jsonl") == [1, 2, 3]
-    assert (folder / "samples.jsonl").read_text() == '{"step": 1}\n{"step": 2}\n'
 
 
 def test_a_restart_goes_on_from_its_own_checkpoints_not_from_those_it_began_with(tmp_path, monkeypatch):

@@ -59,7 +59,6 @@ def measure(config: MeasureConfig) -> Summary:
             **_about(config, workload),
             **({} if cut is None else {"layers_per_stage": cut}),
             "steps": config.repeats,
-            "links": [link._asdict() for link in found.links],
         }
         summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
         if folder is not None:

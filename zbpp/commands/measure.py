@@ -4,8 +4,8 @@
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
 Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
-Under "about" it writes where they were measured and how fast each link is. host is the time to copy what F
-saves to host memory, or back, while nothing else runs; memory.offload and `zbpp memory` need it.
+Under "about" it writes where they were measured. host is the time to copy what F saves to host memory, or
+back, while nothing else runs; memory.offload and `zbpp memory` need it.
 static is held all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
 Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
 the model is cut into.
@@ -50,7 +50,7 @@ def measure_on_rank(config: MeasureConfig) -> dict[str, Any]:
 
 
 def _table(costs: dict[str, Any]) -> str:
-    """A row per stage, then a line per pair of ranks."""
+    """A row per stage."""
     columns = [name for name, numbers in costs.items() if isinstance(numbers, list)]
     lines = [
         "",
@@ -58,7 +58,4 @@ def _table(costs: dict[str, Any]) -> str:
     ]
     for stage, numbers in enumerate(zip(*(costs[name] for name in columns), strict=True)):
         lines.append(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
-    for link in costs["about"]["links"]:
-        (first, second), latency, speed = link["ranks"], link["latency_ms"], link["gigabytes_per_second"]
-        lines.append(f"ranks {first} and {second}: {latency:.3f} ms, {speed:.2f} GB/s")
     return "\n".join(lines)

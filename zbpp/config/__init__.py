@@ -23,7 +23,6 @@ from zbpp.config.train import (
     MemoryConfig,
     OptimizerConfig,
     ParallelConfig,
-    SampleConfig,
     TrainConfig,
 )
 from zbpp.ranges import ConfigError
@@ -41,7 +40,6 @@ __all__ = [
     "MemoryConfig",
     "OptimizerConfig",
     "ParallelConfig",
-    "SampleConfig",
     "ScheduleConfig",
     "TrainConfig",
     "command",

@@ -22,9 +22,7 @@ class OptimizerConfig(Checked):
     """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule."""
 
     prefix: ClassVar[str] = "optimizer."
-    name: str = one_of(
-        "adamw", "stable_adamw", "lion", "muon", "custom", help="custom: the one that build names"
-    )
+    name: str = one_of("adamw", "muon", "custom", help="custom: the one that build names")
     build: Any = field(
         default_factory=open_node,
         metadata={"help": "of optimizer=custom: _target_, a class, and its own arguments"},
@@ -47,7 +45,6 @@ class OptimizerConfig(Checked):
     warmup_steps: int = ranged(10)
     min_ratio: float = ranged(0.1, most=1, help="of the learning rate, at the end")
     clip_norm: float | None = ranged(1.0, above=0, help="of the gradients of all stages; null: no clipping")
-    kahan_sum: bool = described(False, "of precision=bfloat16: what rounding takes off an update is kept")
     validation: str = one_of(
         "before",
         "after",
@@ -67,17 +64,16 @@ class OptimizerConfig(Checked):
                 "optimizer.build._target_=torch.optim.SGD optimizer.build.lr=0.1"
             )
         for each in fields(self):
-            is_ours = each.name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay", "kahan_sum")
+            is_ours = each.name in ("learning_rate", "beta1", "beta2", "eps", "weight_decay")
             if self.name == "custom" and is_ours and getattr(self, each.name) != each.default:
                 raise ConfigError(
                     f"optimizer.{each.name} is not passed on to {target}: write its own argument, as "
                     "optimizer.build.lr=0.1"
                 )
-        if self.name in ("stable_adamw", "lion"):
-            need_optimi(f"optimizer.name={self.name}")
-        if self.kahan_sum or str(target).startswith("optimi."):
-            need_optimi(
-                "optimizer.kahan_sum=true" if self.kahan_sum else f"optimizer.build._target_={target}"
+        if str(target).startswith("optimi.") and importlib.util.find_spec("optimi") is None:
+            raise ConfigError(
+                f"optimizer.build._target_={target}, but the package is not installed: pip install "
+                "'zbpp[optimi]'"
             )
         if self.lr_scheduler and self.lr_schedule != "cosine":
             raise ConfigError(
@@ -203,18 +199,6 @@ class LoggerConfig(Checked):
 
 
 @dataclass(kw_only=True)
-class SampleConfig(Checked):
-    """Text from the model, in samples.jsonl."""
-
-    prefix: ClassVar[str] = "sample."
-    every: int = ranged(0, help="steps; 0: none")
-    prompt: str = filled("The ", "write a text, such as sample.prompt=Once")
-    max_tokens: int = ranged(64, least=1)
-    temperature: float = ranged(0.0, help="0: always the likeliest token")
-    tokenizer: str | None = described(None, "a tokenizer.json; null: the data's, else bytes")
-
-
-@dataclass(kw_only=True)
 class CheckpointConfig(Checked):
     """When a run is saved into run_dir/checkpoints. A run that is left early is saved in any case."""
 
@@ -230,9 +214,8 @@ _EXCLUDED = (
     ("graphs", "tensor", "leave it at 1"),
     ("graphs", "shapes", "a captured action has fixed shapes"),
     ("graphs", "recompute", "write memory.recompute=none"),
-    ("kahan", "wide", "it is for weights in bfloat16; write precision=bfloat16"),
     ("release", "clip", "it needs the norm of all gradients; write null, and optimizer=stable_adamw, say"),
-    ("release", "masters", "write precision=bfloat16 with optimizer.kahan_sum=true"),
+    ("release", "masters", "write precision=bfloat16 optimizer=optimi_adamw"),
     ("offload", "no costs", "run zbpp measure, and write schedule.costs=costs.json, the file that it makes"),
     ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
     ("compile", "shard", "write parallel.replicate"),
@@ -281,7 +264,6 @@ class TrainConfig(RunConfig):
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
-    sample: SampleConfig = field(default_factory=SampleConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,8 +289,6 @@ class TrainConfig(RunConfig):
             "compile": (compiled, self.compile != "none"),
             "eager": (compiled, self.compile == "none"),
             "budget": (f"memory.budget={memory.budget}", memory.budget != 1),
-            "kahan": ("optimizer.kahan_sum=true", self.optimizer.kahan_sum),
-            "wide": (f"precision={precision}", precision != "bfloat16"),
             "mixed": (f"precision={precision}", precision in _MIXED),
             "masters": (
                 f"precision={precision}",
@@ -354,9 +334,3 @@ class TrainConfig(RunConfig):
     def batch_size(self) -> int:
         """Rows of a whole batch."""
         return (self.num_microbatches or NUM_MICROBATCHES) * self.microbatch_size
-
-
-def need_optimi(setting: str) -> None:
-    """Raise ConfigError if the package torch-optimi is not installed."""
-    if importlib.util.find_spec("optimi") is None:
-        raise ConfigError(f"{setting}, but the package is not installed: pip install 'zbpp[optimi]'")

@@ -8,7 +8,7 @@ text         batches of such samples; `text_data` from text files
 prepare      makes a folder of tokens from text, by Hugging Face's `datasets`
 prepared     reads such a folder, mapped
 tokens       batches from one such folder, or from several in fixed shares; `token_data`
-tokenizer    a tokenizer.json and its special tokens
+tokenizer    a tokenizer.json
 
 chat         conversations with a loss mask
 loader       a user's own Dataset, or anything that yields batches; `loaded_data`

@@ -30,7 +30,6 @@ from zbpp.data.prepared import (
     checksum_of,
     digest_of,
     documents_file,
-    entropy_of,
     tokens_file,
     write_header,
 )
@@ -270,7 +269,8 @@ def is_held_out(source: int, row: int, place: int, share: float) -> bool:
 
 def _written(tokens: Any, folder: Path, encoder: Encoder) -> Header:
     """Write the tokens and the ends of the documents of both parts; returns the header."""
-    counts = np.zeros(encoder.vocab_size, dtype=np.int64)
+    if not len(tokens):
+        raise ValueError("the sources hold no text")
     lengths: dict[str, list[Tokens]] = {part: [] for part in PARTS}
     with ExitStack() as stack:
         files = {part: stack.enter_context(tokens_file(folder, part).open("wb")) for part in PARTS}
@@ -281,15 +281,11 @@ def _written(tokens: Any, folder: Path, encoder: Encoder) -> Header:
                 found = documents.flatten().to_numpy()
                 files[part].write(found.astype(encoder.dtype.newbyteorder("<"), copy=False).data)
                 lengths[part].append(documents.value_lengths().to_numpy())
-                counts += np.bincount(found, minlength=len(counts))
-    if not counts.sum():
-        raise ValueError("the sources hold no text")
     return Header(
         dtype=encoder.dtype.name,
         vocab_size=encoder.vocab_size,
         tokenizer=encoder.fingerprint,
         end_token=encoder.end_token,
-        unigram_entropy=entropy_of(counts),
         parts={part: _part(folder, part, lengths[part]) for part in PARTS},
     )
 

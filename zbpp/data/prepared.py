@@ -42,14 +42,13 @@ class Header:
     """What a prepared set holds.
 
     dtype: of the tokens in the files. tokenizer: the fingerprint of the tokenizer's file, or "bytes".
-    end_token: the token after each document; None: there is none. unigram_entropy: nats per token.
+    end_token: the token after each document; None: there is none.
     """
 
     dtype: str
     vocab_size: int
     tokenizer: str
     end_token: int | None
-    unigram_entropy: float
     parts: Mapping[str, PartHeader]
     format: int = FORMAT
 
@@ -92,6 +91,7 @@ def open_prepared(path: str | Path) -> Prepared:
         )
     try:
         found = json.loads(file.read_text())
+        found.pop("unigram_entropy", None)  # in headers of older versions
         parts = {name: PartHeader(**part) for name, part in found.pop("parts").items()}
         header = Header(**found, parts=parts)
     except (KeyError, TypeError, AttributeError, RecursionError, json.JSONDecodeError) as error:
@@ -128,12 +128,6 @@ def checksum_of(file: Path) -> str:
     """16 hex digits of a hash of a file."""
     with file.open("rb") as opened:
         return file_digest(opened, lambda: blake2b(digest_size=8)).hexdigest()
-
-
-def entropy_of(counts: Numbers) -> float:
-    """Entropy of single tokens in nats: the loss of the best model that ignores the context."""
-    frequencies = counts[counts > 0] / counts.sum()
-    return float(-(frequencies * np.log(frequencies)).sum())
 
 
 def _mapped(file: Path, dtype: np.dtype[Any], length: int) -> Any:

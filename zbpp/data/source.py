@@ -39,7 +39,6 @@ class Data(NamedTuple):
     num_evaluation_batches: int
     items_per_batch: int
     fingerprint: str | None  # equal on two ranks that read the same data; None on a rank that reads none
-    unigram_entropy: float | None = None  # nats per token
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
 
     def told_by(self, other: Data) -> Data:

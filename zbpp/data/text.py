@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from zbpp.data.permutation import Numbers
-from zbpp.data.prepared import digest_of, entropy_of
+from zbpp.data.prepared import digest_of
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.data.tokenizer import load_tokenizer
 from zbpp.data.windows import Samples, Tokens, Windows
@@ -22,7 +21,6 @@ from zbpp.seeding import seed_of
 NOT_SOURCES = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 TOKEN_TYPES = ("uint16", "uint32", "int32", "int64", "uint8")
 STANDARD_LIBRARY_BYTES = 4 * 2**20  # about a third of its sources: enough for a demo, read in 0.1 s
-_BLOCK = 2**22  # tokens counted at once: a mapped file may be larger than the memory
 
 
 class Batches:
@@ -94,7 +92,6 @@ def text_data(
         sequence_length=sequence_length,
         batch_size=batch_size,
         fingerprint=digest_of(shape, np.ascontiguousarray(tokens).data),
-        unigram_entropy=entropy_of(count_tokens(tokens, needed)),
     )
 
 
@@ -105,7 +102,6 @@ def data_of_samples(
     sequence_length: int,
     batch_size: int,
     fingerprint: str,
-    unigram_entropy: float | None,
     name: str = "the corpus",
 ) -> Data:
     """`Data` of samples of tokens. Raises ValueError for fewer than a batch: it would hold a text twice."""
@@ -124,7 +120,6 @@ def data_of_samples(
         num_evaluation_batches=held_out.num_batches if held_out else 0,
         items_per_batch=batch_size * sequence_length,
         fingerprint=fingerprint,
-        unigram_entropy=unigram_entropy,
     )
 
 
@@ -153,14 +148,6 @@ def load_tokens(
     if len(tokens) == 0:
         raise ValueError(f"the corpus {source} is empty: {len(files)} files, no text; name another data path")
     return tokens, vocab_size
-
-
-def count_tokens(tokens: Tokens, vocab_size: int) -> Numbers:
-    """How often each token occurs."""
-    counts = np.zeros(vocab_size, dtype=np.int64)
-    for start in range(0, len(tokens), _BLOCK):
-        counts += np.bincount(tokens[start : start + _BLOCK].astype(np.int64), minlength=vocab_size)
-    return counts
 
 
 def corpus_files(path: str | None, pattern: str | None) -> tuple[Path, list[Path]]:

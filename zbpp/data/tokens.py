@@ -71,7 +71,6 @@ def token_data(
         sequence_length=sequence_length,
         batch_size=batch_size,
         fingerprint=digest_of(repr([(each.header.fingerprint, *weights) for each in sets]).encode()),
-        unigram_entropy=sets[0].header.unigram_entropy if len(sets) == 1 else None,
         name=" and ".join(map(str, paths)),
     )
 

@@ -88,7 +88,7 @@ def train(composed: Composed) -> dict[str, Any]:
         shown = composed.settings, trainer.next_step
         loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
         with loggers, _recorded(recorder):
-            watching = build_callbacks(config, parts.data, here, path, loggers)
+            watching = build_callbacks(config, here, path)
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, parts.model, plan, trainer, loggers, here)
             write_results(config, path, trainer, title, summary, loggers, is_rank_0=rank == 0)

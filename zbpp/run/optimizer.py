@@ -100,8 +100,6 @@ def build_optimizer(
                 betas=(options.beta1, options.beta2),
                 eps=options.eps,
                 weight_decay=options.weight_decay,
-                kahan_sum=options.kahan_sum,
-                gradient_release=gradient_release,
                 entries=entries,
             )
         _check_options(made, entries)
@@ -113,14 +111,14 @@ def _custom(
 ) -> torch.optim.Optimizer:
     """The optimizer that `build` names, with its own options where no entry of `groups` sets others."""
     groups = grouped(parameters, entries, lambda named, options: {}, [{}])
-    is_optimi = str(node["_target_"]).partition(".")[0] == "optimi"
-    further = {"gradient_release": True} if is_optimi and gradient_release else {}
-    try:
-        made = partial_of_node("optimizer.build", {**further, **node})(groups)
-    except ConfigError as error:
-        if "Muon" not in str(node["_target_"]):
-            raise
-        raise ConfigError(f"{error}; optimizer=muon gives what is no matrix to AdamW") from error
+    further: dict[str, Any] = {}
+    if str(node["_target_"]).startswith("optimi."):
+        # optimi's StableAdamW (0.3.3) chooses Triton before it has looked at a parameter: on the CPU, too.
+        can_use_triton = all(
+            type(each.parameter) is nn.Parameter and each.parameter.is_cuda for each in parameters
+        )
+        further = {"gradient_release": gradient_release, "triton": None if can_use_triton else False}
+    made = partial_of_node("optimizer.build", {**further, **node})(groups)
     if not isinstance(made, torch.optim.Optimizer):
         raise ConfigError(f"optimizer.build returns {kind_of(made)}, which is no torch.optim.Optimizer")
     return made

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import recompute
-from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.config import ParallelConfig, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.run.model import check_data_fit
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
@@ -69,26 +69,10 @@ def move_stages(
 ) -> None:
     """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
 
-    stay_on_host: the stages are left on the CPU, though they will compute on `device`. Raises ConfigError
-    for a norm that can't compute in the precision.
+    stay_on_host: the stages are left on the CPU, though they will compute on `device`.
     """
-    if precision.is_mixed:
-        _check_norms(stages, precision)
     for stage in stages.values():
         stage.to("cpu" if stay_on_host else device, precision.stored)
-
-
-def _check_norms(stages: Mapping[int, nn.Module], precision: Precision) -> None:
-    """Raise ConfigError for a BatchNorm with weights: torch wants them in the dtype of its statistics."""
-    for index, stage in stages.items():
-        for name, module in stage.named_modules():
-            statistics, weight = (getattr(module, each, None) for each in ("running_mean", "weight"))
-            if statistics is not None and weight is not None:
-                raise ConfigError(
-                    f"precision={precision.name}: {name} of stage {index} is a {type(module).__name__}, "
-                    "whose running statistics stay in float32, and torch wants its weights in float32, too: "
-                    "write precision=float32 or bfloat16, affine=False, or take a norm without statistics"
-                )
 
 
 def recompute_stages(

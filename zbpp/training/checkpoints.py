@@ -172,8 +172,7 @@ class Checkpoints(Callback):
 _OF_OPTIMIZER = tuple(
     f"optimizer.{name}"
     for name in (
-        "name", "build", "groups", "learning_rate", "beta", "eps", "weight_decay", "kahan_sum",
-        "lr_scheduler",
+        "name", "build", "groups", "learning_rate", "beta", "eps", "weight_decay", "lr_scheduler",
     )
 )  # fmt: skip
 

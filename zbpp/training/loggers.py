@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 import json
 import math
 import time
@@ -23,36 +22,29 @@ Metrics = Mapping[str, Any]
 
 
 class Logger(Protocol):
-    """Takes one dict per step, pictures by name, and text that the model writes; `close` ends the run."""
+    """Takes one dict per step, and pictures by name; `close` ends the run."""
 
     def log(self, metrics: Metrics) -> None: ...
     def picture(self, name: str, path: Path, step: int) -> None: ...
-    def sample(self, prompt: str, text: str, step: int) -> None: ...
     def close(self, summary: Metrics, *, failed: bool) -> None: ...
 
 
 class JsonLines:
-    """metrics.jsonl and samples.jsonl in a folder. A line is written at once: a run can be watched."""
+    """metrics.jsonl in a folder. A line is written at once: a run can be watched."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._add("metrics.jsonl", "")  # a run that goes on has lines already
+        self._path = folder / "metrics.jsonl"
+        self._path.touch()  # a run that goes on has lines already
 
     def log(self, metrics: Metrics) -> None:
-        self._add("metrics.jsonl", json.dumps(finite(metrics), allow_nan=False) + "\n")
+        with self._path.open("a") as file:
+            file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
 
     def picture(self, name: str, path: Path, step: int) -> None:
         """Pictures are files beside this one."""
 
-    def sample(self, prompt: str, text: str, step: int) -> None:
-        self._add("samples.jsonl", json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
-
     def close(self, summary: Metrics, *, failed: bool) -> None:
         """Nothing is open."""
-
-    def _add(self, name: str, line: str) -> None:
-        with (self._folder / name).open("a") as file:
-            file.write(line)
 
 
 class Wandb:
@@ -95,12 +87,6 @@ class Wandb:
 
         self._run.log({name: wandb.Image(str(path))}, step=step)
 
-    def sample(self, prompt: str, text: str, step: int) -> None:
-        import wandb
-
-        shown = f"<pre>{html.escape(prompt + text)}</pre>"
-        self._run.log({"sample": wandb.Html(shown, inject=False)}, step=step)
-
     def close(self, summary: Metrics, *, failed: bool) -> None:
         self._run.summary.update(dict(summary))
         self._run.finish(exit_code=int(failed))
@@ -128,11 +114,6 @@ class TensorBoard:
         from matplotlib.image import imread
 
         self._writer.add_image(name, imread(path)[..., :3], step, dataformats="HWC")
-
-    def sample(self, prompt: str, text: str, step: int) -> None:
-        # Four spaces: Markdown shows the text as it is.
-        lines = "".join(f"    {line}\n" for line in (prompt + text).splitlines())
-        self._writer.add_text("sample", lines, step)
 
     def close(self, summary: Metrics, *, failed: bool) -> None:
         if summary:
@@ -166,9 +147,6 @@ class Loggers:
 
     def picture(self, name: str, path: Path, step: int) -> None:
         self._each(lambda logger: logger.picture(name, path, step))
-
-    def sample(self, prompt: str, text: str, step: int) -> None:
-        self._each(lambda logger: logger.sample(prompt, text, step))
 
     def _each(self, do: Callable[[Logger], None]) -> None:
         for logger in self._loggers:

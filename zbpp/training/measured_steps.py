@@ -251,7 +251,6 @@ def _figures(
         "seconds": seconds,
         data.unit: trainer.items_per_step * len(history),
         **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},
-        "unigram_entropy": data.unigram_entropy,
         f"{data.unit}_per_second": items_per_second,
         "model_flops_utilisation": model_flops_utilisation(
             parameters_of_a_token(pipeline),

@@ -28,10 +28,9 @@ from zbpp.error_text import shown_path
 OF_A_RUN = (
     "job.json", "config.yaml", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "bench.json",
     "bench.png", "costs.json", "*.safetensors", "adapter", "wandb",
-    "tensorboard", "profile", "samples.jsonl", "checkpoints", "failure",
+    "tensorboard", "profile", "checkpoints", "failure",
 )  # fmt: skip
 CHECKPOINTS = "checkpoints"
-_BY_STEP = ("metrics.jsonl", "samples.jsonl")  # each line has its step
 
 
 class FolderError(ValueError):
@@ -95,9 +94,9 @@ class RunFolder:
             [*self.path.glob("stage-*.safetensors"), *self.path.glob("adapter")]
         )  # the checkpoint has them
         _remove([*self.path.glob("summary.json"), *self.path.glob(f"{CHECKPOINTS}/*.tmp")])
-        for path in (self.path / name for name in _BY_STEP):
-            if path.exists():
-                write_whole(path, "".join(_lines_until(path, step)))
+        path = self.path / "metrics.jsonl"
+        if path.exists():
+            write_whole(path, "".join(_lines_until(path, step)))
 
     def _files(self) -> list[Path]:
         return sorted(path for pattern in OF_A_RUN for path in self.path.glob(pattern))

@@ -3,7 +3,7 @@
 It knows no schedule and no config. All ranks run it in lockstep; one gather per step exchanges the losses and
 the squared norms of the gradients.
 
-Callbacks do what happens around the steps beside training: saving, leaving early, sampling, profiling.
+Callbacks do what happens around the steps beside training: saving, leaving early, profiling.
 
     for each step:    before_step   the step   after_step
     at the end:       finish        if the run does its last step, or is left early

@@ -104,7 +104,7 @@ class GradientRelease(Extra):
             raise ValueError(
                 "parameters have a main_grad (MasterWeights), which stays allocated through all steps, so "
                 "gradient release would free nothing: write precision=bfloat16 with "
-                "optimizer.kahan_sum=true, or parallel.shard=2 or more, where the float32 gradients can be "
+                "optimizer=optimi_adamw, or parallel.shard=2 or more, where the float32 gradients can be "
                 "released"
             )
         not_own = set(map(id, (*_shared(rank), *_of_loss(rank))))

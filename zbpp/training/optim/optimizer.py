@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbpp.training.optim.parameter_groups import Entry, Group, Named, as_named, by_dimension, grouped
+from zbpp.training.optim.parameter_groups import Entry, Group, Named, as_named, grouped
 
 Parameters = Iterable[nn.Parameter | Named]
 
@@ -22,71 +22,19 @@ def adamw(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
-    kahan_sum: bool = False,
-    gradient_release: bool = False,
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """AdamW over the trainable parameters; weight decay is for matrices, not for biases and norm scales.
 
-    kahan_sum: with 16-bit weights, what rounding cuts off an update is kept and added to the next one. This
-    is then torch-optimi's AdamW, of the same formula. entries: other options for parameters by their names,
-    see parameter_groups.py.
+    entries: other options for parameters by their names, see parameter_groups.py.
     """
-    if kahan_sum:
-        return _of_optimi(
-            "AdamW",
-            parameters,
-            learning_rate=learning_rate,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            kahan_sum=kahan_sum,
-            gradient_release=gradient_release,
-            entries=entries,
-        )
-    groups = _groups(parameters, weight_decay, entries)
+    kinds = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
+
+    def split(named: Named, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        return kinds[0 if named.parameter.dim() >= 2 else 1]
+
+    groups = grouped(as_named(parameters), entries, split, kinds)
     return torch.optim.AdamW(groups, lr=learning_rate, betas=betas, eps=eps)
-
-
-def _of_optimi(
-    name: str,
-    parameters: Parameters,
-    *,
-    learning_rate: float,
-    betas: tuple[float, float],
-    eps: float | None,
-    weight_decay: float,
-    kahan_sum: bool = False,
-    gradient_release: bool = False,
-    entries: Sequence[Entry] = (),
-) -> torch.optim.Optimizer:
-    """An optimizer of torch-optimi by its name there. eps: None for one that takes none."""
-    import optimi
-
-    more: dict[str, Any] = {} if eps is None else {"eps": eps}
-    named = as_named(parameters)
-    # optimi's StableAdamW (0.3.3) chooses Triton before it has looked at a parameter: on the CPU, too.
-    can_use_triton = all(type(each.parameter) is nn.Parameter and each.parameter.is_cuda for each in named)
-    optimizer: torch.optim.Optimizer = getattr(optimi, name)(
-        _groups(named, weight_decay, entries),
-        lr=learning_rate,
-        betas=betas,
-        kahan_sum=kahan_sum,
-        gradient_release=gradient_release,
-        triton=None if can_use_triton else False,  # None: optimi's own choice
-        **more,
-    )
-    return optimizer
-
-
-def stable_adamw(parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
-    """torch-optimi's StableAdamW, which limits each parameter's update by itself: no clipping is needed."""
-    return _of_optimi("StableAdamW", parameters, **options)
-
-
-def lion(parameters: Parameters, **options: Any) -> torch.optim.Optimizer:
-    """torch-optimi's Lion: one state per weight, and no eps."""
-    return _of_optimi("Lion", parameters, **{**options, "eps": None})
 
 
 def muon(
@@ -97,15 +45,9 @@ def muon(
     eps: float,
     weight_decay: float,
     momentum: float = 0.95,
-    kahan_sum: bool = False,
-    gradient_release: bool = False,
     entries: Sequence[Entry] = (),
 ) -> torch.optim.Optimizer:
     """torch's Muon over the matrices of hidden layers, AdamW over the rest: see MuonAndAdamW."""
-    if kahan_sum:
-        raise ValueError(
-            "kahan_sum=true is for torch-optimi's optimizers, Muon is torch's: write optimizer=adamw"
-        )
     of_muon = {"algorithm": MUON, "momentum": momentum, "weight_decay": weight_decay}
     of_adamw = {"algorithm": ADAMW, "betas": betas, "eps": eps}
     kinds = [of_muon, {**of_adamw, "weight_decay": weight_decay}, {**of_adamw, "weight_decay": 0.0}]
@@ -118,13 +60,7 @@ def muon(
     return MuonAndAdamW(grouped(as_named(parameters), entries, split, kinds), lr=learning_rate)
 
 
-OPTIMIZERS = {"adamw": adamw, "stable_adamw": stable_adamw, "lion": lion, "muon": muon}
-
-
-def _groups(parameters: Parameters, weight_decay: float, entries: Sequence[Entry]) -> list[Group]:
-    """Two groups, matrices and the rest (without decay): for no entry first, then for each entry."""
-    kinds = [{"weight_decay": weight_decay}, {"weight_decay": 0.0}]
-    return grouped(as_named(parameters), entries, by_dimension(weight_decay), kinds)
+OPTIMIZERS = {"adamw": adamw, "muon": muon}
 
 
 def warmup_cosine(step: int, *, num_steps: int, warmup_steps: int, min_ratio: float) -> float:

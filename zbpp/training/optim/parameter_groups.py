@@ -106,15 +106,6 @@ def grouped(
     return groups
 
 
-def by_dimension(weight_decay: float) -> Callable[[Named, Mapping[str, Any]], Mapping[str, Any]]:
-    """A `split` by which matrices decay, and biases and norm scales don't."""
-
-    def split(named: Named, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        return {"weight_decay": weight_decay if named.parameter.dim() >= 2 else 0.0}
-
-    return split
-
-
 def unmatched(all_names: Iterable[Iterable[str]], patterns: Iterable[str]) -> list[str]:
     """The patterns that match no name."""
     names = [name for each in all_names for name in each]

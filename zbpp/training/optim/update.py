@@ -249,7 +249,7 @@ class ReleasedUpdate(Update):
         if loss_scale is not None or masters is not None:
             raise ValueError(
                 "gradient release doesn't go with master weights or a loss scale: write precision=bfloat16 "
-                "with optimizer.kahan_sum=true"
+                "optimizer=optimi_adamw"
             )
         super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
         pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
