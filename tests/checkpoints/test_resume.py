@@ -66,7 +66,6 @@ def trainer_of(variant, rank=0, num_ranks=1, callbacks=()):
         betas=(0.9, 0.95),
         eps=1e-8,
         weight_decay=0.1,
-        gradient_release=options["gradient_release"],
     )
     return Trainer(
         pipeline=pipeline,

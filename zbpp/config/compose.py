@@ -141,7 +141,7 @@ def _data_of_another_model(key: object, text: str) -> str:
     return (
         f"{key}: {text}. The chosen data, by default text, are not for this model: write "
         "data._target_=my_file.my_data for data of yours, or data=regression; for a language model "
-        f"{key}=... (docs/training.md, "Data")"
+        f"{key}=... (docs/training.md)"
     )
 
 
