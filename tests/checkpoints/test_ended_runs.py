@@ -12,7 +12,7 @@ COMMAND = [
 ]  # fmt: skip
 
 
-def test_a_run_that_was_killed_behind_its_last_checkpoint_does_its_end(tmp_path, monkeypatch, capsys):
+def test_a_run_that_was_killed_behind_its_last_checkpoint_does_its_end(tmp_path, monkeypatch, capfd):
     command = [*COMMAND, f"run_dir={tmp_path / 'run'}"]
     train(command)
     run = tmp_path / "run"
@@ -27,7 +27,7 @@ def test_a_run_that_was_killed_behind_its_last_checkpoint_does_its_end(tmp_path,
 
     with pytest.raises(SystemExit, match="^1$"):
         train(command)
-    assert "step-4 has done 4 steps already: write steps=8" in capsys.readouterr().err
+    assert "step-4 has done 4 steps already: write steps=8" in capfd.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")  # torchrun: another rank died at the very end
     train(command)
     assert (run / "stage-0-of-1.safetensors").read_bytes() == weights
