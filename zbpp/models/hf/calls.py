@@ -6,8 +6,9 @@ Nothing here knows a family or a module by its name. In this order:
 2. `record` runs the uncut model and records the call of every layer.
 3. `calls_of` runs the model as a later stage does, without its tokens and with zeros for all parameters above
    the layers. A value of a call that differs from the recorded one has to be sent by the stage before.
-4. `owners_of` cuts autograd's graph at the boundaries of the stages. The gradients of a part's outputs show
-   which parameters that stage uses.
+4. `owners_of` asks autograd which boundary's values depend on a parameter first: that stage uses it.
+
+A cut that these steps get wrong does not pass the check (check.py).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from zbpp.models.hf.cut import (
     Call,
@@ -70,29 +71,16 @@ def list_of_layers(model: PreTrainedModel, tokens: Tensor) -> str:
 
 
 class RecordedLayer(LayerProxy):
-    """A layer that records its last call: the names and values of the arguments' leaves, and the output.
+    """A layer that records its last call: the names and values of the arguments' leaves, and the output."""
 
-    cut_at: positions of the tensors at which autograd's graph is cut; the layer gets detached ones there.
-    detached: id of a tensor before a cut -> the detached tensor; shared by all layers of a model.
-    """
-
-    def __init__(
-        self, layer: Any, cut_at: Sequence[int] = (), detached: dict[int, Tensor] | None = None
-    ) -> None:
+    def __init__(self, layer: Any) -> None:
         super().__init__(layer)
-        self.cut_at, self.detached = cut_at, {} if detached is None else detached
         self.leaves: list[Any] = []
         self.output: Any = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self.names = _names(self.layer, args, kwargs)
-        given, spec = tree_flatten((args, kwargs))
-        self.given = given  # kept alive, so that their ids are not used again
-        self.leaves = [self.detached.get(id(leaf), leaf) for leaf in given]
-        for position in self.cut_at:
-            tensor = self.leaves[position]
-            self.detached[id(given[position])] = tensor.detach().requires_grad_(tensor.requires_grad)
-        args, kwargs = tree_unflatten([self.detached.get(id(leaf), leaf) for leaf in given], spec)
+        self.leaves, _ = tree_flatten((args, kwargs))
         self.output = self.layer(*args, **kwargs)
         return self.output
 
@@ -104,14 +92,14 @@ def _names(layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[st
     return [keystr(path) for path, _ in tree_flatten_with_path(given)[0]]
 
 
-def record(model: PreTrainedModel, path: str, tokens: Tensor) -> list[RecordedLayer]:
-    """Run the uncut model and record the call of every layer. Raises CutError if one is not called."""
+def record(model: PreTrainedModel, path: str, tokens: Tensor) -> tuple[list[RecordedLayer], Tensor]:
+    """Run the uncut model: (the call of every layer, logits). Raises CutError if a layer is not called."""
     seen = [RecordedLayer(layer) for layer in layers_at(model, path)]
-    PatchedModel(model, path).run(tokens, seen, next(model.parameters()), training=False)
+    logits = PatchedModel(model, path).run(tokens, seen, next(model.parameters()), training=False)
     for number, each in enumerate(seen):
         if each.output is None:
             raise CutError(f"{path}.{number} of {type(model).__name__} is not called: it can't be cut there")
-    return seen
+    return seen, logits
 
 
 def calls_of(model: PreTrainedModel, path: str, recorded: list[RecordedLayer], tokens: Tensor) -> list[Call]:
@@ -183,33 +171,6 @@ def _same(one: Any, other: Any) -> bool:
     )
 
 
-def refuse_what_is_made_later(
-    model: PreTrainedModel,
-    path: str,
-    calls: list[Call],
-    recorded: list[RecordedLayer],
-    layers: Sequence[range],
-) -> None:
-    """Raises CutError if a layer inside a stage is given a value that its stage can't have.
-
-    A stage has the values that its first layer received, and the values that its own layers return.
-    """
-    for own in layers[1:]:
-        for number in own[1:]:
-            made = {id(leaf) for leaf in tree_leaves([each.output for each in recorded[own.start : number]])}
-            leaves = recorded[number].leaves
-            known = {p for p in calls[number].carried if id(leaves[p]) in made} | calls[
-                number
-            ].repeated.keys()
-            lacking = [p for p in calls[number].carried[1:] if p not in known]
-            if lacking:
-                what = recorded[number].names[lacking[0]]
-                raise CutError(
-                    f"{path}.{number} of {type(model).__name__} is given {what}, "
-                    "which is made of tokens or of parameters before the layers: a later stage has neither"
-                )
-
-
 def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
     """Which dimensions of the hidden states are batch and time.
 
@@ -229,43 +190,27 @@ def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
 def owners_of(
     model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
 ) -> dict[str, int]:
-    """The stage that uses each parameter, according to autograd's graph; a tied one under each of its names.
+    """The stage that uses each parameter; a tied one under each of its names.
 
-    An unused parameter belongs to the stage of its layer, or to stage 0 if it is in no layer. Raises CutError
-    for a name that several stages use.
+    A parameter of a layer belongs to the layer's stage. Any other one belongs to the first stage of which a
+    value that it sends, or the logits, depend on the parameter, and to stage 0 if none does.
     """
+    stage_of_layer = {f"{path}.{number}": stage for stage, own in enumerate(layers) for number in own}
     with untied(model) as aliases:
-        users = with_their_source(_users(model, path, tokens, calls, layers), aliases)
-    for name, stages in users.items():
-        if len(stages) > 1:
-            which = " and ".join(map(str, sorted(stages)))
-            raise CutError(
-                f"{name} of {type(model).__name__} is used on stages {which}: use one stage, or another cut"
-            )
+        seen, logits = record(model, path, tokens)
+        names = dict(model.named_parameters())
+        users: dict[str, set[int]] = {name: set() for name in names}
+        for name in names:
+            if name.startswith(f"{path}."):
+                users[name].add(stage_of_layer[".".join(name.split(".")[: path.count(".") + 2])])
+        ends = [[seen[own.start].leaves[p] for p in calls[own.start].carried] for own in layers[1:]]
+        for stage, outputs in enumerate([*ends, [logits]]):
+            asked = [name for name, found in users.items() if not found and names[name].requires_grad]
+            sums = [each.sum() for each in outputs if each.requires_grad]
+            leaves = [names[name] for name in asked]
+            grads = torch.autograd.grad(sums, leaves, allow_unused=True, retain_graph=True) if asked else ()
+            for name, grad in zip(asked, grads, strict=True):
+                if grad is not None:
+                    users[name].add(stage)
+        users = with_their_source(users, aliases)
     return {name: min(stages, default=0) for name, stages in users.items()}
-
-
-def _users(
-    model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
-) -> dict[str, set[int]]:
-    """The stages that use each parameter of a model without ties."""
-    cuts = {own.start: calls[own.start].carried for own in layers[1:]}
-    detached: dict[int, Tensor] = {}
-    seen = [RecordedLayer(layer, cuts.get(i, ()), detached) for i, layer in enumerate(layers_at(model, path))]
-    logits = PatchedModel(model, path).run(tokens, seen, next(model.parameters()), training=False)
-    ends = [[seen[start].leaves[p] for p in positions] for start, positions in cuts.items()] + [[logits]]
-    names = dict(model.named_parameters())
-    stage_of_layer = {f"{path}.{i}": stage for stage, own in enumerate(layers) for i in own}
-    users: dict[str, set[int]] = {name: set() for name in names}
-    for name in names:
-        if name.startswith(f"{path}."):
-            users[name].add(stage_of_layer[".".join(name.split(".")[: path.count(".") + 2])])
-    trained = [name for name, parameter in names.items() if parameter.requires_grad]
-    for stage, outputs in enumerate(ends):
-        sums = [each.sum() for each in outputs if each.requires_grad]
-        leaves = [names[name] for name in trained]
-        grads = torch.autograd.grad(sums, leaves, allow_unused=True, retain_graph=True)
-        for name, grad in zip(trained, grads, strict=True):
-            if grad is not None:
-                users[name].add(stage)
-    return users

@@ -22,7 +22,6 @@ from zbpp.models.hf.calls import (
     list_of_layers,
     owners_of,
     record,
-    refuse_what_is_made_later,
 )
 from zbpp.models.hf.cut import (
     Cut,
@@ -78,9 +77,8 @@ def _find_cut(
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
     path = list_of_layers(whole, tokens)
     layers = split(len(layers_at(whole, path)))
-    recorded = record(whole, path, tokens)
+    recorded, _ = record(whole, path, tokens)
     calls = calls_of(whole, path, recorded, torch.full_like(tokens, token))
-    refuse_what_is_made_later(whole, path, calls, recorded, layers)
     hidden = recorded[0].leaves[calls[0].carried[0]]
     owners = owners_of(whole, path, tokens, calls, layers)
     head = head_of(whole, tokens)
