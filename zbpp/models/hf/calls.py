@@ -31,7 +31,7 @@ from zbpp.models.hf.cut import (
     layers_at,
     names_above_layers,
 )
-from zbpp.models.hf.ties import untied, with_their_source
+from zbpp.models.hf.ties import untied
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -198,19 +198,21 @@ def owners_of(
     stage_of_layer = {f"{path}.{number}": stage for stage, own in enumerate(layers) for number in own}
     with untied(model) as aliases:
         seen, logits = record(model, path, tokens)
-        names = dict(model.named_parameters())
-        users: dict[str, set[int]] = {name: set() for name in names}
-        for name in names:
-            if name.startswith(f"{path}."):
-                users[name].add(stage_of_layer[".".join(name.split(".")[: path.count(".") + 2])])
+        parameters = dict(model.named_parameters())
+        owner = {
+            name: stage_of_layer[".".join(name.split(".")[: path.count(".") + 2])]
+            for name in parameters
+            if name.startswith(f"{path}.")
+        }
         ends = [[seen[own.start].leaves[p] for p in calls[own.start].carried] for own in layers[1:]]
         for stage, outputs in enumerate([*ends, [logits]]):
-            asked = [name for name, found in users.items() if not found and names[name].requires_grad]
+            asked = [name for name, p in parameters.items() if name not in owner and p.requires_grad]
             sums = [each.sum() for each in outputs if each.requires_grad]
-            leaves = [names[name] for name in asked]
+            leaves = [parameters[name] for name in asked]
             grads = torch.autograd.grad(sums, leaves, allow_unused=True, retain_graph=True) if asked else ()
-            for name, grad in zip(asked, grads, strict=True):
-                if grad is not None:
-                    users[name].add(stage)
-        users = with_their_source(users, aliases)
-    return {name: min(stages, default=0) for name, stages in users.items()}
+            owner |= {name: stage for name, grad in zip(asked, grads, strict=True) if grad is not None}
+    of_tie: dict[str, int] = {}  # the first stage that uses any name of a tie: it has those that none uses
+    for name, stage in owner.items():
+        source = aliases.get(name, name)
+        of_tie[source] = min(stage, of_tie.get(source, stage))
+    return {name: owner.get(name, of_tie.get(aliases.get(name, name), 0)) for name in parameters}

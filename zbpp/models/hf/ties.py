@@ -52,19 +52,6 @@ def untied(model: nn.Module) -> Iterator[dict[str, str]]:
             assign(model, name, model.get_parameter(source))
 
 
-def with_their_source(users: Mapping[str, set[int]], aliases: Mapping[str, str]) -> dict[str, set[int]]:
-    """{name: stages that have to hold it}.
-
-    users: {name: the stages whose forward uses it}. A name that no forward uses goes to the first stage that
-    uses another name of the same tie.
-    """
-    users_of_tie: dict[str, set[int]] = {}
-    for name, stages in users.items():
-        users_of_tie.setdefault(aliases.get(name, name), set()).update(stages)
-    first_user = {source: set(sorted(stages)[:1]) for source, stages in users_of_tie.items()}
-    return {name: stages or {*first_user[aliases.get(name, name)]} for name, stages in users.items()}
-
-
 def summed_gradients(stages: Iterable[nn.Module], aliases: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """{source: the sum of the gradients under all names of the parameter, in all stages}."""
     sums: dict[str, torch.Tensor] = {}
