@@ -10,9 +10,9 @@ targets: a cell is met if its value equals the target to four digits (one), or i
 has --time-limit seconds of the clock per cell, so it finds less on a busy machine.
 
 random: 2 to 8 ranks, p to 4p microbatches, one stage per rank, looped or V; F, B, W, message times and held
-bytes drawn per stage; whole backwards that are sometimes shorter. A rank's memory limit is what some family
-needs, times 1 to 1.3. The table says whether zb_auto beats the best family that fits, how far it is from the
-lower bound, and whether it is proved optimal.
+bytes drawn per stage. A rank's memory limit is what some family needs, times 1 to 1.3. The table
+says whether zb_auto beats the best family that fits, how far it is from the lower bound, and whether it is
+proved optimal.
 """
 
 from __future__ import annotations
@@ -254,13 +254,11 @@ def _costs(rng: random.Random, num_stages: int) -> Costs:
     f = [round(10 * each, 2) for each in scale]
     b = [round(each * rng.uniform(0.9, 1.4), 2) for each in f]
     w = [round(each * rng.uniform(0.5, 1.1), 2) for each in f]
-    shorter = rng.choice((None, None, 0.85, 0.95))
-    whole = shorter and [round((x + y) * rng.uniform(shorter, 1), 2) for x, y in zip(b, w, strict=True)]
     comm = rng.choice((0.0, 1.0, 3.0))
     saved = [round(rng.uniform(0.6, 1.4) * GIB) for _ in range(num_stages)]
     deferred = [round(each * rng.uniform(0.2, 1.1)) for each in saved]
     late = [round(rng.uniform(0, comm), 2) for _ in range(num_stages)]
-    return Costs(f=f, b=b, w=w, bw=whole, comm=late, saved=saved, deferred=deferred)
+    return Costs(f=f, b=b, w=w, comm=late, saved=saved, deferred=deferred)
 
 
 def _limit(rng: random.Random, unlimited: Instance) -> list[float] | None:

@@ -27,7 +27,7 @@ def check_within(timetable, instance):
         assert peak <= most * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("seed", [30, 36, 43, 49, 51, 66, 67, 79, 97])
+@pytest.mark.parametrize("seed", [30, 36, 43, 54, 66, 89, 91, 97, 104, 113])
 def test_where_the_bound_is_reached_it_beats_every_family(seed):
     """These stop at the bound within a fraction of a second, whatever time they have."""
     outcome = judge(draw(seed), time_limit=30.0)

@@ -85,7 +85,7 @@ def must_precede(problem, a, b):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_search_times_a_plan_as_the_simulator_does(name):
-    """From the start, and after hundreds of moves, of which some fuse and split backwards."""
+    """From the start, and after hundreds of moves."""
     timetable = plan(name, 3, 9)
     problem = problem_of(timetable)
     timing = IncrementalTiming(problem, problem.plan_of(timetable))

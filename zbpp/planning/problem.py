@@ -131,18 +131,6 @@ class Problem:
         """The messages that actions wait for, by kind; from the data-flow table."""
         return messages_between(self.num_stages, self.message)
 
-    @cached_property
-    def whole_pays(self) -> list[bool]:
-        """Per stage, whether BW can ever beat B followed by W.
-
-        It can if it is shorter, or if B alone would raise the memory level (deferred > saved).
-        """
-        times, memory = self.stage_costs.duration, self.stage_costs.memory
-        return [
-            times[Op.BW][s] < times[Op.B][s] + times[Op.W][s] or memory[Op.B][s] > 0
-            for s in range(self.num_stages)
-        ]
-
     # -- memory limits ------------------------------------------------------------------------
 
     @cached_property

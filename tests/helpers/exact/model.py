@@ -43,6 +43,13 @@ class Grid:
         return math.floor(Fraction(repr(float(number))) * self.per_unit)
 
 
+def whole_pays(problem: Problem, stage: int) -> bool:
+    """Whether BW can ever beat B followed by W: it is shorter, or B alone would raise the memory level."""
+    times, memory = problem.stage_costs.duration, problem.stage_costs.memory
+    shorter = times[Op.BW][stage] < times[Op.B][stage] + times[Op.W][stage]
+    return shorter or memory[Op.B][stage] > 0
+
+
 class Model:
     """The problem in CP-SAT's terms. Keys are (stage, microbatch)."""
 
@@ -53,7 +60,7 @@ class Model:
         serial = problem.num_microbatches * (sum(map(sum, time.values())) + 2 * sum(comm)) + sum(reduce)
         stages = range(problem.num_stages)
         split = {(op, stage): time[op][stage] for op in (Op.F, Op.B, Op.W) for stage in stages}
-        whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if problem.whole_pays[stage]}
+        whole = {(Op.BW, stage): time[Op.BW][stage] for stage in stages if whole_pays(problem, stage)}
         self.grid = Grid([*split.values(), *whole.values(), *comm, *reduce], serial)
         self.horizon = self.grid(serial)
         self.time = {op: [self.grid(each) for each in per_stage] for op, per_stage in time.items()}
@@ -77,7 +84,7 @@ class Model:
         return self.model.new_int_var(0, self.horizon, name)
 
     def _whole(self, key: tuple[int, int]) -> Any:
-        choice = self.problem.whole_pays[key[0]]
+        choice = whole_pays(self.problem, key[0])
         return self.model.new_bool_var(f"whole{key}") if choice else self.model.new_constant(0)
 
     def _b_length(self, key: tuple[int, int]) -> Any:
@@ -202,7 +209,7 @@ class Model:
                     self.model.add_hint(self.start[Op.W, stage, k], at + self.time[Op.B][stage])
                 else:
                     self.model.add_hint(self.start[op, stage, k], at)
-                if op in (Op.B, Op.BW) and self.problem.whole_pays[stage]:
+                if op in (Op.B, Op.BW) and whole_pays(self.problem, stage):
                     self.model.add_hint(self.whole[stage, k], op == Op.BW)
 
     def solve(self, time_limit: float, seed: int, enough: float) -> tuple[list[Timetable], float]:

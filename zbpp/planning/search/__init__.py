@@ -7,7 +7,7 @@ paper_planner       the Zero Bubble paper's planner: zb_1p, zb_2p
 list_scheduling     one stage per rank: a plan made action by action, by rules that evolve
 plan_graph          a plan as a graph of actions
 incremental_timing  a plan that is timed again in microseconds after a move
-improve             random moves, justification, and B and W fused into one BW
+improve             random moves and justification
 
 Where a W goes is decided when a plan is made (by a family, initial_orders, paper_planner or list_scheduling),
 and again when the plan is improved.

@@ -103,27 +103,6 @@ class IncrementalTiming(PlanGraph):
         self._set_value()
         return True
 
-    def replace_backward(self, f: int, new: list[int]) -> None:
-        """Replace the backward of an F in place: B and W side by side by [BW], or BW by [B, W].
-
-        The caller sees to it that this fits the memory.
-        """
-        number, rank = self.problem.num_microbatches, self.rank_of_action[f]
-        old = list(dict.fromkeys((self.backward[f], self.weight[f])))
-        at, position = self.index[old[0]], self.position[old[0]]
-        self.rows[rank][at : at + len(old)] = new
-        self.order[position : position + 1] = new
-        self.order = [a for a in self.order if a not in old]
-        for a in old:
-            self.index[a] = -1
-        self._link_row(rank)
-        self._note_backwards(new)
-        self._link_messages(new)
-        kind = new[0] // number
-        receivers = [new[0] + (each - kind) * number for each in self.problem.messages.receivers[kind]]
-        self._link_messages(a for a in receivers if self.index[a] >= 0)
-        self.refresh()
-
     def _reordered(self, a: int, window: list[int], later: bool) -> list[int]:
         """The window's actions in an order that fits the links after the move.
 

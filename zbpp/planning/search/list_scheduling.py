@@ -6,8 +6,8 @@ X less its work, less the waiting time at its end that no plan avoids. Here a ra
 where waiting pays. Only when it is used up, the rank must run whatever it has.
 
 With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 microbatches are
-in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. Where a
-BW can pay, it runs instead of a B when no W is left over. How long ranks wait is set by `PriorityRules`.
+in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. A BW runs
+where there is no memory for a B and no W is left over. How long ranks wait is set by `PriorityRules`.
 No rules are best everywhere: a `Population` of them is mutated and selected.
 """
 
@@ -80,7 +80,7 @@ class _Rank:
 
     __slots__ = (
         *("index", "time", "memory", "most_before_f", "most_before_b"),
-        *("cap", "fuse", "least_wait", "most_idle"),
+        *("cap", "least_wait", "most_idle"),
         *("for_f", "for_b", "outlets"),
         *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
     )
@@ -92,7 +92,6 @@ class _Rank:
         self.most_before_f = problem.ceilings[index] - self.memory[F]  # of the memory level
         self.most_before_b = problem.ceilings[index] - self.memory[B]
         self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
-        self.fuse = problem.whole_pays[index]
         self.least_wait, self.most_idle = patience * self.time[F], most_idle
         self.for_f: list[float] = []  # when the messages for F's arrive
         self.for_b: list[float] = []  # when the messages for B's and BW's arrive
@@ -111,7 +110,7 @@ class _Rank:
         if next_b <= now:
             if next_f <= now and num_f - num_b < self.cap and (fits or has_w):
                 return F if fits else W
-            if not has_w and (self.fuse or self.level > self.most_before_b):
+            if not has_w and self.level > self.most_before_b:
                 return BW
             return B if self.level <= self.most_before_b else W
         wait_ends = self.free - self.idle + self.most_idle  # by then the rank has used up its spare time

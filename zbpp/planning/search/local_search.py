@@ -11,7 +11,7 @@ from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.placement import place_stages
 from zbpp.planning.problem import Plan, Problem
 from zbpp.planning.search.deadline import Deadline
-from zbpp.planning.search.improve import fuse_all, justify, move_at_random
+from zbpp.planning.search.improve import justify, move_at_random
 from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import initial_plans, rebuilt_plans
 from zbpp.planning.search.list_scheduling import Population
@@ -103,7 +103,6 @@ class LocalSearch:
 
     def _improve(self, timing: IncrementalTiming) -> None:
         """Improve a plan by what costs little and never makes it longer; then add it to the pool."""
-        fuse_all(timing, self.deadline)
         justify(timing, self.deadline)
         # With exchanges a move changes what other W's hide, which the timing does not follow.
         is_exact = not self.problem.has_exchange
@@ -171,7 +170,8 @@ def zb_auto(
     the lower bound, and when a long stretch of rounds brought nothing. The same arguments and seed
     give the same timetable, unless the time ran out.
     Reductions (costs.reduce) do not count: they come after all actions of a stage.
-    Where BW is shorter than B and W, or holds less, each backward is split or whole as it pays.
+    Backwards are split: the runtime's BW is B followed at once by its W. Only a family's plan that nothing
+    improves, or a rank without memory for a B, has whole ones.
     progress(share of time_limit that is spent, best objective so far in ms, lower bound in ms) is called
     about ten times a second, and at the end with a share of 1.
 

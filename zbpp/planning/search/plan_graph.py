@@ -65,10 +65,6 @@ class PlanGraph:
         self.levels: list[list[float]] = [[] for _ in plan]  # memory after each action of a row
         self.order = self._link()
 
-    def fits(self) -> bool:
-        """Whether every rank stays within its memory."""
-        return all(max(row) <= most for row, most in zip(self.levels, self.problem.ceilings, strict=True))
-
     def _link(self) -> list[int]:
         """Link all actions, and return them in an order in which they can run.
 
