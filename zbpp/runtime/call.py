@@ -28,7 +28,7 @@ class Feed(NamedTuple):
     args: Sequence[tuple[Any, ...]]  # empty for a stage whose inputs come from the stage before it
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
-    seeds: Sequence[int]  # of the random numbers that F draws
+    seeds: Sequence[int] | None  # of the random numbers that F draws; None: F seeds no generator
     loss_grad: float = 1.0  # the gradient of each microbatch's loss
     observe: Observe | None = None  # in an evaluation: called by the last stage
 

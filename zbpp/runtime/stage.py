@@ -91,7 +91,6 @@ class StageWorker:
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self.feed = NO_FEED  # what this call gives to the stage
-        self.seed_generator = seed_generator  # a captured F is seeded from outside instead
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
@@ -248,7 +247,8 @@ class StageWorker:
         return (self._loss(microbatch, self._run_module(microbatch, inputs), self.loss_fn),)
 
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...], **options: Any) -> Any:
-        self.seed_generator(self.device, self.feed.seeds[microbatch])
+        if self.feed.seeds is not None:
+            seed_generators(self.device, self.feed.seeds[microbatch])
         try:
             return self.module(*inputs, **self.feed.kwargs[microbatch], **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -314,7 +314,7 @@ def _is_scalar(output: Any) -> bool:
     return isinstance(output, Tensor) and output.numel() == 1
 
 
-def seed_generator(device: torch.device, seed: int) -> None:
+def seed_generators(device: torch.device, seed: int) -> None:
     """Seed the CPU's generator and, if the device is a GPU, the device's too."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -15,8 +15,8 @@ state, as in an eager step.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from itertools import cycle
 from typing import Any, Protocol
@@ -29,7 +29,7 @@ from zbpp.runtime.extra import Extra, Extras, Run
 from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
-from zbpp.runtime.stage import StageWorker, seed_generator
+from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
 
@@ -139,12 +139,8 @@ class ActionGraphs:
 
     def _capture(self, action: Action, message: Message) -> Message:
         """Capture one action; returns what it gives."""
-        worker = self._workers[action.stage]
         given = tuple([None if each is None else self._given.take(each) for each in self._layouts[action]])
-        if action.op == Op.F:
-            seed_generator(worker.device, worker.feed.seeds[action.microbatch])
-        with _seeded_outside(worker):
-            self._graphs[action] = self._maker.capture(partial(self._run, action, message, given))
+        self._graphs[action] = self._maker.capture(partial(self._run, action, message, given))
         return given
 
     def _run(self, action: Action, message: Message, given: Message) -> None:
@@ -178,22 +174,12 @@ class ActionGraphs:
             return given
 
         def seeded(_: Message) -> Message:
-            seed_generator(worker.device, worker.feed.seeds[action.microbatch])
+            assert worker.feed.seeds is not None  # a replayed step has those of an eager one
+            seed_generators(worker.device, worker.feed.seeds[action.microbatch])
             graph()
             return given
 
         return seeded if action.op == Op.F else replay
-
-
-@contextmanager
-def _seeded_outside(worker: StageWorker) -> Iterator[None]:
-    """Inside, the F's of the worker don't seed the generators."""
-    before = worker.seed_generator
-    worker.seed_generator = lambda device, seed: None
-    try:
-        yield
-    finally:
-        worker.seed_generator = before
 
 
 class _Captures(Extra):

@@ -54,7 +54,7 @@ def _distinct(leaves: Iterable[Any]) -> dict[int, Tensor]:
 
 
 class StaticInputs:
-    """The feeds of a step, with buffers in the place of their tensors.
+    """The feeds of a step, with buffers in the place of their tensors. Without seeds: a replay sets them.
 
     Raises ValueError for a tensor that can't be copied into a buffer.
     """
@@ -67,7 +67,7 @@ class StaticInputs:
         buffers = {key: torch.empty_like(each) for key, each in tensors.items()}
         given = tree_unflatten([buffers.get(id(each), each) for each in leaves], spec)
         self.feeds = {
-            stage: feed._replace(args=args, kwargs=kwargs, targets=targets)
+            stage: feed._replace(args=args, kwargs=kwargs, targets=targets, seeds=None)
             for (stage, feed), (args, kwargs, targets) in zip(feeds.items(), given, strict=True)
         }
         self._buffers = [*buffers.values()]
