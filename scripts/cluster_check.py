@@ -12,7 +12,7 @@
 
 Rank 0 prints each row as soon as the row is known, and writes it to OUT/cluster.txt, so a job that dies
 leaves the earlier rows. A row that raises is FAILED, and the check goes on. Exit status: 1 if one failed.
-`scripts/bench.py` and `scripts/measure.py` under torchrun measure how fast steps and links are.
+How fast steps are, `scripts/bench.py` under torchrun says; how fast links are, nccl-tests' sendrecv_perf.
 NOT RUN ON A GPU YET: with gloo on CPUs the same code runs.
 """
 

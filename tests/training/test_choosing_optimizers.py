@@ -20,6 +20,7 @@ from zbpp.run.optimizer import (
     optimizer_of,
 )
 from zbpp.runtime.parallel.mesh import whole_of
+from zbpp.training.optim.optimizer import is_for_muon
 from zbpp.training.optim.parameter_groups import Named
 from zbpp.training.trainer import Trainer
 
@@ -184,6 +185,13 @@ def test_muon_has_the_matrices_of_hidden_layers_and_adamw_the_rest(further):
     expected = by_torch(_muon, clip_norm=further.get("clip_norm"))
     same(by_trainer(MUON, **further), expected, rel=2e-3)
     assert by_trainer(MUON, **further)[0] == by_trainer(MUON, schedule="1f1b", **further)[0]
+
+
+def test_stacked_biases_of_experts_are_not_for_muon():
+    """gpt-oss has them: matrices, one row per expert."""
+    stacked = nn.Parameter(torch.zeros(4, 6))
+    assert is_for_muon(Named(("layers.0.mlp.up.weight",), stacked), None)
+    assert not is_for_muon(Named(("layers.0.mlp.experts.down_proj_bias",), stacked), None)
 
 
 class SumOfAll(torch.optim.SGD):

@@ -108,8 +108,9 @@ def warmup_stable_decay(
 
 MUON, ADAMW = "muon", "adamw"
 
-# Embeddings and heads are matrices, too, but Muon is not for them: most models call them so.
-_NOT_HIDDEN = ("*embed*", "*head*", "*wte*", "*wpe*", "*embd*")
+# Embeddings, heads and the stacked biases of experts are matrices, too, but Muon is not for them: most models
+# call them so.
+_NOT_HIDDEN = ("*embed*", "*head*", "*wte*", "*wpe*", "*embd*", "*bias")
 
 
 def is_for_muon(named: Named, wanted: str | None) -> bool:
