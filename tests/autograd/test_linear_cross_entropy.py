@@ -287,9 +287,7 @@ REFUSED = {
     "other order": (lambda x, w, t: linear_cross_entropy(x.view(4, -1, HIDDEN), w, t.view(-1, 4)), "shape"),
     "a column": (lambda x, w, t: linear_cross_entropy(x, w, t[:, None]), "shape"),
     "logits": (lambda x, w, t: logits_cross_entropy(F.linear(x, w), t[:1]), "shape"),
-    "no words": (lambda x, w, t: linear_cross_entropy(x, w, t.double()), "float64"),
     "smoothing": (lambda x, w, t: linear_cross_entropy(x, w, t, label_smoothing=2.0), "label_smoothing"),
-    "chunks": (lambda x, w, t: linear_cross_entropy(x, w, t, chunk_mib=-1), "chunk_mib"),
 }
 
 

@@ -358,8 +358,8 @@ def split_by_tensor(rank, cases):
             model = model_of(name, head=head, **options)
             with pipeline_of(model, mesh=mesh) as pipeline:
                 found.append(trained(pipeline))
-        with pytest.raises(ValueError, match="model.head=auto"):
-            trained(pipeline_of(MODELS["gpt"](head="recompute"), mesh=mesh))
+        with pytest.raises(ValueError, match="model.head=auto"):  # its weight is sharded along hidden
+            trained(pipeline_of(MODELS["gpt, tied"](head="recompute"), mesh=mesh))
         return found, {head: most_alive(head, mesh) for head in ("auto", "whole")}
 
 
@@ -376,6 +376,7 @@ def most_alive(head, mesh):
 def test_heads_whose_words_are_split_over_ranks():
     """19 words over two ranks. No rank holds the logits of all words."""
     cases = [(name, "auto", parallel) for name in MODELS for parallel in (False, True)]
+    cases += [(name, "recompute", parallel) for name in ("gpt", "llama") for parallel in (False, True)]
     cases.append(("granite", "auto", False))
     for found, alive in run_ranks(split_by_tensor, 2, cases):
         for (name, *_), mine in zip(cases, found, strict=True):

@@ -9,18 +9,14 @@ beside them. Here float32 numbers exist for some tokens at a time. There are two
     True          logits, losses                      dz overwrites logits; dz @ w  dz.T @ x
     False         some logits at a time: losses, dx   dx times dy                   logits again; dz.T @ x
 
-With keep_logits the product is an ordinary linear layer, and one Function computes the losses of its output.
-Without keep_logits nothing of size [T, V] outlives an action. Then two Functions share the work, since the
-backward of one can't know whether W computes its weight's gradient: `_WeightOfHead` leads to the weight
-alone and has a rule, `_InputOfHead` above it leads to x.
-
-If the weight is a DTensor, each rank has some words. With keep_logits the ranks exchange two numbers per
-token in F, see `_Loss.joined`, and the product sums dx over the ranks in B. W communicates nothing.
+If the weight is a DTensor, each rank has the logits of some words. The ranks exchange two numbers per token
+in F, and sum dx in B. W communicates nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +25,14 @@ from torch import Tensor
 
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
-from zbpp.autograd.models.sharded import WordShard, is_on_mesh, replicated, word_shard
+from zbpp.autograd.models.sharded import (
+    WordShard,
+    is_on_mesh,
+    local_part,
+    on_each_rank,
+    replicated,
+    word_shard,
+)
 from zbpp.autograd.rules import add_product, rule
 
 _CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
@@ -57,7 +60,8 @@ def linear_cross_entropy(
     memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice.
     A backward with create_graph=True is refused.
 
-    Raises ValueError for a target of another shape, or without whole numbers, and for options out of range.
+    weight may be a DTensor. If it is sharded along the words, label_smoothing is refused; else
+    keep_logits=False is. Raises ValueError for what is refused, and for a target of another shape.
     """
     if torch.compiler.is_compiling():
         from zbpp.autograd.compiled.dynamo import break_graph
@@ -67,25 +71,16 @@ def linear_cross_entropy(
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
     _check_target("x", x, target)
-    if not 0 <= label_smoothing <= 1 or chunk_mib < 1:
-        raise ValueError(f"{label_smoothing=} is a share between 0 and 1, {chunk_mib=} a number from 1 on")
+    if not 0 <= label_smoothing <= 1:
+        raise ValueError(f"{label_smoothing=}: give a share between 0 and 1")
     loss = _Loss(ignore_index, label_smoothing, z_loss, chunk_mib * 2**20)
-    tokens, labels = (x, target) if x.dim() == 2 else (x.flatten(0, -2), target.flatten())
+    tokens, labels = x.flatten(0, -2), target.flatten()
     with torch.autocast(x.device.type, enabled=False):
         if keep_logits:
-            losses = _losses(F.linear(tokens, weight), labels, loss)
-        elif is_on_mesh(weight):
-            raise ValueError("keep_logits=False goes with no DTensor as weight: write model.head=auto")
+            losses = _of_logits(F.linear(tokens, weight), labels, loss)
         else:
-            wants_dx = x.requires_grad and torch.is_grad_enabled()
-            losses, dx = _apply(_WeightOfHead, weight, tokens.detach(), labels, loss, wants_dx)
-            if wants_dx:
-                losses = _apply(_InputOfHead, losses, tokens, dx)
-    return losses if x.dim() == 2 else losses.view(target.shape)
-
-
-def _apply(function: Any, *args: Any) -> Any:
-    return function.apply(*args)
+            losses = _of_product(tokens, weight, labels, loss)
+    return losses if target.dim() == 1 else losses.view(target.shape)
 
 
 def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = -100) -> Tensor:
@@ -94,18 +89,8 @@ def logits_cross_entropy(logits: Tensor, target: Tensor, *, ignore_index: int = 
     B overwrites the logits with their gradient, unless something else holds their memory.
     """
     _check_target("the logits", logits, target)
-    loss = _Loss(ignore_index, 0.0, 0.0, 2**26)
-    return _losses(logits.flatten(0, -2), target.flatten(), loss).view(target.shape)
-
-
-def _losses(logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
-    """The losses of logits [T, V], which may be a DTensor."""
-    if not is_on_mesh(logits):
-        return _apply(_LossesOfLogits, logits, target, loss)
-    local, shard = word_shard(logits)
-    if shard and loss.smoothing:
-        raise ValueError("label_smoothing goes with no logits that are sharded along the words")
-    return replicated(_apply(_LossesOfLogits, local, target, loss._replace(shard=shard)), logits)
+    loss = _Loss(ignore_index)
+    return _of_logits(logits.flatten(0, -2), target.flatten(), loss).view(target.shape)
 
 
 def _check_target(name: str, x: Tensor, target: Tensor) -> None:
@@ -114,8 +99,133 @@ def _check_target(name: str, x: Tensor, target: Tensor) -> None:
             f"target has shape {[*target.shape]}, {name} {[*x.shape]}: give one target for each token, in "
             "the shape that remains without the last dimension"
         )
-    if target.is_floating_point() or target.dtype == torch.bool:
-        raise ValueError(f"target is {target.dtype}: give the number of each token's word")
+
+
+def _apply(function: Any, *args: Any) -> Any:
+    return function.apply(*args)
+
+
+def _rows(number: int, *of_tokens: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """So many rows of each tensor [T, ...] at a time."""
+    if number >= len(of_tokens[0]):
+        return (of_tokens,)
+    return zip(*[each.split(number) for each in of_tokens], strict=True)
+
+
+# ---- The loss of some logits, and its gradient
+
+
+class _Loss(NamedTuple):
+    """The options of `linear_cross_entropy`. chunk: the bytes of float32 logits that may exist at a time.
+
+    shard: the words whose logits there are; None: all.
+    """
+
+    ignored: int
+    smoothing: float = 0.0
+    z_loss: float = 0.0
+    chunk: int = 2**26
+    shard: WordShard | None = None
+
+    def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
+        """Four columns [T, 1]: the losses, and what `backward` needs for losses whose gradient is 1."""
+        labels = target[:, None]
+        is_ignored = is_elsewhere = labels == self.ignored
+        if self.shard is not None:
+            labels = labels - self.shard.first
+            is_elsewhere = is_ignored | (labels < 0) | (labels >= logits.shape[1])
+        labels = labels.masked_fill(is_elsewhere, 0)
+        losses, lse = logits.new_empty((2, *labels.shape), dtype=_precise(logits))
+        for memory, z, some_labels, some_losses, some_lse in self._some(logits, labels, losses, lse):
+            torch.log_softmax(z, -1, dtype=memory.dtype, out=memory)
+            at_label = memory.gather(1, some_labels)
+            torch.sub(z.gather(1, some_labels), at_label, out=some_lse)
+            torch.neg(at_label, out=some_losses)
+            if self.smoothing:
+                some_losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing)
+        scale = torch.ones_like(losses)
+        if self.shard is not None:
+            losses, lse, scale = _over_ranks(self.shard, losses.masked_fill(is_elsewhere, torch.inf), lse)
+        if self.z_loss:
+            losses = losses + self.z_loss * lse.square()
+            scale = scale * (1 + 2 * self.z_loss * lse)
+        at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
+        return losses.masked_fill(is_ignored, 0), labels, at_target, scale.masked_fill_(is_ignored, 0)
+
+    def backward(self, logits: Tensor, dz: Tensor, *columns: Tensor) -> None:
+        """Write (softmax + at_target at the label) * scale to dz, which may be the logits.
+
+        In 16 bits only the result is rounded: softmax - 1 of a token that is nearly sure would be 0.
+        """
+        for memory, z, some_dz, labels, at_target, scale in self._some(logits, dz, *columns):
+            torch.softmax(z, -1, dtype=memory.dtype, out=memory)
+            if self.smoothing:
+                memory.add_(at_target * (self.smoothing / z.shape[1]))
+                at_target = at_target * (1 - self.smoothing)
+            torch.mul(memory.scatter_add_(1, labels, at_target), scale, out=some_dz)
+
+    def _some(self, logits: Tensor, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """Some rows of all these at a time, behind memory for the logits of these rows in float32."""
+        dtype, (num_tokens, num_words) = _precise(logits), logits.shape
+        most = min(self.chunk, _CPU_CACHE) if logits.device.type == "cpu" else self.chunk
+        number = min(num_tokens, max(1, most // (num_words * dtype.itemsize)))
+        memory = logits.new_empty(number, num_words, dtype=dtype)
+        for rows in _rows(number, logits, *of_tokens):
+            yield memory[: len(rows[0])], *rows
+
+
+def _over_ranks(shard: WordShard, losses: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses and logsumexp over the words of all ranks; the share of this rank's words in the softmax.
+
+    losses: infinite but on the one rank that has the target.
+    """
+    all_lse, all_losses = shard.gather(torch.cat([lse, losses], 1)).split(1, -1)
+    total = all_lse.logsumexp(0)
+    return (all_losses + (total - all_lse)).amin(0), total, (lse - total).exp_().clamp_(min=1e-30)
+
+
+def _precise(like: Tensor) -> torch.dtype:
+    return torch.promote_types(like.dtype, torch.float32)
+
+
+# ---- keep_logits=True: a linear layer, and a Function of its output
+
+
+def _of_logits(logits: Any, target: Tensor, loss: _Loss) -> Tensor:
+    """The losses of logits [T, V], which may be a DTensor."""
+    if not is_on_mesh(logits):
+        return _apply(_LossesOfLogits, logits, target, loss)
+    shard = word_shard(logits, 1)
+    if shard and loss.smoothing:
+        raise ValueError("label_smoothing goes with no logits that are sharded along the words")
+    local = logits.to_local() if shard else on_each_rank(logits)
+    return replicated(_apply(_LossesOfLogits, local, target, loss._replace(shard=shard)), logits)
+
+
+class _LossesOfLogits(torch.autograd.Function):
+    """(logits [T, V], target [T]) -> losses [T]."""
+
+    changes_no_gradient = True  # see node_roles.py
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
+        losses, *for_b = loss.forward(logits, target)
+        ctx.loss = loss
+        # Detached: a tensor of the graph's own, beside which each other holder counts.
+        ctx.save_for_backward(logits.detach(), *for_b)
+        return losses[:, 0]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
+        logits, labels, at_target, scale = ctx.saved_tensors
+        collector = collector_of(ctx)
+        may_overwrite = collector is not None and not collector.keep and _is_last_holder(logits)
+        dz = logits if may_overwrite else torch.empty_like(logits)
+        if collector is not None:
+            collector.large.append(dz)
+        ctx.loss.backward(logits, dz, labels, at_target, scale * dy[:, None])
+        return dz, None, None
 
 
 def _num_holders(tensor: Tensor) -> int:
@@ -134,156 +244,45 @@ def _is_last_holder(logits: Tensor) -> bool:
     return logits.is_contiguous() and _num_holders(logits) == _HOLDERS_OF_NEW
 
 
-class _Loss(NamedTuple):
-    """The options of `linear_cross_entropy`. chunk: the bytes of logits that a chunk of tokens may have.
-
-    shard: the words whose logits there are; None: all.
-    """
-
-    ignored: int
-    smoothing: float
-    z_loss: float
-    chunk: int
-    shard: WordShard | None = None
-
-    def labels(self, target: Tensor, num_words: int) -> tuple[Tensor, Tensor, Tensor]:
-        """For each token a word among those here, whether it is ignored, whether its target is not here.
-
-        All are [T, 1]. num_words: of those here.
-        """
-        target = target[:, None]
-        is_ignored = target == self.ignored
-        if self.shard is None:
-            return target.masked_fill(is_ignored, 0), is_ignored, is_ignored
-        target = target - self.shard.first
-        is_elsewhere = is_ignored | (target < 0) | (target >= num_words)
-        return target.masked_fill(is_elsewhere, 0), is_ignored, is_elsewhere
-
-    def chunks(self, num_words: int, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The tensors [T, ...], some tokens at a time, each time with memory for logits [., V]."""
-        first = of_tokens[0]
-        dtype = _precise(first)
-        rows = max(1, self.chunk // (num_words * dtype.itemsize))
-        memory = first.new_empty(min(rows, len(first)), num_words, dtype=dtype)
-        if rows >= len(first):
-            yield memory, *of_tokens
-            return
-        for parts in zip(*[each.split(rows) for each in of_tokens], strict=True):
-            yield memory[: len(parts[0])], *parts
-
-    def products(self, weight: Tensor, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """`chunks`, with the logits between the memory and the tensors, the first of which is x."""
-        buffer = None
-        for memory, x, *others in self.chunks(len(weight), *of_tokens):
-            buffer = x.new_empty(memory.shape) if buffer is None else buffer
-            yield memory, torch.mm(x, weight.T, out=buffer[: len(x)]), x, *others
-
-    def forward(self, memory: Tensor, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The losses without z_loss, and logsumexp of the logits; both [T, 1]."""
-        torch.log_softmax(logits, -1, dtype=memory.dtype, out=memory)
-        picked = memory.gather(1, labels)
-        lse = logits.gather(1, labels) - picked
-        losses = picked.neg_()
-        return losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing) if self.smoothing else losses, lse
-
-    def for_b(
-        self, losses: Tensor, lse: Tensor, is_ignored: Tensor, is_elsewhere: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The losses over the words of all ranks, and two columns for `backward`: `at_target` and the scale.
-
-        The scale is for losses whose gradient is 1.
-        """
-        scale = torch.ones_like(losses)
-        if self.shard is not None:
-            losses = losses.masked_fill(is_elsewhere, torch.inf)  # one rank has the target
-            lses, all_losses = self.shard.gather(torch.cat([lse, losses], 1)).split(1, -1)
-            total = lses.logsumexp(0)
-            losses = (all_losses + (total - lses)).amin(0)
-            scale, lse = (lse - total).exp_().clamp_(min=1e-30), total
-        if self.z_loss:
-            losses = losses + self.z_loss * lse.square()
-            scale.mul_(1 + 2 * self.z_loss * lse)
-        at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
-        return losses.masked_fill(is_ignored, 0), at_target, scale.masked_fill_(is_ignored, 0)
-
-    def backward(
-        self, memory: Tensor, logits: Tensor, dz: Tensor, labels: Tensor, at_target: Tensor, scale: Tensor
-    ) -> None:
-        """Write (softmax + at_target at the target) * scale to dz, which may be the logits.
-
-        In 16 bits only the result is rounded: softmax - 1 of a token that is nearly sure would be 0.
-        """
-        torch.softmax(logits, -1, dtype=memory.dtype, out=memory)
-        if self.smoothing:
-            memory.add_(at_target * (self.smoothing / logits.shape[1]))
-            at_target = at_target * (1 - self.smoothing)
-        torch.mul(memory.scatter_add_(1, labels, at_target), scale, out=dz)
+# ---- keep_logits=False: a Function of the weight alone, and one of x above it
+#
+# The backward of a single Function could not know whether W computes the weight's gradient.
 
 
-def _precise(like: Tensor) -> torch.dtype:
-    return torch.promote_types(like.dtype, torch.float32)
-
-
-def _cat(rows: Iterable[tuple[Tensor, ...]]) -> list[Tensor]:
-    """The columns of several chunks of tokens, joined."""
-    rows = [*rows]
-    return [*rows[0]] if len(rows) == 1 else [*map(torch.cat, zip(*rows, strict=True))]
-
-
-class _LossesOfLogits(torch.autograd.Function):
-    """keep_logits: (logits [T, V], target [T]) -> losses [T]."""
-
-    changes_no_gradient = True  # see node_roles.py
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
-        if logits.device.type == "cpu":
-            loss = loss._replace(chunk=min(loss.chunk, _CPU_CACHE))
-        num_words = logits.shape[1]
-        labels, *masks = loss.labels(target, num_words)
-        columns = _cat(loss.forward(*each) for each in loss.chunks(num_words, logits, labels))
-        losses, *for_b = loss.for_b(*columns, *masks)
-        ctx.loss = loss
-        # Detached: a tensor of the graph's own, beside which each other holder counts.
-        ctx.save_for_backward(logits.detach(), labels, *for_b)
-        return losses[:, 0]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
-        logits, labels, at_target, scale = ctx.saved_tensors
-        scale = scale * dy[:, None]
-        collector = collector_of(ctx)
-        may_overwrite = collector is not None and not collector.keep and _is_last_holder(logits)
-        dz = logits if may_overwrite else torch.empty_like(logits)
-        if collector is not None:
-            collector.large.append(dz)
-        for each in ctx.loss.chunks(logits.shape[1], logits, dz, labels, at_target, scale):
-            ctx.loss.backward(*each)
-        return dz, None, None
+def _of_product(x: Tensor, weight: Tensor, target: Tensor, loss: _Loss) -> Tensor:
+    """The losses of logits x @ weight.T, which no action leaves to another one. Both may be DTensors."""
+    if is_on_mesh(weight):
+        shard = word_shard(weight, 0)
+        if shard is None or loss.smoothing:
+            raise ValueError(
+                "keep_logits=False goes with a DTensor if it is sharded along the words, and without "
+                "label_smoothing: write keep_logits=True, for a model model.head=auto"
+            )
+        loss, local = loss._replace(shard=shard), on_each_rank(x, sums_gradient=shard)
+        return replicated(_of_product(local, local_part(weight), target, loss), weight)
+    wants_dx = x.requires_grad and torch.is_grad_enabled()
+    losses, dx = _apply(_WeightOfHead, weight, x.detach(), target, loss, wants_dx)
+    return _apply(_InputOfHead, losses, x, dx) if wants_dx else losses
 
 
 class _WeightOfHead(torch.autograd.Function):
-    """Without keep_logits: (weight, x, target) -> (losses [T], gradient of their sum with respect to x)."""
+    """(weight, x, target) -> (losses [T], gradient of their sum with respect to x, empty unless wanted)."""
 
     @staticmethod
     def forward(
         ctx: Any, weight: Tensor, x: Tensor, target: Tensor, loss: _Loss, wants_dx: bool
     ) -> tuple[Tensor, Tensor]:
-        labels, *masks = loss.labels(target, len(weight))
         dx = torch.empty_like(x) if wants_dx else x.new_empty(len(x), 0)
         found = []
-        for memory, logits, _, some_labels, *some_masks, some_dx in loss.products(
-            weight, x, labels, *masks, dx
-        ):
-            columns = loss.for_b(*loss.forward(memory, logits, some_labels), *some_masks)
+        for logits, _, some_target, some_dx in _products(loss, weight, x, target, dx):
+            columns = loss.forward(logits, some_target)
             if wants_dx:
-                loss.backward(memory, logits, logits, some_labels, *columns[1:])
+                loss.backward(logits, logits, *columns[1:])
                 torch.mm(logits, weight, out=some_dx)
             found.append(columns)
-        losses, *for_b = _cat(found)
+        losses, *for_w = map(torch.cat, zip(*found, strict=True))
         ctx.loss = loss
-        ctx.save_for_backward(weight, x, labels, *for_b)
+        ctx.save_for_backward(weight, x, *for_w)
         ctx.mark_non_differentiable(dx)
         ctx.set_materialize_grads(False)  # dx has none
         return losses[:, 0], dx
@@ -293,8 +292,30 @@ class _WeightOfHead(torch.autograd.Function):
         refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
         weight, *held = ctx.saved_tensors
         gradient = torch.empty_like(weight)
-        _AddHeadGradient(ctx.loss)(gradient, (weight.detach(), *held), dy, True)
+        _add_gradient(ctx.loss, gradient, (weight.detach(), *held), dy, True)
         return gradient, None, None, None, None
+
+
+def _products(loss: _Loss, weight: Tensor, x: Tensor, *of_tokens: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """The logits of some tokens at a time, with these tokens' rows of x and of the other tensors [T, ...].
+
+    All logits are in the same memory. All ranks that share the words take as many tokens at a time.
+    """
+    num_words = len(weight) if loss.shard is None else loss.shard.most
+    number = min(len(x), max(1, loss.chunk // (num_words * _precise(x).itemsize)))
+    memory = x.new_empty(number, len(weight))
+    for some_x, *others in _rows(number, x, *of_tokens):
+        yield torch.mm(some_x, weight.T, out=memory[: len(some_x)]), some_x, *others
+
+
+def _add_gradient(loss: _Loss, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
+    """Compute logits and dz again, some tokens at a time, and add dz.T @ x."""
+    weight, x, labels, at_target, scale = held
+    columns = labels, at_target, scale * dy[:, None]
+    for logits, some_x, *some_columns in _products(loss, weight, x, *columns):
+        loss.backward(logits, logits, *some_columns)
+        add_product(target, logits.T, some_x, fresh)
+        fresh = False
 
 
 @rule("_WeightOfHeadBackward", weights=(0,))
@@ -302,26 +323,11 @@ def _weight_of_head(node: Any, operand: int) -> Capture | None:
     if not all(map(is_kept, node._raw_saved_tensors)):
         return None
     held = tuple([each.detach() for each in node.saved_tensors])
-    return Capture(held, _AddHeadGradient(node.loss))
-
-
-class _AddHeadGradient:
-    """Computes logits and dz again, some tokens at a time, and adds dz.T @ x."""
-
-    def __init__(self, loss: _Loss) -> None:
-        self.loss = loss
-
-    def __call__(self, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-        weight, x, labels, at_target, scale = held
-        columns = labels, at_target, scale * dy[:, None]
-        for memory, logits, some_x, *some_columns in self.loss.products(weight, x, *columns):
-            self.loss.backward(memory, logits, logits, *some_columns)
-            add_product(target, logits.T, some_x, fresh)
-            fresh = False
+    return Capture(held, partial(_add_gradient, node.loss))
 
 
 class _InputOfHead(torch.autograd.Function):
-    """Without keep_logits: the losses, with their gradient with respect to x."""
+    """The losses as they are, with their gradient with respect to x."""
 
     changes_no_gradient = True
 

@@ -24,7 +24,6 @@ The split imports nothing of torch.distributed: where a DTensor exists, its modu
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,36 +85,49 @@ class AddOfShards(AddOfParts):
 
 
 class WordShard(NamedTuple):
-    """The words whose logits this rank has: those from `first` on.
+    """The words of a vocabulary that this rank has: those from `first` on.
 
-    gather(numbers) -> the numbers of all ranks that share the words, in an additional first dimension.
+    most: the most words that a rank has. The ranks along dimension `dim` of the mesh share the words.
     """
 
     first: int
-    gather: Callable[[Tensor], Tensor]
+    most: int
+    mesh: Any
+    dim: int
 
-
-def word_shard(logits: Any) -> tuple[Tensor, WordShard | None]:
-    """This rank's logits of a DTensor [T, V], and which words they are of; None: of all words.
-
-    They are of all words unless one dimension of the mesh shards the words, and the others shard nothing.
-    """
-    dims = _dims(logits.placements)
-    if dims is None or sorted(dims, key=str) != [1, *[None] * (len(dims) - 1)]:
-        dims = (None,) * len(logits.placements)
-        logits = logits.redistribute(placements=_placements(dims, logits))
-    local: Tensor = logits.to_local()
-    if 1 not in dims:
-        return local, None
-    mesh, dim = logits.device_mesh, dims.index(1)
-    group, num_ranks, num_words = mesh.get_group(dim), mesh.size(dim), logits.shape[1]
-
-    def gather(numbers: Tensor) -> Tensor:
-        found = [torch.empty_like(numbers) for _ in range(num_ranks)]
-        sys.modules["torch.distributed"].all_gather(found, numbers.contiguous(), group)
+    def gather(self, numbers: Tensor) -> Tensor:
+        """The numbers of all ranks that share the words, in an additional first dimension."""
+        found = [torch.empty_like(numbers) for _ in range(self.mesh.size(self.dim))]
+        sys.modules["torch.distributed"].all_gather(
+            found, numbers.contiguous(), self.mesh.get_group(self.dim)
+        )
         return torch.stack(found)
 
-    return local, WordShard(min(mesh.get_local_rank(dim) * -(-num_words // num_ranks), num_words), gather)
+
+def word_shard(tensor: Any, words: int) -> WordShard | None:
+    """The words that this rank has of a DTensor whose dimension `words` counts them.
+
+    None unless one dimension of the mesh shards the words, and the others shard nothing.
+    """
+    dims = _dims(tensor.placements)
+    if dims is None or sorted(dims, key=str) != [words, *[None] * (len(dims) - 1)]:
+        return None
+    mesh, dim, num_words = tensor.device_mesh, dims.index(words), tensor.shape[words]
+    most = -(-num_words // mesh.size(dim))
+    return WordShard(min(mesh.get_local_rank(dim) * most, num_words), most, mesh, dim)
+
+
+def on_each_rank(tensor: Any, sums_gradient: WordShard | None = None) -> Tensor:
+    """A DTensor as a whole tensor on each rank.
+
+    sums_gradient: each rank computes a part of the gradient, from its words; the gradient is their sum.
+    """
+    whole = _placements((None,) * len(tensor.placements), tensor)
+    of_gradient = [*whole]
+    if sums_gradient is not None:
+        of_gradient[sums_gradient.dim] = sys.modules["torch.distributed.tensor"].Partial()
+    local: Tensor = tensor.redistribute(placements=whole).to_local(grad_placements=of_gradient)
+    return local
 
 
 def replicated(tensor: Tensor, like: Any) -> Tensor:
