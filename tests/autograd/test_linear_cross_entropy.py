@@ -7,8 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.processes import run_ranks
 from helpers.split import float64
-from zbpp import backward_input, checkpoint, linear_cross_entropy
+from zbpp import backward_input, checkpoint, linear_cross_entropy, make_mesh
 from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
 from zbpp.autograd.weight_grads import ChangedInPlace
 from zbpp.runtime.measure.live_tensors import LiveTensors
@@ -139,8 +140,8 @@ def test_it_composes(keep_logits, name):
             torch.testing.assert_close(mine.grad, expected.grad, rtol=1e-10, atol=1e-12)
 
 
-def torch_of_any_shape(x, weight, target):
-    return torch_losses(x.flatten(0, -2), weight, target.flatten())
+def torch_of_any_shape(x, weight, target, **options):
+    return torch_losses(x.flatten(0, -2), weight, target.flatten(), **options)
 
 
 @FORMS
@@ -184,6 +185,77 @@ def test_a_second_derivative_is_refused(keep_logits):
     losses = linear_cross_entropy(x, weight, target, keep_logits=keep_logits)
     with pytest.raises(RuntimeError, match="create_graph=True goes through linear_cross_entropy"):
         torch.autograd.grad(losses.sum(), x, create_graph=True)
+
+
+# ---------------------------------------------------------------- words that two processes share
+
+
+class ShardedHead(nn.Module):
+    """A head whose weight and x are DTensors; tied, the embedding has the same shard of the words."""
+
+    def __init__(self, model, mesh, is_tied):
+        super().__init__()
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+        from torch.distributed.tensor.parallel import RowwiseParallel, parallelize_module
+
+        self.mesh, self.model = mesh, model
+        if is_tied:
+            style = RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate())
+            parallelize_module(model.embedding, mesh, style, src_data_rank=None)
+            weight = model.embedding.weight
+        else:
+            whole = model.head.weight.detach()
+            weight = nn.Parameter(distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None))
+        model.head.weight = weight
+
+    def forward(self, tokens, **options):
+        return self.model(tokens, self.losses, **options)
+
+    def losses(self, x, weight, target, **options):
+        from torch.distributed.tensor import DTensor, Replicate
+
+        x = DTensor.from_local(x, self.mesh, [Replicate()], run_check=False)
+        return linear_cross_entropy(x, weight, target, **options).to_local()
+
+
+SHARDED = [
+    (keep_logits, is_tied, z_loss)
+    for keep_logits in (True, False)
+    for is_tied in (False, True)
+    for z_loss in (0.0, 0.01)
+]
+
+
+def sharded(rank):
+    """For each of SHARDED: how many collectives W makes, the leaves that wait, the error of each gradient."""
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    mesh, found = make_mesh(tensor=2)["tensor"], []
+    # 1 MiB holds the logits of 2,570 tokens and 51 words, those of the first rank; the second has 50 words.
+    tokens = torch.randint(0, WORDS, (3, 1000), generator=torch.Generator().manual_seed(1))
+    for keep_logits, is_tied, z_loss in SHARDED:
+        model, plain = (made("tied" if is_tied else "plain") for _ in range(2))
+        expected = plain(tokens, torch_of_any_shape, z_loss=z_loss)
+        expected.backward()
+        head = ShardedHead(model, mesh, is_tied)
+        loss = head(tokens, keep_logits=keep_logits, z_loss=z_loss, chunk_mib=1)
+        _, weight_grads = backward_input(loss, None, ())
+        waits = any(task.leaf is model.head.weight for task in weight_grads._tasks)
+        with CommDebugMode() as communication:
+            weight_grads.accumulate()
+        errors = {"loss": float((loss - expected).abs())}
+        for (name, mine), (_, other) in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+            gradient = getattr(mine.grad, "full_tensor", lambda mine=mine: mine.grad)()
+            errors[name] = float((gradient - other.grad).abs().max())
+        found.append((communication.get_total_counts(), waits, errors))
+    return found
+
+
+def test_ranks_share_the_words():
+    for found in run_ranks(sharded, 2):
+        for case, (num_messages, waits, errors) in zip(SHARDED, found, strict=True):
+            assert max(errors.values()) < 1e-12, (case, errors)
+            assert (waits, num_messages) == (True, 0), case
 
 
 # ---------------------------------------------------------------- what it costs

@@ -7,7 +7,16 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import float64
-from zbpp import ActivationOffload, Costs, GradientRelease, HeadAtOnce, Pipeline, make_mesh, plan
+from zbpp import (
+    ActivationOffload,
+    Costs,
+    GradientRelease,
+    HeadAtOnce,
+    MasterWeights,
+    Pipeline,
+    make_mesh,
+    plan,
+)
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
@@ -232,6 +241,33 @@ def test_updates_inside_the_step_are_those_behind_it(head):
         found.append({name: each.detach().clone() for name, each in pipeline.named_parameters()})
     for name, plain in found[0].items():
         assert torch.equal(found[1][name], plain), name
+
+
+def plain_loss(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
+
+
+def losses_in_bfloat16(head, loss_fn=None):
+    """The losses of ten steps with float32 masters."""
+    model = MODELS["llama"](head=head)
+    pipeline = Pipeline({0: model.build_stage(0, 1)}, plan("zb_h1", 1, M), loss_fn or model.loss)
+    masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
+    optimizer = torch.optim.AdamW(masters.parameters(), lr=0.01)
+    inputs, target = batch()
+    losses = []
+    for _ in range(10):
+        masters.zero_grad()
+        losses.append(torch.stack(pipeline.step(inputs, target=target)).mean().item())
+        optimizer.step()
+        masters.update()
+    return losses
+
+
+def test_losses_with_masters_are_those_of_torchs_cross_entropy():
+    plain = losses_in_bfloat16("whole", plain_loss)
+    assert plain[-1] < 0.8 * plain[0]
+    for head in HEADS:
+        assert losses_in_bfloat16(head) == pytest.approx(plain, rel=0.01), head
 
 
 # ---------------------------------------------------------------- who wants logits

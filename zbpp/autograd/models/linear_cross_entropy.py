@@ -224,7 +224,7 @@ class _LossesOfLogits(torch.autograd.Function):
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)
-        ctx.loss.backward(logits, dz, labels, at_target, scale * dy[:, None])
+        ctx.loss.backward(logits, dz, labels, at_target, scale * dy.unsqueeze(1))
         return dz, None, None
 
 
