@@ -367,10 +367,10 @@ def test_a_family_leaves_the_loss_to_its_last_stage_if_its_logits_are_a_product(
 # ---------------------------------------------------------------- over two processes
 
 
-def sharded(rank, name, head, schedule, reshard, at_once):
-    """FSDP2 over two processes that see the same data."""
+def sharded(rank, name, head, schedule, reshard, at_once, tensor=1):
+    """FSDP2 over two processes that see the same data; tensor: how many ranks share each process's layers."""
     with float64():
-        mesh = make_mesh(shard=2)
+        mesh = make_mesh(shard=2, tensor=tensor)
         extras = [HeadAtOnce()] if at_once else []
         with pipeline_of(MODELS[name](head=head), schedule, mesh=mesh, reshard=reshard, extras=extras) as one:
             return trained(one)
@@ -383,6 +383,13 @@ def sharded(rank, name, head, schedule, reshard, at_once):
 def test_heads_in_shards(name, schedule, head, reshard, at_once):
     for found in run_ranks(sharded, 2, name, head, schedule, reshard, at_once):
         assert_equal(found, expected(name))
+
+
+@pytest.mark.parametrize("head", OWN)
+def test_shards_of_heads_whose_words_are_split(head):
+    """Without kept logits, W reads a weight that is gathered for it."""
+    for found in run_ranks(sharded, 4, "llama", head, "zb_v", "microbatch", False, 2):
+        assert_equal(found, expected("llama"))
 
 
 def split_by_tensor(rank, cases):
