@@ -51,15 +51,13 @@ class Pair(nn.Module):
 
 CASES = {
     "layers": graphs.partly_frozen,
-    "several outputs": graphs.output_that_is_a_site_and_feeds_another,
-    "several losses": graphs.several_losses,
+    "several outputs": lambda: graphs.forward("a site that feeds another"),
+    "several losses": lambda: graphs.forward("losses"),
     "stage 0": graphs.embedding_then_layers,
     "in place": graphs.input_without_grad,
     "encoder layer": models.encoder_layer,
     "LSTM": models.recurrent_network,
     "resnet": models.resnet,
-    "vit": models.vit,
-    "unet": models.unet,
     "llama": models.hf_llama,
     "gpt2, tied": models.hf_gpt2,
     "Function": functions.function_between_layers,

@@ -28,10 +28,6 @@ def convolution_with_padding_mode(padding_mode="circular") -> Case:
     return Case(lambda: nn.Conv2d(4, 8, 3, padding=1, padding_mode=padding_mode), lambda: leaf(2, 4, 5, 6))
 
 
-def convolution_with_padding_by_name(padding="same") -> Case:
-    return Case(lambda: nn.Conv2d(4, 8, 4, padding=padding), lambda: leaf(2, 4, 7, 6))
-
-
 def convolution_of_unbatched_input() -> Case:
     return Case(lambda: nn.Conv2d(4, 8, 3), lambda: leaf(4, 7, 6))
 
@@ -51,31 +47,3 @@ def channels_last(weights_too=False, strides=None) -> Case:
         return module(x)
 
     return Case(make_module, make_input, call)
-
-
-def unfolded_convolution() -> Case:
-    return Case(lambda: nn.Conv2d(3, 8, 4, stride=4), lambda: leaf(2, 3, 8, 8))
-
-
-def convolution_with_weight_used_twice() -> Case:
-    class Twice(nn.Conv1d):
-        def forward(self, x):
-            return super().forward(torch.tanh(super().forward(x)))
-
-    return Case(lambda: Twice(4, 4, 3, padding=1), lambda: leaf(2, 4, 7))
-
-
-def frozen_convolution() -> Case:
-    def make_module():
-        module = nn.Sequential(nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Conv2d(4, 2, 3))
-        module[1].requires_grad_(False)
-        return module
-
-    return Case(make_module, lambda: leaf(2, 2, 9, 9))
-
-
-def convolution_of_input_without_grad() -> Case:
-    return Case(
-        lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.Conv2d(4, 2, 3)),
-        lambda: torch.randn(2, 2, 9, 9),
-    )

@@ -23,30 +23,6 @@ def embedding_with_padding(padding=0) -> Case:
     )
 
 
-def embedding_of_repeated_tokens() -> Case:
-    return Case(lambda: nn.Embedding(VOCABULARY, 4), lambda: torch.tensor([[3, 3, 3], [3, 1, 3]]))
-
-
-def two_tables_with_the_same_indices() -> Case:
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.second = nn.Embedding(VOCABULARY, 4), nn.Embedding(VOCABULARY, 4)
-
-        def forward(self, indices):
-            return self.first(indices) * self.second(indices)
-
-    return Case(Two, tokens(2, 5))
-
-
-def table_used_twice() -> Case:
-    class Twice(nn.Embedding):
-        def forward(self, indices):
-            return super().forward(indices) * super().forward(indices.flip(0)).tanh()
-
-    return Case(lambda: Twice(VOCABULARY, 4), tokens(2, 5))
-
-
 def embedding_scaled_by_frequency() -> Case:
     return Case(lambda: nn.Embedding(VOCABULARY, 4, scale_grad_by_freq=True), tokens(2, 5))
 
@@ -61,15 +37,3 @@ def embedding_with_max_norm() -> Case:
 
 def embedding_bag() -> Case:
     return Case(lambda: nn.EmbeddingBag(VOCABULARY, 4), tokens(2, 5))
-
-
-def indexed_leaf() -> Case:
-    class Indexed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(torch.randn(VOCABULARY, 4))
-
-        def forward(self, indices):
-            return self.weight[indices]
-
-    return Case(Indexed, tokens(2, 5))

@@ -1,10 +1,7 @@
 """Cases: whole models."""
 
-import math
-
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from helpers.split import Case, leaf
@@ -47,54 +44,6 @@ class ResNet(nn.Module):
     def forward(self, x):
         x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         return self.fc(torch.flatten(self.avgpool(self.layers(x)), 1))
-
-
-class VitBlock(nn.Module):
-    def __init__(self, size, num_heads):
-        super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(size), nn.LayerNorm(size)
-        self.qkv, self.proj = nn.Linear(size, 3 * size), nn.Linear(size, size)
-        self.mlp = nn.Sequential(nn.Linear(size, 2 * size), nn.GELU(), nn.Linear(2 * size, size))
-        self.scale1, self.num_heads = nn.Parameter(torch.full((size,), 0.1)), num_heads
-
-    def forward(self, x):
-        batch, length, size = x.shape
-        qkv = self.qkv(self.norm1(x)).reshape(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4)
-        q, k, v = qkv.unbind()
-        attention = (q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])).softmax(-1)
-        x = x + self.scale1 * self.proj((attention @ v).transpose(1, 2).reshape(batch, length, size))
-        return x + self.mlp(self.norm2(x))
-
-
-class Vit(nn.Module):
-    def __init__(self, size=16):
-        super().__init__()
-        self.patches = nn.Conv2d(3, size, 4, stride=4)
-        self.token = nn.Parameter(torch.randn(1, 1, size))
-        self.positions = nn.Parameter(torch.randn(1, 17, size))
-        self.blocks = nn.Sequential(VitBlock(size, 2), VitBlock(size, 2))
-        self.norm, self.head = nn.LayerNorm(size), nn.Linear(size, 10)
-
-    def forward(self, images):
-        x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(len(x), -1, -1), x], 1) + self.positions
-        return self.head(self.norm(self.blocks(x))[:, 0])
-
-
-class Unet(nn.Module):
-    """Skip connections across a transposed convolution, two heads."""
-
-    def __init__(self):
-        super().__init__()
-        self.down = nn.Conv2d(1, 4, 3, stride=2, padding=1)
-        self.middle = nn.Conv2d(4, 4, 3, padding=1)
-        self.up = nn.ConvTranspose2d(8, 4, 2, stride=2)
-        self.norm, self.out = nn.GroupNorm(2, 4), nn.Conv2d(5, 2, 1)
-
-    def forward(self, x):
-        low = F.silu(self.down(x))
-        up = self.norm(self.up(torch.cat([low, F.silu(self.middle(low))], 1)))
-        return self.out(torch.cat([up, F.interpolate(low.mean(1, keepdim=True), scale_factor=2)], 1)), low
 
 
 def hugging_face(name, **settings):
@@ -173,14 +122,6 @@ def recurrent_network(name="LSTM") -> Case:
 
 def resnet(needs_grad=False) -> Case:
     return Case(ResNet, lambda: torch.randn(2, 3, 24, 24).requires_grad_(needs_grad))
-
-
-def vit() -> Case:
-    return Case(Vit, lambda: torch.randn(2, 3, 16, 16))
-
-
-def unet() -> Case:
-    return Case(Unet, lambda: leaf(2, 1, 8, 8))
 
 
 def hf_llama() -> Case:

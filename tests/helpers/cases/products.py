@@ -1,6 +1,5 @@
 """Cases: products with weights, however they are written."""
 
-import pytest
 import torch
 from torch import nn
 
@@ -110,13 +109,6 @@ def linear_layer_of_strided_input(make_input=lambda: leaf(4, 5).t(), bias=True) 
     return Case(lambda: nn.Linear(4, 3, bias=bias), make_input)
 
 
-def stack_of_layers() -> Case:
-    return Case(
-        lambda: nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)),
-        lambda: leaf(2, 5, 4),
-    )
-
-
 def product_with_weight(name="x @ w") -> Case:
     function, x_shape, weight_shapes = PRODUCTS[name]
     return Case(lambda: Product(function, *weight_shapes), lambda: leaf(*x_shape))
@@ -127,16 +119,8 @@ def other_use_of_weight(name="x * w") -> Case:
     return Case(lambda: Product(function, *weight_shapes), lambda: leaf(*x_shape))
 
 
-def product_of_two_weights() -> Case:
-    return Case(lambda: Product(lambda x, a, b: x + a @ b, (5, 3), (3, 4)), lambda: leaf(5, 4))
-
-
 def product_of_weight_with_itself() -> Case:
     return Case(lambda: Product(lambda x, w: x @ w @ w.t() @ (w @ w), (4, 4)), lambda: leaf(5, 4))
-
-
-def low_rank_weights() -> Case:
-    return Case(lambda: Product(lambda x, a, b: x @ (a @ b), (4, 2), (2, 3)), lambda: leaf(5, 4))
 
 
 def real_weight_of_complex_product(name="x @ w") -> Case:
@@ -160,11 +144,3 @@ def linear_layer_of_sparse_input(layout=torch.sparse_coo) -> Case:
 
 def grouped_experts(num_rows=1) -> Case:
     return Case(Experts, lambda: leaf(num_rows, 4), num_microbatches=1)
-
-
-def conv1d_of_gpt2() -> Case:
-    pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
-    return Case(
-        lambda: nn.Sequential(pytorch_utils.Conv1D(6, 4), nn.GELU(), pytorch_utils.Conv1D(4, 6)),
-        lambda: leaf(2, 5, 4),
-    )

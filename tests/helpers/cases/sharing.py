@@ -64,14 +64,6 @@ def tied_layers() -> Case:
     return Case(lambda: Tied(torch.tanh), lambda: leaf(5, 4))
 
 
-def weight_used_twice_in_one_expression() -> Case:
-    class Both(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) * super().forward(x.flip(0))
-
-    return Case(lambda: Both(4, 4), lambda: leaf(5, 4))
-
-
 def layer_applied_many_times() -> Case:
     class Loop(nn.Linear):
         def forward(self, x):
@@ -110,18 +102,6 @@ def weight_with_one_use_in_b(name="a penalty") -> Case:
 
 def gradient_that_is_dy() -> Case:
     return Case(WithSum, lambda: leaf(5, 4), num_microbatches=3)
-
-
-def two_parameters_with_one_gradient() -> Case:
-    class Two(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            return x + (self.a + self.b)
-
-    return Case(Two, lambda: leaf(5, 4), num_microbatches=3)
 
 
 def expanded_gradient(use=lambda p: p.sum()) -> Case:
