@@ -28,7 +28,7 @@ from helpers.cases import (
     sharing,
     tensor_parallel,
 )
-from helpers.split import Case, assert_close, assert_equals_plain, call_module, leaf, tensors_of
+from helpers.split import Case, assert_close, assert_equals_plain, leaf, tensors_of
 from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.compiled_forward import CompiledForward
@@ -84,7 +84,7 @@ def compare(case, **how):
         return modules[-1]
 
     def call(module, *inputs):
-        output = (case.call or call_module)(module, *inputs)
+        output = case.call(module, *inputs)
         found = [each.detach().clone() for each in tensors_of(output) if isinstance(each, Tensor)]
         outputs.append({place: each.double() for place, each in enumerate(found) if not each.is_complex()})
         return output
@@ -183,11 +183,7 @@ def assert_explained(module, case):
     try:
         inputs = case.make_inputs()
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
-        outputs = [
-            each
-            for each in tensors_of((case.call or call_module)(module, *inputs))
-            if isinstance(each, Tensor)
-        ]
+        outputs = [each for each in tensors_of(case.call(module, *inputs)) if isinstance(each, Tensor)]
     finally:
         torch.set_default_dtype(torch.float32)
     told = {row.name: row.why for row in explain(outputs, inputs, module.named_parameters()).rows}

@@ -14,7 +14,6 @@ from helpers.split import (
     CountCalls,
     assert_close,
     buffers_of,
-    call_module,
     double,
     draw_grads,
     float64,
@@ -82,7 +81,7 @@ def forward(case, module=None):
         inputs = case.make_inputs()
         inputs = inputs if isinstance(inputs, tuple) else (inputs,)
         torch.manual_seed(200)
-        return module, inputs, tensors_of((case.call or call_module)(module, *inputs))
+        return module, inputs, tensors_of(case.call(module, *inputs))
 
 
 def flowing(outputs, number):

@@ -20,15 +20,22 @@ from zbpp.autograd import WeightGrads, backward_input
 from zbpp.autograd.weight_grads import ComputedTask
 
 Call = Callable[..., Any]
-GENERATOR = torch.Generator()
+
+
+def call_module(module: nn.Module, *inputs: Any) -> Any:
+    return module(*inputs)
 
 
 class Case(NamedTuple):
-    """A module and its inputs for `assert_equals_plain`: see there."""
+    """A module, and inputs of microbatches.
+
+    call(module, *inputs) -> outputs, by default module(*inputs). The makers are called once for each side,
+    from the same seed. grads_in_b: `.grad` may change before W (a reentrant checkpoint).
+    """
 
     make_module: Call
     make_inputs: Call
-    call: Call | None = None
+    call: Call = call_module
     tolerance: float = 1e-12
     dtype: torch.dtype = torch.float64
     grads_in_b: bool = False
@@ -37,8 +44,28 @@ class Case(NamedTuple):
     buffer_tolerance: float = 0.0
 
     def compare(self) -> Facts:
-        """Compare the split with plain autograd."""
-        return assert_equals_plain(**self._asdict())
+        """Gradients of inputs and parameters, and buffers, are those of plain autograd.
+
+        Also asserts that nothing is in `.grad` before W, that nothing is held after it, that B and W leave
+        buffers alone, and that they run no more matrix products than a plain backward.
+        """
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            expected = _plain(self)
+            found, facts = _split(self)
+        finally:
+            torch.set_default_dtype(before)
+        assert_close(found.input_grads, expected.input_grads, self.tolerance)
+        assert_close(found.grads, expected.grads, self.tolerance)
+        assert_close(found.buffers, expected.buffers, self.buffer_tolerance)
+        assert found.num_products <= expected.num_products
+        return facts
+
+
+def assert_equals_plain(*args: Any, **options: Any) -> Facts:
+    """`Case(...).compare()`."""
+    return Case(*args, **options).compare()
 
 
 class Facts(NamedTuple):
@@ -71,41 +98,6 @@ def double(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def assert_equals_plain(
-    make_module: Callable[[], nn.Module],
-    make_inputs: Callable[[], Any],
-    call: Call | None = None,
-    *,
-    tolerance: float = 1e-12,
-    dtype: torch.dtype = torch.float64,
-    grads_in_b: bool = False,
-    count_products: bool = True,
-    num_microbatches: int = 2,
-    buffer_tolerance: float = 0.0,
-) -> Facts:
-    """Gradients of inputs and parameters, and buffers, are those of plain autograd.
-
-    call(module, *inputs) -> outputs, by default module(*inputs). The makers are called once for each side,
-    from the same seed. grads_in_b: `.grad` may change before W (a reentrant checkpoint).
-    Also asserts that nothing is in `.grad` before W, that nothing is held after it, that B and W leave
-    buffers alone, and that they run no more matrix products than a plain backward.
-    """
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        expected = _plain(make_module, make_inputs, call or call_module, num_microbatches, count_products)
-        found, facts = _split(
-            make_module, make_inputs, call or call_module, num_microbatches, count_products, grads_in_b
-        )
-    finally:
-        torch.set_default_dtype(before)
-    assert_close(found.input_grads, expected.input_grads, tolerance)
-    assert_close(found.grads, expected.grads, tolerance)
-    assert_close(found.buffers, expected.buffers, buffer_tolerance)
-    assert found.num_products <= expected.num_products
-    return facts
-
-
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-12) -> None:
     """Relative to max(the tensor's largest, 1e-6 of all tensors' largest): some are zero in theory."""
     assert found.keys() == expected.keys()
@@ -127,16 +119,10 @@ class _Side(NamedTuple):
     num_products: int
 
 
-def call_module(module: nn.Module, *inputs: Any) -> Any:
-    return module(*inputs)
-
-
-def _plain(
-    make_module: Call, make_inputs: Call, call: Call, num_microbatches: int, count_products: bool
-) -> _Side:
-    module = _made(make_module)
-    batches, outputs = _forward(module, make_inputs, call, num_microbatches)
-    with CountProducts() if count_products else nullcontext(None) as counted:
+def _plain(case: Case) -> _Side:
+    module = _made(case)
+    batches, outputs = _forward(case, module)
+    with CountProducts() if case.count_products else nullcontext(None) as counted:
         for microbatch, (inputs, output) in enumerate(zip(batches, outputs, strict=True)):
             for each in inputs:
                 if isinstance(each, Tensor) and each.requires_grad:
@@ -154,19 +140,12 @@ def _plain(
     return _Side(grads_of(module), input_grads, buffers_of(module), counted.number if counted else 0)
 
 
-def _split(
-    make_module: Call,
-    make_inputs: Call,
-    call: Call,
-    num_microbatches: int,
-    count_products: bool,
-    grads_in_b: bool,
-) -> tuple[_Side, Facts]:
-    module = _made(make_module)
-    batches, outputs = _forward(module, make_inputs, call, num_microbatches)
+def _split(case: Case) -> tuple[_Side, Facts]:
+    module = _made(case)
+    batches, outputs = _forward(case, module)
     before, buffers = grads_of(module), buffers_of(module)
     input_grads, later = {}, []
-    with CountProducts() if count_products else nullcontext(None) as counted:
+    with CountProducts() if case.count_products else nullcontext(None) as counted:
         for microbatch, inputs in enumerate(batches):
             output, outputs[microbatch] = outputs[microbatch], None
             grads, weight_grads = backward_input(
@@ -177,7 +156,7 @@ def _split(
                 if grad is not None:
                     input_grads[f"microbatch {microbatch}, input {position}"] = grad.clone()
             later.append(weight_grads)
-        if not grads_in_b:
+        if not case.grads_in_b:
             assert_unchanged(module, before)
         each = [deferred_and_computed(module, weight_grads) for weight_grads in later]
         deferred, computed = (set().union(*names) for names in zip(*each, strict=True))
@@ -190,21 +169,19 @@ def _split(
     return side, Facts(deferred, computed, held_bytes, side.grads)
 
 
-def _made(make_module: Call) -> nn.Module:
+def _made(case: Case) -> nn.Module:
     torch.manual_seed(0)
-    return make_module()
+    return case.make_module()
 
 
-def _forward(
-    module: nn.Module, make_inputs: Call, call: Call, num_microbatches: int
-) -> tuple[list[tuple[Any, ...]], list[Any]]:
+def _forward(case: Case, module: nn.Module) -> tuple[list[tuple[Any, ...]], list[Any]]:
     batches, outputs = [], []
-    for microbatch in range(num_microbatches):
+    for microbatch in range(case.num_microbatches):
         torch.manual_seed(100 + microbatch)
-        inputs = make_inputs()
+        inputs = case.make_inputs()
         batches.append(inputs if isinstance(inputs, tuple) else (inputs,))
         torch.manual_seed(200 + microbatch)  # equal dropout masks
-        outputs.append(call(module, *batches[-1]))
+        outputs.append(case.call(module, *batches[-1]))
     return batches, outputs
 
 

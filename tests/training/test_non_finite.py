@@ -80,16 +80,11 @@ def run(trainer):
     """(metrics of the steps, the error or None)."""
     history = []
     try:
-        history.extend(iter_into(history, trainer))
+        for metrics in trainer.run(STEPS):
+            history.append(metrics)  # what there is when it raises
     except NonFiniteError as error:
         return history, str(error)
     return history, None
-
-
-def iter_into(history, trainer):
-    for metrics in trainer.run(STEPS):
-        history.append(metrics)
-    return []
 
 
 def plain(batches, *, skip=()):
