@@ -59,7 +59,7 @@ def processes_of(session: int) -> list[int]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_the_first_process_or_to_all_ends_the_job_in_order(tmp_path: Path) -> None:
     """Slurm sends a signal to each process, and so to the one that the ranks are forks of."""
     run = tmp_path / "run"

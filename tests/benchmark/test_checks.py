@@ -57,7 +57,7 @@ def test_wrong_arguments_of_the_gpu_check_are_one_line(arguments, text, capsys):
 
 def test_two_ranks_on_cpus_fill_the_table_of_the_cluster_check(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["schedules", "meshes", "hang", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    options = ["meshes", "hang", "--device", "cpu", "--small", "--out", str(tmp_path)]
     done = subprocess.run(
         [*command, str(SCRIPTS / "cluster_check.py"), *options], capture_output=True, text=True, timeout=120
     )
@@ -68,7 +68,7 @@ def test_two_ranks_on_cpus_fill_the_table_of_the_cluster_check(tmp_path):
     assert lines[-1] == "none FAILED"
     assert lines[-2].split("s  ")[-1].startswith("rank 1 stopped and was named after")
     equal = [line for line in lines if "losses as plain autograd's" in line]
-    assert len(equal) == len(SCHEDULES) + 6  # with 2 replicas, 2 shards, 2 tensor-parallel ranks
+    assert len(equal) == 6  # with 2 replicas, 2 shards, 2 tensor-parallel ranks
 
 
 def test_a_row_that_raises_is_failed(tmp_path, monkeypatch):

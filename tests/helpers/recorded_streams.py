@@ -93,15 +93,12 @@ class _Memory:
 
 
 class RecordedStreams(TorchDispatchMode):
-    """See above. faults: texts. num_waits: how often the host waited for the device, waits: where.
-
-    num_moved: how many tensors `moved` copied.
-    """
+    """See above. faults: texts. num_waits: how often the host waited for the device, waits: where."""
 
     def __init__(self) -> None:
         super().__init__()
         self.faults: list[str] = []
-        self.num_waits = self.num_moved = 0
+        self.num_waits = 0
         self.waits: list[str] = []
         self.ms = count()
         self.main = FakeStream(self, "compute")
@@ -141,7 +138,6 @@ class RecordedStreams(TorchDispatchMode):
         return self.on_host(torch.empty(nbytes, dtype=torch.uint8))
 
     def moved(self, tensor: Tensor) -> Tensor:
-        self.num_moved += 1
         pinned = self.on_host(tensor.clone())
         return torch.empty_like(pinned).copy_(pinned, non_blocking=True)
 
