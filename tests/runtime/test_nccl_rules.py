@@ -3,7 +3,6 @@
 What the backend can't emulate is listed in helpers/nccl_rules.py.
 """
 
-import os
 import sys
 
 import pytest
@@ -36,8 +35,10 @@ EVERY_CASE = [
     ("1f1b", ("replicate",), "tied"),
 ]
 A_FEW = [("zb_v", (), ""), ("zb_h1", ("replicate",), ""), ("zb_h1", (), "validation")]
-# All of them take minutes: ZBPP_EVERY_CASE=1 pytest tests/runtime/test_nccl_rules.py --timeout 900
-CASES = EVERY_CASE if os.environ.get("ZBPP_EVERY_CASE") else A_FEW
+CASES = [
+    pytest.param(A_FEW, id="a few", marks=pytest.mark.slow),
+    pytest.param(EVERY_CASE, id="every", marks=[pytest.mark.nightly, pytest.mark.timeout(1000)]),
+]
 
 
 class Model:
@@ -119,15 +120,15 @@ def trained(case):
     return losses
 
 
-def every_case(rank):
-    return [trained(case) for case in CASES]
+def of_cases(rank, cases):
+    return [trained(case) for case in cases]
 
 
-@pytest.mark.slow
-def test_every_schedule_mesh_and_switch_trains_under_nccls_rules():
-    everyone = run_ranks(every_case, 4, timeout=900, backend="strict")
+@pytest.mark.parametrize("cases", CASES)
+def test_schedules_meshes_and_switches_train_under_nccls_rules(cases):
+    everyone = run_ranks(of_cases, 4, cases, timeout=900, backend="strict")
     expected = {is_tied: torch.tensor(alone(is_tied), dtype=torch.float64) for is_tied in (False, True)}
-    for number, (schedule, degrees, on) in enumerate(CASES):
+    for number, (schedule, degrees, on) in enumerate(cases):
         name = f"{schedule} {degrees} {on}"
         found = [torch.tensor(each[number], dtype=torch.float64) for each in everyone if each[number]]
         assert found, name
