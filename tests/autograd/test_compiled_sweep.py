@@ -4,6 +4,7 @@ import inspect
 import logging
 import random
 from contextlib import contextmanager
+from functools import partial
 
 import pytest
 import torch
@@ -122,6 +123,7 @@ CASES = {
     for name, make_case in vars(file).items()
     if inspect.isfunction(make_case) and inspect.signature(make_case).return_annotation is Case
 }
+CASES |= {f"graphs.forward, {name}": partial(graphs.forward, name) for name in graphs.FORWARDS}
 # A part of each of these cases stays eager. All other cases are compiled whole.
 EAGER = {
     "products.linear_layer_of_sparse_input",
@@ -151,7 +153,7 @@ EAGER = {
     "models.hf_gpt2",
     "models.hf_mixtral",
     "graphs.embedding_below_frozen_layer",  # a tensor that is no buffer
-    "graphs.backward_inside_forward",
+    "graphs.forward, a gradient",
     "hooks.hooks_on_activations",
     "hooks.hooks_on_activations_of_stage_0",
     "hooks.full_backward_hooks",
@@ -200,7 +202,7 @@ INDUCTOR = [
     convolutions.channels_last(weights_too=True),
     precision.weight_cast_once_for_two_uses(),
     sharing.tied_embedding_and_head(),
-    graphs.in_place_operation(graphs.write_a_slice),
+    graphs.forward("in place: a slice"),
 ]
 
 

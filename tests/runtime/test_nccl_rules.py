@@ -92,7 +92,7 @@ def trained(case):
     model, options = Model(on), {"dynamic_shapes": on == "dynamic_shapes"}
     stages = model
     if on == "offload":
-        options["offload"] = ActivationOffload(zbpp.Costs(host=1e-6), least_bytes=1)
+        options["extras"] = [ActivationOffload(zbpp.Costs(host=1e-6), least_bytes=1)]
     if on == "offload_weights":
         stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(dist.get_rank())}
         OffloadedWeights(stages, "cpu")
