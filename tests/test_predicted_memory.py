@@ -158,7 +158,7 @@ def test_a_step_leaves_nothing_behind(measured):
 
 
 def report_in_mesh(rank, overrides):
-    """(pipeline rank, its report; after the last step the bytes of weights, gradients, optimizer states)."""
+    """(rank, report, at the end the bytes of weights, gradients and optimizer states, part of the data)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
     with trainer.pipeline as pipeline:
         report = last_step_of(trainer, STEPS)
@@ -171,7 +171,7 @@ def report_in_mesh(rank, overrides):
             ],
             [*(() if trainer.masters is None else trainer.masters.parameters()), *states_of(trainer)],
         ]
-        return pipeline.rank, report, [*map(bytes_of, tensors)]
+        return pipeline.rank, report, [*map(bytes_of, tensors)], pipeline.place.data_part
 
 
 def states_of(trainer):
@@ -195,12 +195,12 @@ def test_bytes_of_spread_experts_are_those_of_a_process(in_mesh, name):
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     measured = Predictor().measure(config, timetable)[0]
     ranks = measured.predicted(timetable)
-    for rank, report, (weights, gradients, optimizer) in (found[name] for found in in_mesh):
+    for rank, report, (weights, gradients, optimizer), part in (found[name] for found in in_mesh):
         stage = measured.stages[rank]
         assert stage.weights == pytest.approx(weights, rel=0.01)
         assert stage.optimizer == pytest.approx(optimizer, rel=0.01)
         if gradients:
             assert (stage.reduced or stage.gradients) == pytest.approx(gradients, rel=0.01)
-        if "shards" not in name:
+        if "shards" not in name and part == 0:  # experts of other parts get other numbers of rows
             assert list(ranks[rank].totals) == pytest.approx(levels_of(report), abs=0.01 * report.highest)
             assert max(ranks[rank].during) == pytest.approx(report.highest, rel=0.01)
