@@ -13,7 +13,7 @@ from zbpp.cluster import Gpu, Hardware, Link, Mesh, ModelSizes, Question, Run, a
 from zbpp.cluster.layer_work import attention_flops, head, layer, model_flops
 from zbpp.cluster.model_sizes import sizes_of_node
 from zbpp.cluster.search import candidates_of
-from zbpp.cluster.stage_costs import costs_of
+from zbpp.cluster.stage_costs import costs_of, vocabulary_parallelism
 from zbpp.commands.plan import main
 from zbpp.config import config_folder, register, typed
 from zbpp.config.typed_file import read_typed
@@ -72,8 +72,10 @@ def test_tensor_parallel_ranks_share_the_flops_and_matrices() -> None:
     assert 2 * part.largest == whole.largest
 
 
-@pytest.mark.parametrize("tensor, shard, recompute", [(2, 1, False), (1, 2, False), (1, 1, True)])
-def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int, recompute: bool) -> None:
+@pytest.mark.parametrize(
+    "tensor, shard, switch", [(2, 1, ""), (1, 2, ""), (1, 1, "recompute"), (1, 1, "head_at_once")]
+)
+def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int, switch: str) -> None:
     """A GPT on a node: static memory to 1 %, what F leaves to 2 %, what B leaves to 5 %, the peak to 10 %."""
     from hydra import compose, initialize_config_dir
 
@@ -85,7 +87,7 @@ def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int, recomp
         *("model=gpt_tiny", "data=stdlib", "schedule=zb_h1", "num_microbatches=4", "microbatch_size=2"),
         *("precision=mixed_bfloat16", f"parallel.num_processes={2 * tensor * shard}"),
         *(f"parallel.tensor={tensor}", f"parallel.shard={shard}"),
-        f"memory.recompute={'block' if recompute else 'none'}",
+        {"": "seed=0", "recompute": "memory.recompute=block"}.get(switch, f"memory.{switch}=true"),
         *(f"model.{name}={value}" for name, value in given.items()),
     ]
     with initialize_config_dir(str(config_folder()), version_base="1.3"):
@@ -93,7 +95,7 @@ def test_the_memory_is_what_zbpp_memory_predicts(tensor: int, shard: int, recomp
     expected = predict(config)
     sizes = sizes_of_node({"_target_": "zbpp.models.gpt.Gpt", **given, "vocab_size": 256})
     mesh = Mesh(pipeline=2, shard=shard, tensor=tensor)
-    run = Run(sizes, hardware(1, mesh.num_gpus), mesh, 2, recompute)
+    run = Run(sizes, hardware(1, mesh.num_gpus), mesh, 2, **({switch: True} if switch else {}))
     counts = costs_of(run, [0, 1]).costs.per_stage(2)
     for stage, own in enumerate(expected.stages):
         held = own.saved + own.x  # received messages are not counted as saved there
@@ -252,3 +254,16 @@ def test_what_can_not_be_asked_is_refused(
     error = capsys.readouterr().err
     assert complaint in error
     assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "num_ranks", "ratio"),
+    [(8, 4, "0.84"), (32, 16, "0.71")],  # 8 layers: 3 3 2 0+2.06 now, 2 + 2.06/4 shared
+)
+def test_what_vocabulary_parallelism_would_bring_is_said(num_layers: int, num_ranks: int, ratio: str) -> None:
+    """The head of Llama 3 8B, in its layers."""
+    node = {"num_layers": num_layers, "hidden_size": 4096, "num_heads": 32, "num_kv_heads": 8}
+    node |= {"intermediate_size": 14336, "sequence_length": 8192, "vocab_size": 128256}
+    line = vocabulary_parallelism(sizes_of_node({"_target_": "zbpp.models.llama.Llama", **node}), num_ranks)
+    assert f"{num_ranks} ranks shared the head" in line
+    assert f"{ratio} of the time" in line

@@ -60,6 +60,11 @@ class Part(NamedTuple):
         saved, temporary = self.saved - self.gathered, self.temporary + self.gathered
         return self._replace(b=again, saved=saved, temporary=temporary)
 
+    def w_at_once(self) -> Part:
+        """With W at the end of B, so that nothing waits for W."""
+        both = Work(*(b + w for b, w in zip(self.b, self.w, strict=True)))
+        return self._replace(b=both, w=Work(), deferred=0.0)
+
 
 def attention_flops(sizes: ModelSizes, tokens: float) -> float:
     """The FLOPs of attention's two products in F, without the half that the mask hides."""

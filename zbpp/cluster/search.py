@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zbpp.cluster.hardware import Hardware
 from zbpp.cluster.layer_work import model_flops
 from zbpp.cluster.model_sizes import ModelSizes
-from zbpp.cluster.stage_costs import Mesh, Run, StageWork, costs_of, static_bytes
+from zbpp.cluster.stage_costs import Mesh, Run, StageWork, costs_of, static_bytes, vocabulary_parallelism
 from zbpp.planning import plan
 from zbpp.ranges import ConfigError
 from zbpp.schedule import Op, PlanError, Timetable, simulate
@@ -42,6 +42,7 @@ class Question:
     batch: int
     schedules: tuple[str, ...] = SCHEDULES
     degrees: dict[str, int] = field(default_factory=dict)
+    head_at_once: bool = False
 
     def __post_init__(self) -> None:
         if self.batch < 1:
@@ -138,7 +139,7 @@ def candidates_of(question: Question, recompute: bool) -> Iterator[Candidate]:
             num, rest = divmod(question.batch, mesh.data * sequences)
             if num < 1 or rest:
                 continue
-            run = Run(sizes, question.hardware, mesh, sequences, recompute)
+            run = Run(sizes, question.hardware, mesh, sequences, recompute, question.head_at_once)
             bound = _bound(run, num)
             for schedule in question.schedules if mesh.pipeline > 1 else question.schedules[:1]:
                 yield Candidate(bound, run, schedule, num)
@@ -304,7 +305,9 @@ def as_text(answer: Answer) -> str:
     lines = [
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     ]
-    return "\n".join([head, "", *lines, "", counts, _NOTE])
+    best = answer.steps[0].run.mesh.pipeline
+    shared = [vocabulary_parallelism(sizes, best)] if best > 1 else []
+    return "\n".join([head, "", *lines, "", counts, *shared, _NOTE])
 
 
 def _cells(step: Step) -> tuple[str, ...]:

@@ -57,7 +57,7 @@ class Mesh(NamedTuple):
 class Run:
     """A run without its schedule. sequences: in a microbatch.
 
-    recompute: B computes all activations of its layers again.
+    recompute: B computes all activations of its layers again. head_at_once: as memory.head_at_once.
     """
 
     sizes: ModelSizes
@@ -65,6 +65,7 @@ class Run:
     mesh: Mesh
     sequences: int = 1
     recompute: bool = False
+    head_at_once: bool = False
 
     @property
     def tokens(self) -> int:
@@ -93,11 +94,9 @@ def parts_of(run: Run) -> tuple[Part, Part, Part]:
     """(the embedding, a layer, the head) for one microbatch on one rank."""
     known = run.sizes, run.tokens, run.mesh.tensor
     last = layer_work.head(*known)
-    return (
-        layer_work.embedding(*known),
-        layer_work.layer(*known),
-        last.without_logits() if run.recompute else last,
-    )
+    last = last.without_logits() if run.recompute else last
+    last = last.w_at_once() if run.head_at_once else last
+    return layer_work.embedding(*known), layer_work.layer(*known), last
 
 
 def counts_of(run: Run, num_stages: int) -> tuple[int, ...]:
@@ -110,6 +109,17 @@ def _head_in_layers(sizes: ModelSizes) -> float:
     tokens = float(sizes.sequence)
     one = 2.0 * sizes.layer_matrices * tokens + layer_work.attention_flops(sizes, tokens)
     return 2.0 * sizes.hidden * sizes.vocab * tokens / one
+
+
+def vocabulary_parallelism(sizes: ModelSizes, num_stages: int) -> str:
+    """A line that says what vocabulary parallelism would bring at most: all ranks share the head evenly."""
+    head, counts = _head_in_layers(sizes), _cut(sizes.num_layers, num_stages, 0.0)
+    *others, last = _cut(sizes.num_layers, num_stages, head)
+    ratio = (max(counts) + head / num_stages) / max(*others, last + head)
+    return (
+        f"If {num_stages} ranks shared the head (vocabulary parallelism, arXiv:2411.05288; zbpp has none), a "
+        f"step would take {min(1.0, ratio):.2f} of the time at best."
+    )
 
 
 @lru_cache(maxsize=512)

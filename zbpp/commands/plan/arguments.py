@@ -48,7 +48,7 @@ READ = {
     NAMED: {"schedules", "placement", "form", *_SEARCH, *_COSTS, *_DRAWN},
     TIMETABLE: {"timetable", "form", *_COSTS, *_DRAWN},
     CHOOSE: {"choose", *_SEARCH, *_COSTS, *_DRAWN},
-    CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "sequence"},
+    CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "sequence", "head_at_once"},
 }
 """The options that each form of the command reads; a form is named by the words that choose it."""
 

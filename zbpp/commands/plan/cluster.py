@@ -22,6 +22,8 @@ def add_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sequence", type=int, metavar="N", help="tokens in a sequence (default: the model's)"
     )
+    waits = "as memory.head_at_once=true: W of the head at the end of its B"
+    group.add_argument("--head-at-once", action="store_true", help=waits)
     fixed = "sizes of the mesh that are given, such as pipeline=16,tensor=8"
     group.add_argument("--degrees", type=_degrees, default={}, metavar="NAME=N,...", help=fixed)
 
@@ -40,6 +42,7 @@ def on_paper(options: argparse.Namespace, progress: Callable[[float, str], None]
         hardware=read_typed(_file(options.cluster, "cluster"), Hardware),
         batch=options.batch,
         degrees=options.degrees,
+        head_at_once=options.head_at_once,
         **names,
     )
     return as_text(search(question, progress))
