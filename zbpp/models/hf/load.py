@@ -8,6 +8,7 @@ device, so that a tensor that is missing, left over or of another shape is found
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,21 +157,27 @@ def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dty
         if hasattr(each, "force_cpu"):  # it would take values out of meta tensors
             each.force_cpu = False
     options = LoadStateDictConfig(dtype=dtype, device_map={"": device}, weight_mapping=table)
-    with _without_bar():
+    with _one_after_the_other():
         return convert_and_load_state_dict_in_model(model, dict(tensors), options)[0]
 
 
 @contextmanager
-def _without_bar() -> Iterator[None]:
-    """Each rank would draw the library's progress bar, and for each of its stages."""
+def _one_after_the_other() -> Iterator[None]:
+    """The library reads no tensor ahead in threads, which takes memory, and draws no progress bar."""
     from transformers.utils import logging
 
     library: Any = logging
-    was_drawn = library.is_progress_bar_enabled()
+    was_drawn, name = library.is_progress_bar_enabled(), "HF_DEACTIVATE_ASYNC_LOAD"
+    given = os.environ.get(name)
     library.disable_progress_bar()
+    os.environ[name] = "1"
     try:
         yield
     finally:
+        if given is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = given
         if was_drawn:
             library.enable_progress_bar()
 
