@@ -83,7 +83,7 @@ class _Saver(Extra):
 
     def attach(self, rank: Rank) -> None:
         """Make the group."""
-        self.group = gloo_group(rank.place)
+        self.group = gloo_group(rank.place, rank.timeout)
 
     def close(self) -> None:
         """Close the group, unless a thread still saves in it."""

@@ -76,7 +76,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
         dist.destroy_process_group(group)
 
 
-def gloo_group(place: Place) -> dist.ProcessGroup | None:
+def gloo_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
     """A new group of all processes of a mesh, in their order, on gloo; None for one process. Collective.
 
     In it threads may talk while training steps use the other groups.
@@ -85,7 +85,8 @@ def gloo_group(place: Place) -> dist.ProcessGroup | None:
     told = place.gather((mine, unique_name()))
     if len(told) == 1:
         return None
-    return _group_by_its_ranks([rank for rank, _ in told], told[0][1], timedelta(minutes=30), backend="gloo")
+    limit = timedelta(seconds=timeout)
+    return _group_by_its_ranks([rank for rank, _ in told], told[0][1], limit, backend="gloo")
 
 
 def job_store(prefix: str) -> Store:
