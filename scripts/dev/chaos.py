@@ -37,7 +37,7 @@ from zbpp.render.table import aligned
 STEPS, EVERY, NUM_MICROBATCHES = 40, 4, 4  # of each fault; between checkpoints
 SECONDS = 0.002  # of each F
 GRACE = 5.0  # s beside the timeout in which a fault must be noticed
-OF_TORCHELASTIC = 30.0  # s more, where a rank ends by SIGKILL only: torchelastic sends SIGTERM before
+OF_TORCHELASTIC = 35.0  # s more, where a rank ends by SIGKILL only: torchelastic waits 30 s after its SIGTERM
 
 Curve = list[tuple[Any, ...]]
 """(step, loss, norm) of each step."""
