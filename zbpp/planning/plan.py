@@ -41,8 +41,8 @@ def check_name(name: str) -> None:
 
 
 def takes_costs(name: str) -> bool:
-    """Whether the schedule's plan depends on the costs."""
-    return "costs" in inspect.signature(SCHEDULES[name]).parameters
+    """Whether there is such a schedule, and its plan depends on the costs."""
+    return name in SCHEDULES and "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
 def plan(
