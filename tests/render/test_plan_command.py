@@ -199,7 +199,7 @@ FILES = {
         ("zb_h1 --f 1,2,3", "Costs: f has 3 numbers for 4 stages"),
         ("zb_h1 --f -1", "Costs(f=-1.0"),
         ("1f1b zb_h1 --text", "--text and --csv show one schedule"),
-        ("--timetable missing.txt", "missing.txt: No such file or directory"),
+        ("--timetable missing.txt", "--timetable missing.txt: there is no such file; zbpp plan NAME --text"),
         ("--timetable bad.txt", "bad.txt: line 1, word 2: '0G0' is no action"),
         ("--timetable bad.csv", "bad.csv: line 1, cell 2: '0G0' is no"),
         ("--timetable stuck.txt", "stuck.txt: the timetable cannot proceed: rank 0 waits in 0W0"),
