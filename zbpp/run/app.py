@@ -92,6 +92,7 @@ def train(composed: Composed) -> dict[str, Any]:
             trainer.callbacks = [signals, *watching, *trainer.callbacks, *saving]
             title, summary = _run(config, parts.model, plan, trainer, loggers, here)
             write_results(config, path, trainer, title, summary, loggers, is_rank_0=rank == 0)
+            trainer.pipeline.close()
         return summary.figures
 
 
