@@ -10,7 +10,8 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     weight_grads.py    W: the tasks that B leaves, and running them
     arguments.py       the arguments of backward_input, checked
     node_roles.py      what each type of node means for the walk
-    chains.py          what lies between a weight and its use: views of it, or a cast, say
+    views.py           chains that only make views of a weight
+    chains.py          chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py       where a leaf's gradients are summed: `.grad` or `main_grad`
     storages.py        the storages of a tensor, of sparse tensors and DTensors too
     hooks.py           users' hooks: whether there are any, and running those that W has to run

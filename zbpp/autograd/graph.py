@@ -10,7 +10,7 @@ through a CHAIN of nodes with one edge each:
                            bias leaf +   +- TBackward <- weight leaf      (the chain)
 
 A leaf waits only if ALL its uses are at sites. The gradient of every other trainable leaf is computed in B.
-A chain COMPUTES unless all its nodes are views that chains.py knows: a cast computes, say. W runs such a
+A chain COMPUTES unless all its nodes are views that views.py knows: a cast computes, say. W runs such a
 chain by autograd.
 
 BELOW a node are the nodes that its `next_functions` lead to: its operands were computed there.
@@ -38,10 +38,10 @@ from zbpp.autograd.capture import (
     unpack,
     version_of,
 )
-from zbpp.autograd.chains import MATRIX_TRANSPOSE, View
 from zbpp.autograd.hooks import has_node_hooks
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
 from zbpp.autograd.rules import Rule, capture_of_subclass
+from zbpp.autograd.views import MATRIX_TRANSPOSE, View
 
 Edge = tuple[Node, int]
 _STRIDED = torch.strided

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
 
-from zbpp.autograd.chains import VIEWS
 from zbpp.autograd.rules import rule_of
+from zbpp.autograd.views import VIEWS
 
 
 class _RoleOfType(dict[type, Any]):
@@ -25,7 +25,7 @@ class _RoleOfType(dict[type, Any]):
 
 
 class _ViewOfType(dict[type, Any]):
-    """type of node -> its View, or the function that makes the View from an edge, or None: see chains.py."""
+    """type of node -> its View, or the function that makes the View from an edge, or None: see views.py."""
 
     def __missing__(self, cls: type) -> Any:
         self[cls] = VIEWS.get(cls.__name__)

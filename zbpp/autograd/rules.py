@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.capture import Add, Capture, HeldTensors, add_or_copy, keep, saved
-from zbpp.autograd.chains import View
+from zbpp.autograd.views import View
 
 
 class DirectCapture(NamedTuple):

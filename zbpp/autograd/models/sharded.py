@@ -12,7 +12,7 @@ A rule states its own table as `Rule.shards`. If the weight or x is placed other
 If dy is placed otherwise, dy is redistributed at the end of B, and W computes with shards as usual.
 
 A model that computes with its own shard alone takes `local_part(weight)`, as experts do that are spread over
-processes. The node of that Function is a view (../chains.py): W adds to the local part of the gradient.
+processes. The node of that Function is a view (../views.py): W adds to the local part of the gradient.
 
 A DTensor has two counts of in-place changes (`_version`): its own, and that of the tensor that holds its
 shard. An operation on the DTensor raises the first count only, an operation on the shard the second only. W
@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.capture import Add, AddOfParts, Capture, HeldTensors, is_kept
-from zbpp.autograd.chains import MATRIX_TRANSPOSE, VIEWS, View
 from zbpp.autograd.rules import DirectCapture, Rule
+from zbpp.autograd.views import MATRIX_TRANSPOSE, VIEWS, View
 
 Placements = tuple[Any, ...]
 Dims = tuple[int | None, ...]
