@@ -89,8 +89,20 @@ def by_last_stage(function: Function) -> Function:
 
 
 def own_loss(stage: nn.Module, loss_fn: object) -> Callable[..., Any] | None:
-    """The last stage's own loss(hidden, target), if it takes the place of `loss_fn`."""
-    return getattr(stage, "loss", None) if getattr(loss_fn, "by_last_stage", False) else None
+    """The last stage's own loss(hidden, target), if it takes the place of `loss_fn`.
+
+    It does not if the stage has hooks, which are given what the stage returns: logits.
+    """
+    if not getattr(loss_fn, "by_last_stage", False) or has_hooks(stage):
+        return None
+    return getattr(stage, "loss", None)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks of somebody else than torch's parallelism."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    is_foreign = any(not str(each.__module__).startswith("torch.distributed.") for each in hooks)
+    return is_foreign or bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

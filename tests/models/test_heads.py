@@ -345,6 +345,28 @@ def test_a_head_that_was_replaced_is_called():
         assert_equal(trained(pipeline_of(MODELS["gpt"](head=head), change=change)), expected("gpt", change))
 
 
+def with_bias(stage):
+    if "head" in stage._modules:
+        stage.head.bias = nn.Parameter(torch.linspace(-1, 1, len(stage.head.weight), dtype=torch.float64))
+
+
+def with_another_forward(stage):
+    if "head" in stage._modules:
+        before = stage.head.forward
+        stage.head.forward = lambda *args: 2 * before(*args)
+
+
+def with_a_hook(stage):
+    if "head" in stage._modules:
+        stage.register_forward_hook(lambda module, args, logits: 2 * logits)
+
+
+@pytest.mark.parametrize("change", [with_bias, with_another_forward, with_a_hook])
+def test_what_was_changed_in_the_last_stage_has_its_effect(change):
+    for head in OWN:
+        assert_equal(trained(pipeline_of(MODELS["gpt"](head=head), change=change)), expected("gpt", change))
+
+
 # ---------------------------------------------------------------- families of the library
 
 

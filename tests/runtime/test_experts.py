@@ -33,14 +33,42 @@ SCHEDULES = ("1f1b", "zb_h1", "zb_v", "zb_h2")
 SIZES = {"vocab_size": VOCAB, "num_layers": 4, "hidden_size": 12, "num_heads": 2, "intermediate_size": 10}
 
 
-class Mixture(Llama):
-    """A small Llama with experts, in float64."""
+class Scaled(nn.Module):
+    """Experts of a user's own: a matrix and one number per expert, and a norm that all experts share."""
 
-    def __init__(self, **options):
+    def __init__(self):
+        super().__init__()
+        hidden = SIZES["hidden_size"]
+        self.weight, self.scale = nn.Parameter(drawn(EXPERTS, hidden, hidden)), nn.Parameter(drawn(EXPERTS))
+        self.norm, self.exchange = nn.LayerNorm(hidden), Exchange()
+
+    def forward(self, x, chosen):
+        weight, scale = local_part(self.weight), local_part(self.scale)
+
+        def compute(rows, counts):
+            scales = scale.repeat_interleave(counts).unsqueeze(1)
+            return self.norm(grouped_linear(rows, weight.mT, counts)) * scales
+
+        return through_experts(x, chosen, EXPERTS, self.exchange, compute)
+
+
+class Mixture(Llama):
+    """A small Llama with experts, in float64. tied: two layers of a stage share a parameter of theirs."""
+
+    def __init__(self, *, scaled=False, tied=False, **options):
         super().__init__(**SIZES, sequence_length=8, experts=EXPERTS, **options)
+        self.is_scaled, self.is_tied = scaled, tied
 
     def build_stage(self, index, num_stages):
-        return super().build_stage(index, num_stages).double()
+        stage = super().build_stage(index, num_stages)
+        layers = [each for name, each in stage.named_children() if name.startswith("layer_")]
+        if self.is_scaled:
+            for layer in layers:
+                layer.mlp.experts = Scaled()
+        if self.is_tied:
+            for one, other in zip(layers[::2], layers[1::2], strict=True):
+                other.mlp.experts.down = one.mlp.experts.down
+        return stage.double()
 
 
 def alone(num_microbatches, steps=2, **model_options):
@@ -132,6 +160,20 @@ def test_shards_share_the_experts():
     everyone = run_ranks(in_mesh, 4, {"shard": 2, "expert": 2}, SCHEDULES)
     check_against_one_process(everyone, 2)
     check_equal_bits(everyone)
+
+
+@pytest.mark.parametrize("degrees", [{"replicate": 2, "expert": 2}, {"shard": 2, "expert": 2}])
+def test_experts_of_a_users_own_are_shared(degrees):
+    function = partial(in_mesh, model_options={"scaled": True})
+    check_against_one_process(run_ranks(function, 4, degrees, ("zb_h1",)), 2, scaled=True)
+
+
+def test_layers_that_share_a_parameter_of_their_experts_share_its_part():
+    function, schedules = partial(in_mesh, model_options={"tied": True}), ("zb_h1",)
+    everyone = run_ranks(function, 4, {"replicate": 2, "expert": 2}, schedules)
+    check_against_one_process(everyone, 2, tied=True)
+    with pytest.raises(Exception, match="two layers share a parameter of their experts"):
+        run_ranks(function, 4, {"shard": 2, "expert": 2}, schedules)
 
 
 def test_shards_that_free_their_weights_after_each_microbatch_share_the_experts():

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
-from zbpp.stage_api import by_last_stage, widens_itself
+from zbpp.stage_api import by_last_stage, has_hooks, widens_itself
 
 _IGNORED = -100  # the target that a cross-entropy leaves out
 
@@ -239,18 +239,18 @@ class Head(nn.Linear):
 def head_loss(head: nn.Module, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
     """`token_loss` of the logits that a head makes of hidden states.
 
-    A Head computes the losses itself, unless it has hooks: these are given logits.
+    A Head computes the losses itself, unless somebody has changed what it computes.
     """
-    if not isinstance(head, Head) or _has_hooks(head):
+    if not isinstance(head, Head) or _is_changed(head):
         return token_loss(head(hidden), target)
     return _mean(partial(head, hidden), target)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of somebody else than torch's parallelism."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    is_foreign = any(not str(each.__module__).startswith("torch.distributed.") for each in hooks)
-    return is_foreign or bool(module._backward_hooks or module._backward_pre_hooks)
+def _is_changed(head: Head) -> bool:
+    """Whether a head has got a bias, a forward of its own that is not zbpp's, or a hook."""
+    forward = vars(head).get("forward")
+    is_own = forward is not None and not type(forward).__module__.startswith("zbpp.")
+    return head.bias is not None or is_own or has_hooks(head)
 
 
 def check_head(head: str) -> None:

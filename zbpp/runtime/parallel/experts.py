@@ -41,8 +41,8 @@ def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
             raise ValueError(refusal)
     if not any(has_experts for _, has_experts in told):
         raise ValueError(no_experts(num))
+    _take_parts(holders, mesh[EXPERT])
     for holder in holders:
-        _take_part(holder, mesh[EXPERT])
         _connect(holder, place.expert_groups[EXPERT])
 
 
@@ -56,18 +56,23 @@ def as_if_spread(stage: nn.Module, mesh: DeviceMesh | None) -> bool:
         return bool(holders)
     if refusal := _refusal(holders, spread[EXPERT].size()):
         raise ValueError(refusal)
+    _take_parts(holders, spread[EXPERT])
     for holder in holders:
-        _take_part(holder, spread[EXPERT])
         for name, child in holder.named_children():
             if isinstance(child, Exchange):
                 setattr(holder, name, BalancedExchange(spread[EXPERT].size()))
     return bool(holders)
 
 
-def _take_part(holder: nn.Module, mesh: DeviceMesh) -> None:
-    for name, parameter in holder.named_parameters(recurse=False):
-        if not is_spread(parameter):
-            setattr(holder, name, _part(parameter, mesh))
+def _take_parts(holders: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Holders that share a parameter share its part."""
+    parts: dict[nn.Parameter, nn.Parameter] = {}
+    for holder in holders:
+        for name, parameter in holder.named_parameters(recurse=False, remove_duplicate=False):
+            if not is_spread(parameter):
+                part = parts[parameter] if parameter in parts else _part(parameter, mesh)
+                parts[parameter] = part
+                setattr(holder, name, part)
 
 
 def has_experts(stages: Iterable[nn.Module]) -> bool:

@@ -95,17 +95,33 @@ def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
     policy = policy or MixedPrecisionPolicy()
     blocks = [*_blocks_with_own_parameters(stage)]
-    for module in [*stage.modules()]:
-        if any(map(is_spread, module.parameters(recurse=False))):
-            _wrap_experts(module, place, policy)
+    # What modules inside get and return is cast by the block around them.
+    inside = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    for module in _experts_in(stage):
+        for child in blocks_of(module):  # copies, as outside of the experts
+            if any(True for _ in child.parameters()):
+                fully_shard(child, mesh=mesh, mp_policy=inside)
+        _wrap_experts(module, place, inside)
     for module in (*blocks, stage):
         fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _experts_in(stage: nn.Module) -> list[nn.Module]:
+    """The modules whose own parameters are spread experts. Raises ValueError if two of them share one."""
+    found = [each for each in stage.modules() if any(map(is_spread, each.parameters(recurse=False)))]
+    places = Counter(parameter for each in found for parameter in each.parameters(recurse=False))
+    if max(places.values(), default=0) > 1:
+        raise ValueError(
+            "two layers share a parameter of their experts, which FSDP2 would make two of: share the whole "
+            "module, or write replicate= instead of shard="
+        )
+    return found
 
 
 def _wrap_experts(module: nn.Module, place: Place, policy: Any) -> None:
     """Dimension 0 of their parameters is the expert: FSDP2 splits dimension 1, which it divides evenly.
 
-    What the module gets and returns is cast by the block around it, as inside of any block.
+    A parameter with one dimension has no other one to split.
     """
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Shard
@@ -115,8 +131,8 @@ def _wrap_experts(module: nn.Module, place: Place, policy: Any) -> None:
     fully_shard(
         module,
         mesh=experts[EXPERT_COPIES],
-        shard_placement_fn=lambda _: Shard(1),
-        mp_policy=replace(policy, cast_forward_inputs=False, output_dtype=None),
+        shard_placement_fn=lambda parameter: Shard(min(1, parameter.dim() - 1)),
+        mp_policy=policy,
     )
 
 
