@@ -94,5 +94,4 @@ def _difference(losses: list[list[Any]]) -> str:
     if any(loss is None or not math.isfinite(float(loss)) for step in steps for loss in step):
         return f", first in step {first}"
     largest = max((max(step) - min(step)) / (abs(step[0]) or 1.0) for step in steps)
-    rounding = ", as the rounding of sums in another order" if largest < 1e-6 else ""
-    return f", first in step {first}; the largest difference is {largest:.1e} of a loss{rounding}"
+    return f", first in step {first}; the largest difference is {largest:.1e} of a loss"

@@ -114,7 +114,9 @@ class MemoryConfig(Checked):
         help="what B runs forward again; auto: as memory.limit asks",
     )
     budget: float = ranged(1.0, most=1, help="with compile: the share of its activations that F keeps for B")
-    limit: float | None = ranged(None, above=0, unit="GiB", help="of each rank's device")
+    limit: float | None = ranged(
+        None, above=0, unit="GiB", help="of each rank's device: for recompute=auto and `zbpp memory`"
+    )
     offload: int | float | str = described(
         "none",
         "activations to host memory, by schedule.costs: auto (where it is free), or GiB",
@@ -203,7 +205,7 @@ class CheckpointConfig(Checked):
     """When a run is saved into run_dir/checkpoints. A run that is left early is saved in any case."""
 
     prefix: ClassVar[str] = "checkpoint."
-    every: int = ranged(1000, help="steps; 0: only if the run is left early")
+    every: int = ranged(1000, help="steps, and at the end; 0: only if the run is left early")
     keep: int = ranged(2, least=1, help="the newest ones")
     background: bool = described(True, "training goes on while a copy of its state is written")
 

@@ -250,7 +250,8 @@ def _is_changed(head: Head) -> bool:
     """Whether a head has got a bias, a forward of its own that is not zbpp's, or a hook."""
     forward = vars(head).get("forward")
     is_own = forward is not None and not type(forward).__module__.startswith("zbpp.")
-    return head.bias is not None or is_own or has_hooks(head)
+    has_bias = head._parameters["bias"] is not None
+    return has_bias or is_own or has_hooks(head)
 
 
 def check_head(head: str) -> None:

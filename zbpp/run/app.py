@@ -174,7 +174,10 @@ def _shared_plan(plan: Plan | None) -> Plan:
 def _agreed_data(data: Data) -> Data:
     """The data with rank 0's facts, also on ranks that read no data. Raises AgreementError. Collective."""
     found = {rank: each for rank, each in enumerate(gather(data.fingerprint)) if each is not None}
-    check_equal("data (by fingerprint)", list(found.values()), list(found))
+    what = (
+        "data (by fingerprint; a Dataset that draws random numbers takes torch's, or seeds them by the row)"
+    )
+    check_equal(what, list(found.values()), list(found))
     return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))
 
 

@@ -169,7 +169,11 @@ class StageWorker:
             self._keep_loss(self._call(microbatch, inputs)[0])
             return ()
         output = self._run_module(microbatch, inputs)
-        observe(output, None if targets is None else targets[microbatch])
+        try:
+            observe(output, None if targets is None else targets[microbatch])
+        except Exception as error:
+            error.add_note("in the metrics of an evaluation")
+            raise
         has_loss = _is_loss(output) if self.loss_fn is None else targets is not None
         if has_loss:
             self._keep_loss(self._loss(microbatch, output, self.loss_fn))

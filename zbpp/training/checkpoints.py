@@ -63,7 +63,7 @@ class Checkpoints(Callback):
         self._settle()
         step, leaves = trainer.next_step, trainer.leaving is not None
         # Without a checkpoint of the last step, the same command would resume this ended run at an older one.
-        if step > self._last and (leaves or self._last or 0 < self._every <= step):
+        if step > self._last and (leaves or self._last or self._every):
             error = self._save(trainer, step, in_background=False)
             if error and leaves:
                 raise CheckpointError(error)

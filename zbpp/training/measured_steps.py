@@ -214,8 +214,8 @@ def summarise(
     if not trainer.timelines:
         return Summary(figures, None, [cost])
     found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
-    step_milliseconds = median([metrics["step_seconds"] for metrics in history]) * 1e3
-    sentences = [cost, *sentences_of_time(found, step_milliseconds)]
+    same = [each["step_seconds"] for each in history if each["step"] in trainer.timelines]
+    sentences = [cost, *sentences_of_time(found, median(same) * 1e3)]
     figures |= {
         **found.figures,
         "predicted_makespan_ms": found.predicted.makespan,
@@ -274,19 +274,23 @@ def sentence_of_cost(steps: int, seconds: float, items: int, unit: str) -> str:
     return f"The run took {duration(seconds)} for {steps} steps and {items:,} {unit}{rate}."
 
 
+def _ms(number: float) -> str:
+    return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
+
+
 def sentences_of_time(steps: MeasuredSteps, step_ms: float) -> list[str]:
-    """Where a step's time went."""
+    """Where a step's time went. step_ms: how long the same steps took in all, their median."""
     measured, predicted = steps.measured, steps.predicted
     found = [
-        f"The pipeline's part of a step took {measured.makespan:.3g} ms (the median of "
+        f"The pipeline's part of a step took {_ms(measured.makespan)} (the median of "
         f"{steps.steps}), of which the rank with the largest bubble was idle for "
-        f"{100 * measured.bubble_rate:.1f} %; simulated with the measured costs {predicted.makespan:.3g} ms "
+        f"{100 * measured.bubble_rate:.1f} %; simulated with the measured costs {_ms(predicted.makespan)} "
         f"and {100 * predicted.bubble_rate:.1f} %."
     ]
     outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0
     if outside > _LARGE_SHARE:
         found.append(
-            f"{100 * outside:.0f} % of a step ({step_ms:.3g} ms) passed outside the pipeline: reading the "
+            f"{100 * outside:.0f} % of these steps ({_ms(step_ms)}) passed outside the pipeline: reading the "
             "batch, the norm, the optimizer."
         )
     return found
