@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from helpers.processes import run_ranks
 from zbpp import config as configs
 from zbpp import launch
+from zbpp.checkpoints import CheckpointError
 from zbpp.commands import command_line, compare
 from zbpp.data import text_data
 from zbpp.job.world import world
@@ -34,7 +35,6 @@ from zbpp.render.style import headline
 from zbpp.run import app, results
 from zbpp.run import trainer as trainer_parts
 from zbpp.schedule import PlanError, to_csv
-from zbpp.training.run_folder import FolderError
 
 ROOT = Path(__file__).parent.parent
 TINY = ["steps=3", "num_microbatches=4", "microbatch_size=2", "parallel.device=cpu", "parallel.timeout=100"]
@@ -139,6 +139,7 @@ def test_the_job_writes_one_run_folder_and_nothing_beside_it(job):
     assert [path.name for path in (job.folder / "runs").iterdir()] == ["first"]
     assert {path.name for path in job.run.iterdir()} == {
         "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json", "wandb",
+        "checkpoints",
         "stage-0-of-2.safetensors", "stage-1-of-2.safetensors",
     }  # fmt: skip
     assert "${" not in (job.run / "config.yaml").read_text()
@@ -475,12 +476,12 @@ def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path, alone)
     run = tmp_path / "run"
     given = [*MLP, *TINY, f"run_dir={run}"]
     train(given)
-    before = {path.name: path.read_bytes() for path in run.iterdir()}
-    with pytest.raises(FolderError, match="holds a run already: write another run_dir, or overwrite=true"):
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match="has done 3 steps already: .* or overwrite=true to replace it"):
         train(given)
     with pytest.raises(configs.ConfigError, match="the data do not fit the model"):
         train([*given, "overwrite=true", "data.in_features=5"])
-    assert {path.name: path.read_bytes() for path in run.iterdir()} == before
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     train([*given, "overwrite=true", "steps=4"])
     assert len(losses_of(run)) == 4
 
@@ -526,6 +527,7 @@ def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
     stages = {f"stage-{s}-of-{summary['num_stages']}.safetensors" for s in range(summary["num_stages"])}
     assert {path.name for path in (tmp_path / "run").iterdir()} == stages | {
         "config.yaml", "job.json", "metrics.jsonl", "summary.json", "timeline.png", "trace.json",
+        "checkpoints",
     }  # fmt: skip
 
 

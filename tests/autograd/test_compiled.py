@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zbpp
-from helpers.split import CountCalls, assert_close, assert_equals_plain, grads_of, leaf
+from helpers.split import CountCalls, assert_close, assert_equals_plain, call_module, grads_of, leaf
 from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage, compiled_forward
 from zbpp.models.llama import Llama
@@ -22,7 +22,7 @@ def llama(index=1, num_stages=3, **sizes):
     return Llama(vocab_size=20, **sizes).build_stage(index, num_stages).to(torch.get_default_dtype())
 
 
-def equals_plain(make_module, make_inputs, call=None, *, how=None, **options):
+def equals_plain(make_module, make_inputs, call=call_module, *, how=None, **options):
     """As `assert_equals_plain`, whose split side is compiled here; nothing may stay eager."""
     is_plain = True
 

@@ -57,11 +57,11 @@ def test_a_whole_backward_stands_where_b_stood_and_a_split_ones_w_behind_its_b()
 
 def measured(rank):
     found = measure(workload(rank, 2 * P), plan("zb_v", P, M), 2)
-    return found.costs, found.links, found.in_activations, found.deferred_share
+    return found.costs, found.in_activations, found.deferred_share
 
 
 def test_times_and_bytes_are_those_that_the_stages_emulate():
-    (costs, links, relative, share), other = run_ranks(measured, P)
+    (costs, relative, share), other = run_ranks(measured, P)
     assert costs == other[0]
     for name, least in (("f", 6), ("b", 12), ("w", 3), ("bw", 15)):
         assert min(getattr(costs, name)) >= least
@@ -78,9 +78,6 @@ def test_times_and_bytes_are_those_that_the_stages_emulate():
     assert share == pytest.approx(0.5, abs=0.2)
     assert sum(relative.saved) == pytest.approx(4)
     assert sum(relative.deferred) == pytest.approx(4 * share)
-    assert [(each.ranks, each.latency_ms > 0, each.gigabytes_per_second > 0) for each in links] == [
-        ((0, 1), True, True)
-    ]
 
 
 # ---------------------------------------------------------------- plans that travel

@@ -9,7 +9,7 @@ from torch.distributed.pipelining import pipe_split
 from torch.nn import functional as F
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, auxiliary_loss, plan, trace_stages
+from zbpp import Pipeline, auxiliary_loss, make_mesh, plan, trace_stages
 
 NUM_MICROBATCHES = 4
 
@@ -379,3 +379,32 @@ def test_a_stage_refuses_another_microbatch_than_the_example():
         TypeError, match="got 1 positional arguments and the keywords .'scale'.; the example has 1"
     ):
         stages[0](X, scale=3)
+
+
+class Two(nn.Module):
+    """Two linear layers, each in a module of its own."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Sequential(nn.Linear(4, 6)), nn.Sequential(nn.Linear(6, 4))
+
+    def forward(self, x):
+        return self.second(self.first(x).tanh())
+
+
+def in_shards(rank):
+    stages = trace_stages(Two().double(), (torch.randn(2, 4).double(),), ["second"])
+    mesh = make_mesh(shard=2)
+    with Pipeline(stages, plan("zb_v", 1, 2), loss_fn=F.mse_loss, mesh=mesh) as pipeline:
+        x = torch.linspace(-1, 1, 32).double().view(8, 4).chunk(2)[rank]
+        pipeline.step(x, target=x.sin())
+        return {name: each.grad.full_tensor() for name, each in pipeline.named_parameters()}
+
+
+def test_traced_stages_go_with_shards():
+    module, x = Two().double(), torch.linspace(-1, 1, 32).double().view(8, 4)
+    F.mse_loss(module(x), x.sin()).backward()
+    for found in run_ranks(in_shards, 2):
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0)

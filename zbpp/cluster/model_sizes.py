@@ -85,7 +85,7 @@ def sizes_of_node(node: Mapping[str, Any]) -> ModelSizes:
             f"{', '.join(_NODES)}, or --model FOLDER with a config.json"
         )
     if node.get("experts") is not None:
-        raise ConfigError("model: experts are not counted by --cluster: leave experts out")
+        raise ConfigError("--cluster can't plan a model with experts: leave model.experts out")
     hidden, heads = _whole(node, "hidden_size"), _whole(node, "num_heads")
     if hidden % heads:
         raise ConfigError(f"model: num_heads={heads} does not divide hidden_size={hidden}")

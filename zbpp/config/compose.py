@@ -175,7 +175,7 @@ def _check_keys(config: DictConfig, root: DictConfig | None = None, prefix: str 
 
 
 _ELSEWHERE = {  # names in other trainers
-    "lr": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate (or optimizer.build.lr with optimizer=lion, custom, ...)",
     "num_ranks": "parallel.num_processes (-n 4)",
     "batch_size": "microbatch_size",
     "dtype": "precision",

@@ -85,7 +85,8 @@ def _fits(value: Any, taken: Any) -> bool:
 class TracedStage(nn.Module):
     """Takes what the stage before it returned; the first stage takes the module's arguments.
 
-    Its submodules only hold parameters and buffers: what wraps one of them has no effect.
+    Its submodules only hold parameters and buffers: what wraps one of them has no effect, and modes are those
+    of the whole stage.
     traces: {training: Trace}. state: parameters and buffers by their names in the whole model; persistent:
     the names that belong into a state_dict. extras: constants and subgraphs of the traces.
     """
@@ -110,19 +111,13 @@ class TracedStage(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._traces[self.training](self, args, kwargs)
 
-    def train(self, mode: bool = True) -> Self:
-        """Choose the trace. It covers the whole stage, so all submodules get the same mode."""
-        for module in self.modules():
-            module.training = mode
-        return self
-
 
 def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -> None:
     *path, last = name.split(".")
     owner = stage
     for each in path:
         if each not in dict(owner.named_children()):
-            owner.add_module(each, nn.Module())
+            owner.add_module(each, nn.ModuleList())  # which is never called
         owner = owner.get_submodule(each)
     if isinstance(tensor, nn.Parameter):
         owner.register_parameter(last, tensor)

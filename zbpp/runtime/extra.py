@@ -60,7 +60,7 @@ class Extra:
     be in one pipeline. State that `attach` or `rewrite` makes belongs to one pipeline.
 
     looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run in its
-    place. lost: asked after `fail`: what the error has cost, so that no call may follow; "" if one may.
+    place. lost: read after `fail`: what the error destroyed, which ends the pipeline; "" if nothing.
     released: {id of a parameter whose gradient the last step has used and dropped: the gradient's sum of
     squares, if that is kept}; None: gradients stay.
     """
@@ -184,7 +184,7 @@ class Extras(list[Extra]):
         return run
 
     def background(self, at: Instruction) -> Background | None:
-        """What wants to know when work runs that an instruction starts in the background: one extra's."""
+        """The first extra's `background` for an instruction; None if no extra has one."""
         return next((found for each in self if (found := each.background(at)) is not None), None)
 
     def begin(self, call: Call) -> None:

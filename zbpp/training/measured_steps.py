@@ -93,8 +93,8 @@ def model_flops_utilisation(
 ) -> float | None:
     """Model-FLOPs utilisation by the usual 6 FLOPs per parameter and token; attention is not counted.
 
-    peak: FLOP/s of one device. None if the peak is not known, if the data are no tokens, or for no number of
-    parameters: of a model with experts a token uses some only.
+    peak: FLOP/s of one device. None if the peak is not known, if the data are no tokens, or if
+    num_parameters is None, as for a model with experts, of which a token uses only some.
     """
     if peak is None or tokens_per_second is None or num_parameters is None:
         return None

@@ -224,10 +224,6 @@ def layers_beside_torchs_checkpoint() -> Case:
     return Case(Module, lambda: leaf(5, 8))
 
 
-def torchs_checkpoint_on_stage_0() -> Case:
-    return Case(lambda: Checkpointed(torchs, Block(), Block()), lambda: torch.randn(5, 8))
-
-
 class AroundReentrant(nn.Module):
     def __init__(self):
         super().__init__()

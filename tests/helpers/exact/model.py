@@ -44,7 +44,10 @@ class Grid:
 
 
 def whole_pays(problem: Problem, stage: int) -> bool:
-    """Whether BW can ever beat B followed by W: it is shorter, or B alone would raise the memory level."""
+    """Whether BW can ever beat B followed by W: it is shorter, or B alone would raise the memory level.
+
+    The search never takes BW for B and W: at such costs its plans may lie above the exact optimum.
+    """
     times, memory = problem.stage_costs.duration, problem.stage_costs.memory
     shorter = times[Op.BW][stage] < times[Op.B][stage] + times[Op.W][stage]
     return shorter or memory[Op.B][stage] > 0

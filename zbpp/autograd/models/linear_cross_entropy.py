@@ -211,7 +211,7 @@ class _LossesOfLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, target: Tensor, loss: _Loss) -> Tensor:
         losses, *for_b = loss.forward(logits, target)
         ctx.loss = loss
-        # Detached: a tensor of the graph's own, beside which each other holder counts.
+        # Detached, so that the graph holds a tensor of its own: `_is_last_holder` counts all others.
         ctx.save_for_backward(logits.detach(), *for_b)
         return losses[:, 0]
 

@@ -192,8 +192,8 @@ def owners_of(
 ) -> dict[str, int]:
     """The stage that uses each parameter; a tied one under each of its names.
 
-    A parameter of a layer belongs to the layer's stage. Any other one belongs to the first stage of which a
-    value that it sends, or the logits, depend on the parameter, and to stage 0 if none does.
+    A parameter of a layer belongs to the layer's stage. Any other one belongs to the first stage that sends
+    a value which depends on it (the last stage sends the logits), and to stage 0 if nothing does.
     """
     stage_of_layer = {f"{path}.{number}": stage for stage, own in enumerate(layers) for number in own}
     with untied(model) as aliases:

@@ -163,7 +163,7 @@ def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dty
 
 @contextmanager
 def _one_after_the_other() -> Iterator[None]:
-    """The library reads no tensor ahead in threads, which takes memory, and draws no progress bar."""
+    """Inside, the library reads one tensor at a time (threads would read ahead) and draws no progress bar."""
     from transformers.utils import logging
 
     library: Any = logging

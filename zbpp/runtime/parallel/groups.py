@@ -14,7 +14,7 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
-from torch._C._distributed_c10d import Store as Store  # re-exported: call_order.py names the type
+from torch._C._distributed_c10d import Store as Store  # re-exported: same_calls.py names the type
 from torch.distributed import distributed_c10d as c10d
 
 from zbpp.job.agreement import broadcast

@@ -199,7 +199,7 @@ class Place:
 
     @property
     def _dimensions_of_parts(self) -> tuple[str, ...]:
-        """Over their processes parts are added up. Replicas have different parts of spread experts only."""
+        """Their processes hold different parts of a parameter. Replicas do so only if experts are spread."""
         return (TENSOR, SHARD, REPLICATE) if self.expert_groups else (TENSOR, SHARD)
 
     def gather(self, value: Any) -> list[Any]:
