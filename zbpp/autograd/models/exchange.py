@@ -152,15 +152,14 @@ def through_experts(
         from zbpp.autograd.compiled.dynamo import break_graph
 
         break_graph()
-    num_tokens, k = chosen.shape
     order = chosen.flatten().argsort(stable=True)
     counts = counts_of(chosen, num_experts)
-    rows = _apply(_Taken, x, order, k)
+    rows = _apply(_Taken, x, order, chosen.shape[1])
     if exchange.transfer is None:
         y = compute(rows, counts)
     else:
         y = _exchanged(rows, counts.view(exchange.num_processes, -1), exchange, compute)
-    return _apply(_PutBack, y, order).view(num_tokens, k, *y.shape[1:])
+    return _apply(_PutBack, y, order, chosen.shape)
 
 
 def counts_of(chosen: Tensor, num_experts: int) -> Tensor:
@@ -176,7 +175,7 @@ def _exchanged(rows: Tensor, counts: Tensor, exchange: Exchange, compute: Comput
     # Received rows are sorted by source first. Those of an expert stay in the order of their sources.
     experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
     order = experts.repeat_interleave(theirs.flatten(), output_size=sum(receive)).argsort(stable=True)
-    y = _apply(_PutBack, compute(_apply(_Taken, received, order, 1), theirs.sum(0)), order)
+    y = _apply(_PutBack, compute(_apply(_Taken, received, order, 1), theirs.sum(0)), order, order.shape)
     sent_back: Tensor = exchange(y, receive, send)
     return sent_back
 
@@ -207,16 +206,17 @@ class _Taken(torch.autograd.Function):
 
 
 class _PutBack(torch.autograd.Function):
-    """The reverse of x[order]."""
+    """The reverse of x[order], in the shape (*shape, ...). No view: FSDP2 would warn of it."""
 
     changes_no_gradient = True
 
     @staticmethod
-    def forward(ctx: Any, y: Tensor, order: Tensor) -> Tensor:
+    def forward(ctx: Any, y: Tensor, order: Tensor, shape: torch.Size) -> Tensor:
         ctx.save_for_backward(order)
-        return y.index_select(0, _inverse(order))
+        ctx.num_dims = len(shape)
+        return y[_inverse(order).view(shape)]
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         (order,) = ctx.saved_tensors
-        return dy.index_select(0, order), None
+        return dy.flatten(0, ctx.num_dims - 1).index_select(0, order), None, None

@@ -213,7 +213,7 @@ class _LossesOfLogits(torch.autograd.Function):
         ctx.loss = loss
         # Detached, so that the graph holds a tensor of its own: `_is_last_holder` counts all others.
         ctx.save_for_backward(logits.detach(), *for_b)
-        return losses[:, 0]
+        return losses[:, 0].clone()  # no view: FSDP2 warns of modules that return one
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
@@ -285,7 +285,7 @@ class _WeightOfHead(torch.autograd.Function):
         ctx.save_for_backward(weight, x, *for_w)
         ctx.mark_non_differentiable(dx)
         ctx.set_materialize_grads(False)  # dx has none
-        return losses[:, 0], dx
+        return losses[:, 0].clone(), dx
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
@@ -334,7 +334,7 @@ class _InputOfHead(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, losses: Tensor, x: Tensor, dx: Tensor) -> Tensor:
         ctx.save_for_backward(dx)
-        return losses.view_as(losses)
+        return losses.clone()
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:

@@ -7,6 +7,7 @@ experts (experts.py) are wrapped by themselves, and sharded over the processes t
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -91,6 +92,8 @@ def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
             "it is compiled, and FSDP2's hooks would leave it eager: write compile=none, or replicate= "
             "instead of shard="
         )
+    # In an evaluation, torch's linear returns a view.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module \(FSDPHead\) returned a view")
     assert place.mesh is not None
     mesh: DeviceMesh = place.mesh[(REPLICATE, SHARD) if REPLICATE in place.groups else (SHARD,)]
     policy = policy or MixedPrecisionPolicy()
