@@ -298,7 +298,7 @@ def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_p
         (["schedule.costs=none.json"], "none.json'; name a file that zbpp plan or zbpp measure wrote"),
         (["schedule.timetable=none.txt"], "none.txt'; name a file that zbpp plan or zbpp measure wrote"),
         (["data=text", "data.path=nowhere"], "nowhere' does not exist"),
-        (["model._target_=collections.Counter"], "has no build_stage(index, num_stages) and loss(output"),
+        (["model._target_=collections.Counter"], "has no build_stage(index, num_stages) and no loss(output"),
     ],
 )
 def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, tmp_path, overrides, message):

@@ -25,9 +25,10 @@ def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | 
     """
     model = instantiate_node("model", node, **({} if "seed" in node else {"seed": seed}))
     if not isinstance(model, PipelineModel):
+        methods = ("build_stage(index, num_stages)", "loss(output, target)")
+        missing = [each for each in methods if not hasattr(model, each.partition("(")[0])]
         raise ConfigError(
-            f"model: {type(model).__name__} has no build_stage(index, num_stages) and loss(output, target); "
-            "see zbpp/stage_api.py"
+            f"model: {type(model).__name__} has no {' and no '.join(missing)}; see zbpp/stage_api.py"
         )
     _check_loss(model.loss)
     return model if finetune is None else _fine_tuned(model, finetune, seed)
