@@ -118,7 +118,7 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
     [
         ("model=gpt_tony", "Could not find 'model/gpt_tony' Available options in 'model': custom emulated"),
         ("stepz=3", "stepz: there is no such key; did you mean steps?"),
-        ("learning_rat=1e-3", "did you mean optimizer.learning_rate (or"),
+        ("learning_rat=1e-3", "did you mean optimizer.learning_rate?"),
         ("optimiser.lr=1e-3", "optimiser.lr: there is no such key; did you mean optimizer.learning_rate (or"),
         ("optimiser.eps=1e-3", "did you mean optimizer.eps?"),
         ("device=cpu", "did you mean parallel.device?"),
@@ -127,7 +127,7 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         ("model.num_layer=2", "did you mean model.num_layers? (+model.num_layer=... adds it)"),
         ("xyzzy=1", "xyzzy: there is no such key"),
         ("+step=2", "step: there is no such key; did you mean steps?"),
-        ("++optimizer.learning_rat=1", "did you mean optimizer.learning_rate (or"),
+        ("++optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("+parallel.processes=2", "did you mean parallel.num_processes?"),
         ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
         ("steps=[3", "no viable alternative at input '[3'"),
