@@ -82,7 +82,7 @@ Draw = Callable[[SearchStrategy[Any]], Any]
 
 @composite
 def cases(draw: Draw, num_processes: int) -> Case:
-    """A case for so many processes. Of each choice the first one is the simplest."""
+    """Draws a case for this number of processes. The first value of a choice is the one to shrink to."""
     parallel = draw(sampled_from(["", "", "replicate", "shard"])) if num_processes > 1 else ""
     case = Case(
         layers=(),

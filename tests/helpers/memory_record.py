@@ -22,9 +22,10 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime import Pipeline
+from zbpp.runtime.extra import brought_by
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
-from zbpp.runtime.memory.weight_offload import offloaded_weights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
 from zbpp.training.trainer import Trainer
@@ -164,12 +165,18 @@ def last_step_of(trainer: Trainer, num_steps: int) -> Report:
     return Report(record.spans, record.highest, record.outliving, gates[0])
 
 
+def _offloaded(pipeline: Pipeline) -> OffloadedWeights | None:
+    return next(
+        (each for each in brought_by(pipeline.stages.values()) if isinstance(each, OffloadedWeights)), None
+    )
+
+
 def _staying(trainer: Trainer) -> Iterator[Tensor]:
     """On the device: what may be redone, receive buffers, weights, gradients, masters, optimizer states."""
     pipeline = trainer.pipeline
     kept = trainer._update.copies(), trainer._begun.kept_batches
     yield from (each for each in tree_leaves(kept) if isinstance(each, Tensor))
-    weights = offloaded_weights(pipeline.stages.values())
+    weights = _offloaded(pipeline)
     yield from pipeline._rank.executors["step"]._pool.buffers()
     yield from (pipeline.released or {}).values()
     if weights is not None:
@@ -187,7 +194,7 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
 
 def _on_host(pipeline: Pipeline, optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """All tensors that live in host memory."""
-    weights = offloaded_weights(pipeline.stages.values())
+    weights = _offloaded(pipeline)
     if weights is not None:
         for each in pipeline.parameters():
             yield from (each,) if each.grad is None else (each, each.grad)

@@ -280,3 +280,14 @@ class CountCalls:
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         self.number += 1
+
+
+def refusal_to_parallelize(model: Any, mesh: Any) -> str:
+    """The error of `model.parallelize`, which must leave the stage as it was; "accepted" without one."""
+    stage = model.build_stage(0, 1)
+    try:
+        model.parallelize(stage, mesh)
+    except ValueError as error:
+        assert not any(hasattr(parameter, "device_mesh") for parameter in stage.parameters())
+        return str(error)
+    return "accepted"

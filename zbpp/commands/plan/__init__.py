@@ -47,7 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `zbpp plan ... | head`: nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        where = f"{error.filename}: " if error.filename else ""
+        print(f"error: {where}{error.strerror}", file=sys.stderr)
         return 2
     except (PlanError, ConfigError, UnicodeDecodeError, ModuleNotFoundError) as error:
         print(f"error: {error}", file=sys.stderr)

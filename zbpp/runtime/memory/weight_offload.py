@@ -385,11 +385,6 @@ class _OnDevice:
         return self._weights.run(self._block, forward, args, kwargs)
 
 
-def offloaded_weights(stages: Iterable[nn.Module]) -> OffloadedWeights | None:
-    """The OffloadedWeights of these stages; None if they have none."""
-    return next((each for each in brought_by(stages) if isinstance(each, OffloadedWeights)), None)
-
-
 def _references(memory: Tensor) -> int:
     """The number of references to the storage of this memory."""
     count: int = torch._C._storage_Use_Count(memory.untyped_storage()._cdata)
