@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpp.autograd.capture import Capture, HeldTensors, is_kept
+from zbpp.autograd.capture import Capture, HeldTensors, add_or_copy, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.models.sharded import (
     WordShard,
@@ -57,8 +57,9 @@ def linear_cross_entropy(
 
     keep_logits: whether the logits stay from F to B, and their gradient from B to W, in the dtype of x. If
     not, F and W compute them, chunk_mib MiB in float32 at a time: 4 products instead of 3, and little
-    memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice.
-    A backward with create_graph=True is refused.
+    memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice,
+    and W sums the weight's gradient in float32 memory of the weight's shape, unless the weight has a
+    main_grad. A backward with create_graph=True is refused.
 
     weight may be a DTensor. If it is sharded along the words, label_smoothing is refused; else
     keep_logits=False is. Raises ValueError for what is refused, and for a target of another shape.
@@ -301,21 +302,33 @@ def _products(loss: _Loss, weight: Tensor, x: Tensor, *of_tokens: Tensor) -> Ite
 
     All logits are in the same memory. All ranks that share the words take as many tokens at a time.
     """
-    num_words = len(weight) if loss.shard is None else loss.shard.most
-    number = min(len(x), max(1, loss.chunk // (num_words * _precise(x).itemsize)))
+    number = _tokens_at_a_time(loss, weight, x)
     memory = x.new_empty(number, len(weight))
     for some_x, *others in _rows(number, x, *of_tokens):
         yield torch.mm(some_x, weight.T, out=memory[: len(some_x)]), some_x, *others
 
 
+def _tokens_at_a_time(loss: _Loss, weight: Tensor, x: Tensor) -> int:
+    num_words = len(weight) if loss.shard is None else loss.shard.most
+    return min(len(x), max(1, loss.chunk // (num_words * _precise(x).itemsize)))
+
+
 def _add_gradient(loss: _Loss, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
-    """Compute logits and dz again, some tokens at a time, and add dz.T @ x."""
+    """Compute logits and dz again, some tokens at a time, and add dz.T @ x.
+
+    Like the product of all tokens, the sum is rounded once: the terms are added in float32.
+    """
     weight, x, labels, at_target, scale = held
     columns = labels, at_target, scale * dy[:, None]
+    is_exact = target.dtype == _precise(target) or _tokens_at_a_time(loss, weight, x) >= len(x)
+    total = target if is_exact else torch.empty_like(target, dtype=_precise(target))
+    is_empty = fresh or not is_exact
     for logits, some_x, *some_columns in _products(loss, weight, x, *columns):
         loss.backward(logits, logits, *some_columns)
-        add_product(target, logits.T, some_x, fresh)
-        fresh = False
+        add_product(total, logits.T, some_x, is_empty)
+        is_empty = False
+    if not is_exact:
+        add_or_copy(target, total, fresh)
 
 
 @rule("_WeightOfHeadBackward", weights=(0,))
