@@ -1,4 +1,4 @@
-"""What a resolved program calls, with what, and what is left when it ends. No messages here: see test_p2p."""
+"""What a resolved program calls, with what, and what is left when it ends. Messages: see test_links.py."""
 
 import pytest
 import torch
