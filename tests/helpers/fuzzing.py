@@ -80,8 +80,7 @@ PARSERS = {
     "manifest": Parser(
         "manifest.json",
         (
-            b'{"format": 1, "files": {".metadata": [1, "ab"], "state.json": [2, "cd"]}}',
-            b'{"format": 2, "files": {".metadata": 1, "state.json": 2}}',
+            b'{"format": 1, "files": {".metadata": 1, "state.json": 2}}',
         ),
         lambda path: manifest_of(path.parent), (ValueError,),
     ),

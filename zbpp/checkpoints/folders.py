@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-FORMAT = 2  # raised by every change that an older zbpp could not read
+FORMAT = 1  # raised by every change that an older zbpp could not read
 
 MANIFEST, METADATA, STATE = "manifest.json", ".metadata", "state.json"
 
@@ -146,9 +146,7 @@ def manifest_of(path: Path) -> dict[str, int]:
     try:
         manifest = json.loads((path / MANIFEST).read_text())
         version = manifest["format"]
-        # In format 1 a file has its checksum, too.
-        sizes = {name: each[0] if version == 1 else each for name, each in manifest["files"].items()}
-        files = {str(name): int(size) for name, size in sizes.items()}
+        files = {str(name): int(size) for name, size in manifest["files"].items()}
     except (FileNotFoundError, NotADirectoryError):
         raise ValueError(f"{MANIFEST} is missing") from None
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError) as error:
