@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers.host_links import through_host_memory
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
@@ -143,6 +144,21 @@ def test_a_run_of_6_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, 
     for mine, theirs in ((found.grads, expected.grads), (found.weights, expected.weights)):
         assert mine.keys() == theirs.keys()
         assert [name for name in theirs if not torch.equal(mine[name], theirs[name])] == []
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_links_through_host_memory_change_nothing(piped: Piped, num_ranks: int) -> None:
+    """GPUs in a job on gloo have these links: no message is lost, late, or freed too early."""
+    names = ["zb_h1", "interleaved_1f1b", "zb_v"]
+    runs = run_ranks(through_host_memory, num_ranks, train_all, "gpt", names, num_ranks, COMPARED)
+    expected = piped("gpt", "gpipe", 1, COMPARED)
+    for place, _ in enumerate(names):
+        found = merged([rank[place] for rank in runs])
+        assert found.losses == expected.losses
+        assert found.grads.keys() == expected.grads.keys()
+        assert [
+            name for name, grad in expected.grads.items() if not torch.equal(found.grads[name], grad)
+        ] == []
 
 
 def test_the_losses_of_6_steps_are_those_of_a_plain_loop(piped: Piped) -> None:

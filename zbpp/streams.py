@@ -4,6 +4,8 @@ A call of a Pipeline runs on the caller's current stream. Beside it run
 
     stream       what runs there                             made by      priority
     messages     sends and receives, one stream per link     NCCL         high
+    messages     copies of messages to host memory and back, `side`       normal
+                 one stream per link, where gloo sends them
     reductions   gradients over replicas, shards and ties    NCCL, FSDP2  normal
     offload      activations to host memory and back         `side`       normal
     weights      offloaded weights to the device             `side`       normal
@@ -17,8 +19,8 @@ Messages are urgent: another rank waits for them. Streams wait for each other by
                                      is freed; for a copy before its memory is freed or read; for all
                                      reductions at the end of the step
     the host                         where it needs a number: shapes in a header, the norm at the gate of
-                                     post-validation, which copies of a parameter have a gradient; and for
-                                     offloaded weights at the end of the call
+                                     post-validation, which copies of a parameter have a gradient; for
+                                     messages of gloo; and for offloaded weights at the end of the call
 
 The caching allocator gives freed memory out again to the stream that it was allocated on. So memory that
 another stream reads or writes may be freed once its own stream has waited for that stream's event.
@@ -69,6 +71,9 @@ class Streams(Protocol):
     def mark(self) -> Event:
         """An event in the current stream whose time can be read."""
 
+    def fence(self) -> Event:
+        """An event in the current stream for which a thread may wait without a busy core."""
+
     def host_memory(self, nbytes: int) -> Tensor:
         """Bytes of host memory that the device copies from and to while the host goes on."""
 
@@ -100,6 +105,12 @@ class CudaStreams:
     def mark(self) -> Event:
         """See Streams."""
         event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def fence(self) -> Event:
+        """See Streams."""
+        event = torch.cuda.Event(blocking=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 

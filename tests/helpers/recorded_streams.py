@@ -134,6 +134,9 @@ class RecordedStreams(TorchDispatchMode):
     def mark(self) -> FakeEvent:
         return self._stack[-1].record_event()
 
+    def fence(self) -> FakeEvent:
+        return self.mark()
+
     def host_memory(self, nbytes: int) -> Tensor:
         return self.on_host(torch.empty(nbytes, dtype=torch.uint8))
 

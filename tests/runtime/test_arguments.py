@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.mlp import Mlp
+from zbpp.runtime.arguments import device_of
 
 M, SIZE = 4, 6
 
@@ -176,3 +177,9 @@ def test_wrapped_stages_are_refused_on_every_rank():
             wrapper = name.partition(", ")[0]
             assert text.startswith(f"rank 1: stage 1 is wrapped in {wrapper}")
             assert "Pipeline(..., mesh=zbpp.make_mesh(" in text
+
+
+def test_stages_without_tensors_have_their_messages_on_the_device_that_was_given():
+    """In a job on gloo, where stages may be on GPUs, it was the CPU."""
+    assert device_of([nn.Identity()], None, "meta") == torch.device("meta")
+    assert device_of([nn.Linear(1, 1)], None, "meta") == torch.device("cpu")  # a module's own place counts

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.processes import run_ranks
+from zbpp.runtime.host_links import HostLink, needs_host_link
 from zbpp.runtime.layout import TensorLayout
 from zbpp.runtime.links import BufferPool, Inbox, Outbox
 
@@ -67,21 +68,23 @@ def any_tensors():
     )
 
 
-def carry_any_tensors(rank):
+def carry_any_tensors(rank, through_host):
+    link = HostLink(dist.group.WORLD, CPU) if through_host else dist.group.WORLD
     if rank == 0:
-        outbox = Outbox(1, dist.group.WORLD, CPU)
+        outbox = Outbox(1, link, CPU)
         for _ in range(2):
             outbox.send("x", any_tensors())
         outbox.finish()
         return None
-    inbox = Inbox(0, dist.group.WORLD, BufferPool(CPU), ["x", "x"], 2)
+    inbox = Inbox(0, link, BufferPool(CPU), ["x", "x"], 2)
     inbox.begin()
     inbox.receive()
     return inbox.receive()
 
 
-def test_every_dtype_and_strided_scalar_and_empty_tensors_travel():
-    received = run_ranks(carry_any_tensors, 2)[1]
+@pytest.mark.parametrize("through_host", [False, True])
+def test_every_dtype_and_strided_scalar_and_empty_tensors_travel(through_host):
+    received = run_ranks(carry_any_tensors, 2, through_host)[1]
     for tensor, expected in zip(received, any_tensors(), strict=True):
         assert tensor.dtype == expected.dtype
         assert torch.equal(tensor, expected)
@@ -112,6 +115,15 @@ def test_a_changed_layout_is_refused_at_the_sender_before_anything_is_sent():
     assert complaints[0].startswith("(float32[3]) is to be sent where (float32[2]) was sent before")
     assert complaints[1].startswith("(float64[2]) is to be sent")
     assert received == [[1.0, 2.0], [3.0, 4.0]]
+
+
+def kinds_of_links(rank):
+    return [needs_host_link(dist.group.WORLD, torch.device(each)) for each in ("cpu", "cuda")]
+
+
+def test_on_gloo_messages_of_a_gpu_go_through_host_memory():
+    """They did not: gloo read the device's pointer."""
+    assert run_ranks(kinds_of_links, 2) == [[False, True]] * 2
 
 
 # ---------------------------------------------------------------- memory

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.host_links import through_host_memory
 from helpers.processes import outcomes
 from zbpp import Pipeline, plan
 from zbpp.runtime import CommunicationError
@@ -75,11 +76,12 @@ def all_steps(rank, answers):
     return {**told, "killed": steps(rank, stage)}
 
 
-@pytest.fixture(scope="module")
-def told(tmp_path_factory):
+@pytest.fixture(scope="module", params=[False, True], ids=["gloo", "through host memory"])
+def told(request, tmp_path_factory):
     """By rank and case: what was said."""
     answers = tmp_path_factory.mktemp("told") / "rank-1"
-    (_, here), (is_alive, _) = outcomes(all_steps, 2, answers)
+    function, *args = (through_host_memory, all_steps) if request.param else (all_steps,)
+    (_, here), (is_alive, _) = outcomes(function, 2, *args, answers)
     assert not is_alive
     return here, torch.load(answers)
 

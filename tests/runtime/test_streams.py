@@ -5,6 +5,7 @@ None of this has run on a GPU: helpers/recorded_streams.py says what is recorded
 
 from collections import deque
 from datetime import timedelta
+from queue import Queue
 
 import pytest
 import torch
@@ -12,10 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from helpers.recorded_streams import recorded
+from helpers.recorded_streams import FakeEvent, FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
 from zbpp.autograd.offload.host_copier import Copier, Copy
 from zbpp.autograd.offload.saved_activations import SavedActivations
+from zbpp.runtime.host_links import HostLink
 from zbpp.runtime.links import BufferPool, Inbox, Outbox
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.memory.activation_offload import offload_of
@@ -179,10 +181,40 @@ class _Link:
         return _Work(self.device, self.stream)
 
 
-def exchanged(num_messages=6):
+class _Gloo:
+    """A group of two ranks in one process, which reads and writes host memory, as gloo does."""
+
+    def __init__(self, device):
+        self.device, self.sent = device, Queue()
+
+    def send(self, tensors, peer, tag):
+        with self.device.recording():  # the link's own thread
+            self.sent.put(tensors[0].clone())
+        return self
+
+    def recv(self, tensors, peer, tag):
+        return _Arriving(self.sent, tensors[0])
+
+    def wait(self):
+        """Nothing: what was sent has been copied."""
+
+
+class _Arriving:
+    def __init__(self, sent, host):
+        self.sent, self.host = sent, host
+
+    def wait(self):
+        self.host.copy_(self.sent.get(timeout=20))
+
+
+def _host_link(device):
+    return HostLink(_Gloo(device), CPU)
+
+
+def exchanged(num_messages=6, made=_Link):
     """Messages of one channel: computed, sent, two messages later released, received and used."""
     with recorded() as device:
-        link, total = _Link(device), torch.zeros(SIZE)
+        link, total = made(device), torch.zeros(SIZE)
         outbox = Outbox(1, link, CPU)
         inbox = Inbox(0, link, BufferPool(CPU), ["x"] * num_messages, depth=0)
         for number in range(num_messages + 2):
@@ -197,6 +229,8 @@ def exchanged(num_messages=6):
             total += received
             del received
         outbox.finish()
+        if isinstance(link, HostLink):
+            link.close()
     assert total.tolist() == [float(sum(range(num_messages)))] * SIZE
     assert len(inbox.pool) <= 2
     return device
@@ -208,6 +242,34 @@ def test_messages_are_read_when_they_have_arrived_and_freed_when_they_are_sent(m
     faults = set(exchanged().faults)
     assert "add_ on compute reads memory that copy_ on messages 1 writes: no event orders them" in faults
     assert "memory of compute is freed, and clone on messages 1 may still use it" in faults
+
+
+def test_messages_through_host_memory_are_in_order_and_only_the_sending_thread_waits_for_the_device():
+    device = exchanged(made=_host_link)
+    assert device.faults == []
+    assert set(device.waits) == {"event in zbpp sends_0"}
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "does", "fault"),
+    [
+        # gloo sends before the copy has ended
+        (FakeEvent, "synchronize", lambda event: None, "clone on host reads memory that copy_ on messages 1"),
+        # the consumer does not wait for the copy back
+        (
+            HostLink,
+            "let_current_stream_wait",
+            lambda *_: None,
+            "add_ on compute reads memory that copy_ on messages 1",
+        ),
+        # a copy starts before its tensor is computed, and into a buffer that still has readers
+        (FakeStream, "wait_event", lambda *_: None, "copy_ on messages 1 reads memory that full on compute"),
+        (FakeStream, "wait_event", lambda *_: None, "copy_ on messages 1 writes memory that add_ on compute"),
+    ],
+)
+def test_a_missing_wait_of_a_link_through_host_memory_is_found(monkeypatch, owner, name, does, fault):
+    monkeypatch.setattr(owner, name, does)
+    assert any(each.startswith(fault) for each in exchanged(made=_host_link).faults)
 
 
 def test_links_on_nccl_have_streams_of_high_priority(monkeypatch):

@@ -125,8 +125,13 @@ def device_for_messages(group: dist.ProcessGroup | None) -> torch.device:
     return torch.device("cpu")
 
 
-def device_of(stages: Iterable[nn.Module], group: dist.ProcessGroup | None) -> torch.device:
-    """Where the stages' tensors are; for stages without any, where the group's messages go."""
+def device_of(
+    stages: Iterable[nn.Module], group: dist.ProcessGroup | None, given: torch.device | str | None = None
+) -> torch.device:
+    """Where the stages' tensors and messages are. Stages without tensors: the given device, or the group's.
+
+    On gloo a GPU is as good as the CPU: its messages go through host memory.
+    """
     stages = [*stages]
     for extra in brought_by(stages):
         device: torch.device | None = getattr(extra, "device", None)  # where it puts the stages' tensors
@@ -134,7 +139,9 @@ def device_of(stages: Iterable[nn.Module], group: dist.ProcessGroup | None) -> t
             return device
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
     first = next(tensors, None)
-    return device_for_messages(group) if first is None else first.device
+    if first is not None:
+        return first.device
+    return device_for_messages(group) if given is None else torch.device(given)
 
 
 # ---- Do the ranks of the pipeline fit together?

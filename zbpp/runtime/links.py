@@ -36,9 +36,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from zbpp.runtime.host_links import LinkGroup, Started
 from zbpp.runtime.layout import (
     HEADER_SIZE,
     Layout,
@@ -109,11 +109,11 @@ class Outbox:
     """The sending end of a link. peer: the receiver's rank in `group`."""
 
     peer: int
-    group: dist.ProcessGroup
+    group: LinkGroup
     device: torch.device
     dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
-    _pending: deque[list[tuple[dist.Work, Tensor]]] = field(default_factory=deque)
+    _pending: deque[list[tuple[Started, Tensor]]] = field(default_factory=deque)
     _num_sent: int = 0
 
     def send(self, channel: Hashable, message: Message) -> None:
@@ -134,7 +134,7 @@ class Outbox:
                 works.append(self._start(_as_stored(tensor)))
         self._pending.append(works)
 
-    def _start(self, tensor: Tensor) -> tuple[dist.Work, Tensor]:
+    def _start(self, tensor: Tensor) -> tuple[Started, Tensor]:
         if tensor.is_complex():  # NCCL has no complex dtypes
             tensor = torch.view_as_real(tensor)
         self._num_sent += 1
@@ -168,7 +168,7 @@ class Posted(NamedTuple):
 
     channel: Hashable
     layout: Layout | None
-    works: list[dist.Work]
+    works: list[Started]
     tensors: Message
 
 
@@ -184,7 +184,7 @@ class Inbox:
     """
 
     peer: int
-    group: dist.ProcessGroup
+    group: LinkGroup
     pool: BufferPool
     channels: Sequence[Hashable]
     depth: int
@@ -250,7 +250,7 @@ class Inbox:
         layout = self.layouts[posted.channel] = decode(posted.tensors[0])
         return self._post(posted.channel, layout)
 
-    def _start(self, buffer: Tensor) -> dist.Work:
+    def _start(self, buffer: Tensor) -> Started:
         if buffer.is_complex():  # NCCL has no complex dtypes
             buffer = torch.view_as_real(buffer)
         self._num_received += 1
@@ -258,7 +258,7 @@ class Inbox:
         return self.group.recv([buffer], self.peer, self._num_received % _TAG_LIMIT)
 
 
-Links = Mapping[tuple[int, int], dist.ProcessGroup]  # (sender, receiver) -> group
+Links = Mapping[tuple[int, int], LinkGroup]  # (sender, receiver) -> group
 
 
 def channel_of(value: Value) -> tuple[str, int]:

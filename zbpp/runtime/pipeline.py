@@ -131,7 +131,7 @@ class Pipeline:
         self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
         loss_here = self._loss_fn if timetable.rank_of[-1] == self.rank else None
         self._parameters = StageParameters(self.stages, agreed.names, agreed.ties, self.group, loss_here)
-        self.device = device_of(self.stages.values(), self.group)
+        self.device = device_of(self.stages.values(), self.group, device)
         self._rank = Rank(
             timetable,
             self.rank,

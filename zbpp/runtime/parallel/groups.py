@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import Store as Store  # re-exported: same_calls
 from torch.distributed import distributed_c10d as c10d
 
 from zbpp.job.agreement import broadcast
+from zbpp.runtime.host_links import HostLink, needs_host_link
 
 if TYPE_CHECKING:
     from zbpp.runtime.parallel.mesh import Place
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
 
 def link_groups(
     group: dist.ProcessGroup | None, links: Iterable[tuple[int, int]], timeout: float, device: torch.device
-) -> dict[tuple[int, int], dist.ProcessGroup]:
+) -> dict[tuple[int, int], dist.ProcessGroup | HostLink]:
     """A process group for each link that this rank is an end of: {(sender, receiver): its group}. Collective.
+
+    device: where messages are. On gloo a group whose messages are on a GPU is wrapped in a HostLink.
 
     links: (sender, receiver), as ranks of `group`, in the same order on every rank.
     Each link has a group of its own, since NCCL runs everything that shares a communicator in one order: a
@@ -36,15 +39,16 @@ def link_groups(
     prefix = broadcast(unique_name(), group)
     # If all ranks of the job are here, all take part: then NCCL may split a communicator off the job's own.
     make = _group_by_all if len(ranks) == dist.get_world_size() else _group_by_its_ranks
-    groups = {}
+    groups: dict[tuple[int, int], dist.ProcessGroup | HostLink] = {}
     for link in links:
         sender, receiver = (ranks[end] for end in link)
         name = f"{prefix}/{link[0]}_to_{link[1]}"
         limit = timedelta(seconds=timeout)
         made = make(sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit))
         if made is not None:
-            groups[link] = made
-            _connect(made, sender, receiver, device=device)
+            is_staged = needs_host_link(made, device)
+            groups[link] = HostLink(made, device) if is_staged else made
+            _connect(made, sender, receiver, device=torch.device("cpu") if is_staged else device)
     return groups
 
 
@@ -62,7 +66,7 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     return options
 
 
-def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
+def close_groups(groups: Iterable[dist.ProcessGroup | HostLink]) -> None:
     """Leave groups that this module made. Messages under way are lost: wait for all ranks before.
 
     On gloo, ranks that wait for this one stop at once, provided that nothing refers to a pending send or
@@ -71,7 +75,8 @@ def close_groups(groups: Iterable[dist.ProcessGroup]) -> None:
     """
     if not dist.is_initialized():
         return
-    for group in groups:
+    for each in groups:
+        group = each.close() if isinstance(each, HostLink) else each
         group.abort()
         dist.destroy_process_group(group)
 

@@ -1,0 +1,144 @@
+"""Links through host memory, for stages on GPUs in a job on gloo: gloo sends what is in host memory only.
+
+    sender     current stream   .. F0 | F1 ..
+               the link's own         [copy to the host]
+               a thread                                 waits for the copy, then lets gloo send
+    receiver   gloo                                            [receive]
+               the link's own                                          [copy to the device]
+               current stream                                                            | F0 ..
+
+A HostLink stands in the place of a link's process group: it has `send` and `recv`, which return something to
+wait for. They serve machines whose GPUs reach each other only through the host, and several ranks on one GPU.
+
+What keeps this from a deadlock: the thread waits for the device only, and what the device does never waits
+for another rank, since a copy to the device is queued only once its message is on the host. So each message
+leaves this rank as soon as it is computed, whatever this rank's program waits for.
+
+The life of memory:
+- A sent tensor is read by the copy to the host. `wait`, by which `Outbox.release` frees it, comes after it.
+- Host memory is gloo's while it sends or receives. torch's allocator of pinned memory then gives it out
+  again, once the copies that use it have ended.
+- A receive buffer is given out when the current stream has queued its last reader. The copy into it starts
+  behind the event that `recv` records there.
+
+NOT RUN ON A GPU YET: tests/runtime/test_streams.py records the order of streams on the CPU.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbpp.streams import Event, host_memory, streams_of
+
+
+class Started(Protocol):
+    """A send or a receive that has been started."""
+
+    def wait(self) -> Any:
+        """Wait until the tensor may be changed or freed, or read; on a GPU the current stream may wait."""
+
+
+class LinkGroup(Protocol):
+    """What a link needs of a process group of two ranks: a ProcessGroup, or a HostLink."""
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int, /) -> Started: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int, /) -> Started: ...
+
+
+def needs_host_link(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's messages can't start or end in memory of this device."""
+    return device.type != "cpu" and group._get_backend(device).name() == "gloo"
+
+
+class HostLink:
+    """One rank's end of a link through host memory. group: of the link's two ranks; device: this rank's.
+
+    On the CPU, which has no streams, the copies are done at once.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        self.group, self._device = group, device
+        self._streams = streams_of(device)
+        self._stream: Any = None if self._streams is None else self._streams.side("messages")
+        self._thread = ThreadPoolExecutor(1, "zbpp sends")
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Sent:
+        """Start to send one contiguous tensor, after what the current stream has queued."""
+        (tensor,) = tensors
+        host = self._host_tensor(tensor)
+        copied = self.copy(host, tensor, after=self.now())
+        return Sent(self._thread.submit(self._send, tensor, host, copied, peer, tag))
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Received:
+        """Start to receive one contiguous tensor, whose memory the current stream has finished with."""
+        (tensor,) = tensors
+        host = self._host_tensor(tensor)
+        return Received(self, self.group.recv([host], peer, tag), host, tensor, self.now())
+
+    def close(self) -> dist.ProcessGroup:
+        """Stop to send; returns the group, which is left to the caller. Waits for the device, for no rank."""
+        self._thread.shutdown(cancel_futures=True)
+        return self.group
+
+    def now(self) -> Event | None:
+        """An event in the current stream."""
+        return None if self._streams is None else self._streams.current().record_event()
+
+    def copy(self, target: Tensor, source: Tensor, *, after: Event | None) -> Event | None:
+        """Start to copy on the link's own stream; returns an event behind the copy."""
+        if self._streams is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_event(after)
+        with self._streams.use(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._streams.fence()
+
+    def let_current_stream_wait(self, event: Event | None) -> None:
+        """Let the current stream wait for an event of the link's stream."""
+        if self._streams is not None:
+            self._streams.current().wait_event(event)
+
+    def _host_tensor(self, tensor: Tensor) -> Tensor:
+        """Host memory for a tensor of this dtype and shape."""
+        memory = host_memory(max(tensor.nbytes, 1), self._device)  # 0 bytes would have no stride
+        return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+    def _send(self, tensor: Tensor, host: Tensor, copied: Event | None, peer: int, tag: int) -> dist.Work:
+        """In the thread: let gloo send when the copy has ended, until which `tensor` must live."""
+        if self._streams is not None and copied is not None:
+            with self._streams.use(self._stream):  # else CUDA would set up the thread's default device, too
+                copied.synchronize()
+        return self.group.send([host], peer, tag)
+
+
+class Sent(NamedTuple):
+    """A message on its way out."""
+
+    work: Future[dist.Work]
+
+    def wait(self) -> None:
+        """Let the host wait until the message is received. Raises what gloo raises."""
+        self.work.result().wait()
+
+
+class Received(NamedTuple):
+    """A message on its way in. free: the event from which on `tensor` may be written."""
+
+    link: HostLink
+    work: dist.Work
+    host: Tensor
+    tensor: Tensor
+    free: Event | None
+
+    def wait(self) -> None:
+        """Let the host wait for gloo, and the current stream for the copy. Raises what gloo raises."""
+        self.work.wait()
+        target = self.tensor.detach()  # it may be a leaf that requires grad
+        copied = self.link.copy(target, self.host, after=self.free)
+        self.link.let_current_stream_wait(copied)
