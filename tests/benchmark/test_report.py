@@ -44,20 +44,22 @@ def timed():
 def test_a_row_has_the_median_and_what_the_costs_predict(timed):
     row = rows_of(timed, items_per_batch=100)[0]
     assert (row["schedule"], row["runtime"], row["stages_per_rank"]) == ("1f1b", "zbpp", 1)
-    assert row["makespan_ms"] == 20
+    assert row["step_ms"] == 20
     assert row["tokens_per_second"] == 5000
     # Costs are medians over the turns: F = B = W = 20 ms; (m + p - 1) of them, three each
     assert row["predicted_makespan_ms"] == pytest.approx(5 * 60)
-    assert row["ratio"] == pytest.approx(20 / 300)
+    assert row["makespan_ms"] == row["predicted_makespan_ms"]  # as the picture's headline says
+    assert f"makespan {row['makespan_ms']:g} ms" in headline(timed[0].typical)
+    assert row["ratio"] == pytest.approx(1)
     assert row["measured_bubble_rate"] == pytest.approx(row["predicted_bubble_rate"]) == pytest.approx(0.2)
     assert row["peak_memory_bytes"] == [3 * MIB, 2 * MIB]
 
 
 def test_the_table_is_aligned_and_a_failure_has_its_reason_in_place_of_figures(timed):
     lines = table(rows_of(timed, 100)).splitlines()
-    assert lines[0].split()[:5] == ["schedule", "runtime", "stages/rank", "makespan", "predicted"]
+    assert lines[0].split()[:5] == ["schedule", "runtime", "stages/rank", "step", "makespan"]
     assert lines[1].split() == [
-        "1f1b", "zbpp", "1", "20.0", "300.0", "0.067", "0.200", "0.200", "3.0", "MiB", "5000",
+        "1f1b", "zbpp", "1", "20.0", "300.0", "300.0", "1.000", "0.200", "0.200", "3.0", "MiB", "5000",
     ]  # fmt: skip
     assert lines[4].split()[:5] == ["torch", "2", "-", "-", "-"]
     assert lines[4].endswith("  RuntimeError: no")
@@ -108,8 +110,10 @@ def test_emulated_stages_have_no_memory_and_no_verdict_on_it(tmp_path, monkeypat
     rows = rows_of(found, 100)
     lines = table(rows).splitlines()
     assert lines[0].split()[-3:] == ["predicted", "bubble", "tokens/s"]
-    assert lines[1].split() == ["1f1b", "zbpp", "1", "20.0", "300.0", "0.067", "0.200", "0.200", "5000"]
-    assert lines[3].split()[:8] == ["torch", "2", *"------"]
+    assert lines[1].split() == [
+        "1f1b", "zbpp", "1", "20.0", "300.0", "300.0", "1.000", "0.200", "0.200", "5000",
+    ]  # fmt: skip
+    assert lines[3].split()[:9] == ["torch", "2", *"-------"]
     assert [each for each in speed_comparisons(rows) if "fits" in each or "in the" in each] == []
     write(tmp_path, {}, found, rows)
     assert "peak" not in headline(drawn[0][1])

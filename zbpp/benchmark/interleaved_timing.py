@@ -39,8 +39,8 @@ class TimedRunner:
     timelines: list[Timeline] = field(default_factory=list)
 
     @property
-    def makespan(self) -> float:
-        """The median wall time: from the first rank's start to the last rank's end, ms."""
+    def step_time(self) -> float:
+        """The median wall time of `step`: from the first rank's call to the last rank's return, ms."""
         return median(self.wall_times)
 
     @property

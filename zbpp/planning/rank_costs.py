@@ -83,7 +83,11 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
 
 def about_in_words(about: About) -> str:
     """One line with the plain entries of `about` (no lists, no tables); empty if there are none."""
-    plain = {key: str(value) for key, value in about.items() if not isinstance(value, dict | list)}
+    plain = {
+        key: f"{value:.4g}" if isinstance(value, float) else str(value)
+        for key, value in about.items()
+        if not isinstance(value, dict | list)
+    }
     words = "; ".join(f"{key.replace('_', ' ')} {value}"[:_LONGEST] for key, value in plain.items())
     return f"costs measured: {printable(words)}" if words else ""
 

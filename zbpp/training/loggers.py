@@ -12,7 +12,8 @@ from types import TracebackType
 from typing import Any, Protocol, Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn
+from rich.table import Column
 from torch import Tensor
 
 from zbpp.training.measured_steps import duration
@@ -210,27 +211,41 @@ def progress(
     if not shown:
         yield lambda metrics, title=title: None
     elif console.is_terminal:
-        with Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), console=console
-        ) as bar:
-            task = bar.add_task(title, total=num_steps, completed=first)
+        with Progress(*_columns(), console=console, expand=True) as bar:
+            task = bar.add_task(title, total=num_steps, completed=first, eta="", figures="")
 
             def advance(metrics: Mapping[str, Any], title: str = title) -> None:
-                bar.update(task, completed=metrics["step"], description=f"{title}  {line.of(metrics)}")
+                eta, figures = line.of(metrics)
+                bar.update(task, completed=metrics["step"], description=title, eta=eta, figures=figures)
 
             yield advance
     else:
 
         def show(metrics: Mapping[str, Any], title: str = title) -> None:
-            step, text = metrics["step"], line.of(metrics)
+            step, words = metrics["step"], [each for each in line.of(metrics) if each]
             if step % print_every == 0 or step == num_steps or "expected_makespan_ms" in metrics:
-                print(f"{title}  step {step}/{num_steps}  {text}", flush=True)
+                print("  ".join([title, f"step {step}/{num_steps}", *words]), flush=True)
 
         yield show
 
 
+_BAR = 12  # characters
+
+
+def _columns() -> tuple[ProgressColumn, ...]:
+    """Title, bar, step and ETA in their full width; the figures get the rest of the line, and are cut there."""
+    rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    return (
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(_BAR),
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[eta]}", table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[figures]}", table_column=rest),
+    )
+
+
 class _Line:
-    """A line per step: its metrics, the figures of the last measured step, and when the run will be over."""
+    """A line per step: when the run will be over; its metrics, and the figures of the last measured step."""
 
     def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._num_steps, self._clock = num_steps, clock
@@ -238,25 +253,27 @@ class _Line:
         self._num_skipped = 0
         self._since: tuple[int, float] | None = None  # a step, and when it was done
 
-    def of(self, metrics: Mapping[str, Any]) -> str:
+    def of(self, metrics: Mapping[str, Any]) -> tuple[str, str]:
+        """(`ETA 0:00:16`, or nothing; the figures)."""
         self._measured |= {key: metrics[key] for key in _OF_MEASURED_STEPS if key in metrics}
         self._num_skipped += bool(metrics.get("skipped"))
         skipped = [f"skipped {self._num_skipped}"] if self._num_skipped else []
-        return "  ".join([brief({**self._measured, **metrics}), *skipped, *self._remaining(metrics["step"])])
+        figures = "  ".join([*skipped, brief({**self._measured, **metrics})])
+        return self._remaining(metrics["step"]), figures
 
-    def _remaining(self, step: int) -> list[str]:
+    def _remaining(self, step: int) -> str:
         """The time that the remaining steps will take; unknown at the first one, which is slow."""
         now = self._clock()
         if self._since is None:
             self._since = step, now
         first, begin = self._since
         if step == first or step >= self._num_steps:
-            return []
-        return [f"ETA {duration((now - begin) / (step - first) * (self._num_steps - step))}"]
+            return ""
+        return f"ETA {duration((now - begin) / (step - first) * (self._num_steps - step))}"
 
 
 def brief(metrics: Mapping[str, Any]) -> str:
-    """A step's metrics in one line."""
+    """A step's metrics in one line. A narrow terminal cuts its end: which steps were measured."""
     words = [f"loss {metrics['loss']:.4f}"]
     words += [
         f"{speed:,.0f} {key.removesuffix('_per_second')}/s"
@@ -267,8 +284,7 @@ def brief(metrics: Mapping[str, Any]) -> str:
         words.append(f"MFU {100 * metrics['model_flops_utilisation']:.1f} %")
     if "measured_bubble_rate" in metrics:
         measured, predicted = metrics["measured_bubble_rate"], metrics["predicted_bubble_rate"]
-        steps = metrics["measured_steps"]
-        words.append(f"bubble {100 * measured:.1f} % (predicted {100 * predicted:.1f} %, {steps})")
+        words.append(f"bubble {100 * measured:.1f} % (predicted {100 * predicted:.1f} %)")
     if "peak_memory_bytes" in metrics:
         words.append(f"memory {metrics['peak_memory_bytes'] / 2**30:.2f} GiB")
     words += [
@@ -281,4 +297,6 @@ def brief(metrics: Mapping[str, Any]) -> str:
     if "expected_makespan_ms" in metrics:
         measured, expected = metrics["measured_makespan_ms"], metrics["expected_makespan_ms"]
         words.append(f"measured makespan {measured:.1f} ms, predicted for the new plan {expected:.1f} ms")
+    if "measured_steps" in metrics:
+        words.append(f"measured: {metrics['measured_steps']}")
     return "  ".join(words)
