@@ -34,6 +34,19 @@ def test_runs_are_called_by_their_folders_and_show_what_was_measured(monkeypatch
     ]
 
 
+def test_conditions_that_differ_come_first(tmp_path, capsys):
+    same = {"torch": "2.13.0", "python": "3.11.2", "precision": "float32"}
+    one = run(tmp_path / "a", 0.5, threads=2, device="2 CPU cores (AVX2)", **same)
+    other = run(tmp_path / "b", 0.25, threads=1, device="2 CPU cores (AVX2)", **same)
+    old = run(tmp_path / "c", 0.5)
+    assert compare.main([one, other, old]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "the runs differ in threads, so their losses may: 2, 1"
+    assert lines[1].startswith("run ")
+    compare.main([one, one])
+    assert capsys.readouterr().out.startswith("run ")
+
+
 @pytest.mark.parametrize(
     ("second", "said"),
     [
@@ -52,7 +65,9 @@ def test_it_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, s
     ("more", "said"),
     [
         ([], "a is one run: name two run folders or more to compare\n"),
-        (["nowhere"], "nowhere holds no summary.json: name the run_dir of a finished zbpp train\n"),
+        (["{}/.."], ".. holds no summary.json: name the run_dir of a finished zbpp train\n"),
+        (["nowhere"], "error: there is no folder nowhere\n"),
+        (["runs/u_*"], "error: nothing matches runs/u_*\n"),
     ],
 )
 def test_what_can_not_be_compared_is_refused(tmp_path, capsys, more, said):

@@ -26,9 +26,10 @@ from zbpp import config as configs
 from zbpp import launch
 from zbpp.checkpoints import CheckpointError
 from zbpp.commands import command_line, compare
+from zbpp.commands import train as commands_train
 from zbpp.data import text_data
 from zbpp.job.world import world
-from zbpp.launch import RankError, Refusal, on_ranks
+from zbpp.launch import RankDeath, RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render.style import headline
@@ -448,12 +449,12 @@ def test_a_bug_on_one_rank_is_told_with_its_traceback_and_nothing_else(capfd):
         ({0: (2, "Refusal: late"), 1: (1, "Refusal: early")}, {0: 1, 1: 1}, Refusal, "^early$"),
         ({0: (1, "ConfigError: a=0")}, {0: 1, 1: -15}, configs.ConfigError, "^a=0$"),
         ({0: (2, "Refusal: late"), 1: (1, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed\nTrace$"),
-        ({0: (1, "LostError: its peer")}, {0: 1, 1: -9}, Refusal, "^rank 1 died of SIGKILL$"),
+        ({0: (1, "LostError: its peer")}, {0: 1, 1: -9}, RankDeath, "^rank 1 died of SIGKILL$"),
         ({0: (1, "BrokenPipeError: "), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, BrokenPipeError, ""),
-        ({}, {0: 3, 1: -15}, Refusal, "^rank 0 left with exit status 3 before the run's end$"),
+        ({}, {0: 3, 1: -15}, RankDeath, "^rank 0 left with exit status 3 before the run's end$"),
         ({0: (1, "LostError: its peer"), 1: (2, "KeyError: 3")}, {0: 1, 1: 1}, RankError, "^rank 1 failed"),
         ({0: (1, "LostError: its peer"), 1: (2, "LostError: too")}, {0: 1, 1: 1}, Refusal, "^its peer$"),
-        ({}, {0: -15}, Refusal, "^ranks ended without a word; exit codes by rank: {0: -15}$"),
+        ({}, {0: -15}, RankDeath, "^ranks ended without a word; exit codes by rank: {0: -15}$"),
     ],
 )
 def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(told, codes, kind, words):
@@ -466,6 +467,22 @@ def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(told, code
     error = launch._first_error(failures, [])
     assert type(error) is kind
     assert re.search(words, str(error))
+
+
+def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeypatch, alone):
+    def killed(*_):
+        raise RankDeath("rank 1 died of SIGKILL")
+
+    monkeypatch.setattr(launch, "on_ranks", killed)
+    run = tmp_path / "run"
+    for made, said in (((), "begins again, since"), (("step-8", "step-16"), "goes on from step-16$")):
+        for name in made:
+            (run / "checkpoints" / name).mkdir(parents=True)
+        words = f"^rank 1 died of SIGKILL: start the same command again with run_dir={run}: the run {said}"
+        with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+            config = compose("train", overrides=[*MLP, *TINY, "parallel.num_processes=2", f"run_dir={run}"])
+        with pytest.raises(Refusal, match=words):
+            commands_train._train(configs.Composed.of(config))
 
 
 # ---------------------------------------------------------------- run folders
@@ -502,9 +519,10 @@ def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(
     steps = last["measured_steps"]
     assert steps == "steps 8-12"
     measured, predicted = (f"{100 * last[f'{name}_bubble_rate']:.1f} %" for name in ("measured", "predicted"))
-    progress = [each for each in lines if "/12  loss" in each]
-    assert f"bubble {measured} (predicted {predicted}, {steps})" in progress[-1]
-    early = [re.findall(r"predicted .* %, (.*?)\)", each) for each in progress[:6]]
+    progress = [each for each in lines if "  step " in each and "/12  " in each]
+    assert f"bubble {measured} (predicted {predicted})  " in progress[-1]
+    assert progress[-1].endswith(f"  measured: {steps}")
+    early = [re.findall(r"  measured: (.*)$", each) for each in progress[:6]]
     assert early == [[], ["step 2"], ["steps 2-3"], ["steps 2-3"], ["steps 2-3, 5"], ["steps 2-3, 5"]]
     (sentence,) = [each for each in lines if "The pipeline's part of a step" in each]
     assert f"(the median of {steps})" in sentence

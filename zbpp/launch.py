@@ -33,6 +33,10 @@ class Refusal(RuntimeError):
     """A job that can't go on; the message says why, in a line."""
 
 
+class RankDeath(Refusal):
+    """A rank's process ended by a signal, or left early, and said nothing."""
+
+
 class RankError(RuntimeError):
     """A rank failed; the message holds its traceback."""
 
@@ -85,10 +89,24 @@ def is_of_communication(error: Exception) -> bool:
 
 def prepare_ranks() -> None:
     """Keep this process free of OpenMP's threads, which a fork does not have. Call it before any work."""
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    set_threads()
     import torch
 
     torch.set_num_threads(1)
+
+
+def set_threads() -> bool:
+    """Give this process the threads of every rank: OMP_NUM_THREADS, by default one.
+
+    The number decides in which order a product is summed up, so one process and several ranks have the same
+    losses to the last bit only with the same number. Returns whether it is the default.
+    """
+    is_default = "OMP_NUM_THREADS" not in os.environ
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    import torch
+
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    return is_default
 
 
 def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> Any:
@@ -194,9 +212,7 @@ def _run_rank(function: Callable[[Any], Any], argument: Any) -> Any:
         signal.signal(each, signal.SIG_DFL)  # a fork has the first process's handlers
     logging.disable(logging.NOTSET)
     end_with_launcher()
-    import torch
-
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    set_threads()
     try:
         return function(argument)
     except BrokenPipeError:
@@ -227,11 +243,11 @@ def _first_error(failures: Mapping[int, Any], passed: list[signal.Signals]) -> E
         if rank in told or failure.exitcode == -signal.SIGTERM:  # torch has ended it
             continue
         if failure.exitcode < 0:
-            return Refusal(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
-        return Refusal(f"rank {rank} left with exit status {failure.exitcode} before the run's end")
+            return RankDeath(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
+        return RankDeath(f"rank {rank} left with exit status {failure.exitcode} before the run's end")
     if not told:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
-        return Refusal(f"ranks ended without a word; exit codes by rank: {codes}")
+        return RankDeath(f"ranks ended without a word; exit codes by rank: {codes}")
     # A rank that waited in vain says so; the one that failed says why.
     rank = min(told, key=lambda each: ("LostError" in told[each]["message"], failures[each].timestamp))
     kind, _, text = told[rank]["message"].partition(": ")

@@ -34,10 +34,17 @@ def room_for(num_bytes):
 
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     write_whole(tmp_path / "file", "old")
-    with room_for(4), pytest.raises(WriteError, match=r"file could not be written .*free space, then"):
+    again = rf"free space, then start the same command again with run_dir={tmp_path}: the run "
+    with (
+        room_for(4),
+        pytest.raises(WriteError, match=f"file could not be written .*{again}begins again, since"),
+    ):
         write_whole(tmp_path / "file", "longer than four")
     assert (tmp_path / "file").read_text() == "old"
     assert os.listdir(tmp_path) == ["file"]
+    (tmp_path / "checkpoints/step-20").mkdir(parents=True)
+    with room_for(4), pytest.raises(WriteError, match=f"{again}goes on from step-20$"):
+        write_whole(tmp_path / "file", "longer than four")
     with pytest.raises(WriteError, match="No such file"):
         write_whole(tmp_path / "none" / "file", "")
 

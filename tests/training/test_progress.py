@@ -53,7 +53,8 @@ def test_80_columns_hold_step_time_left_and_bar_however_many_steps_were_measured
     with progress(20000, shown=True, print_every=1, title=title, console=console) as show:
         for step in (1001, 1002):
             show({"step": step, "loss": 0.5, "tokens_per_second": 123456.0, **measured})
-    (last,) = [line for line in Text.from_ansi(out.getvalue()).plain.splitlines() if "1002/20000" in line][-1:]
+    shown = Text.from_ansi(out.getvalue()).plain.splitlines()
+    last = [line for line in shown if "1002/20000" in line][-1]
     assert len(last) <= 80
     assert last.startswith(title)
     assert all(word in last for word in ("━", "ETA ", "loss 0.5"))

@@ -13,6 +13,7 @@ from zbpp.checkpoints import model_states
 from zbpp.checkpoints.folders import CheckpointError, checkpoints_in, set_aside, step_of
 from zbpp.checkpoints.nest import decoded, tensor_keys
 from zbpp.checkpoints.optimizer_states import (
+    FRESH,
     UNEVEN_OPTIMIZERS,
     Masters,
     Restored,
@@ -175,9 +176,7 @@ def _optimizers(
         return None
     facts = checkpoint.facts["optimizer"]
     if facts is None:
-        raise CheckpointError(
-            f"{checkpoint.path} was saved without an optimizer: load without one, to begin with fresh states"
-        )
+        raise CheckpointError(f"{checkpoint.path} was saved without an optimizer: {FRESH}")
     return Restored(pipeline, optimizers, masters, facts, checkpoint)
 
 

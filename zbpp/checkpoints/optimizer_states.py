@@ -22,6 +22,7 @@ from zbpp.runtime.parallel.mesh import dimensions_of, is_split, like, local_of
 
 Facts = dict[str, Any]
 
+FRESH = "load without one, to begin with fresh states (zbpp train: resume_optimizer=false)"
 UNEVEN_OPTIMIZERS = (
     "some ranks give an optimizer, and others none: give one on all ranks, and [] where a rank has nothing "
     "to update"
@@ -184,12 +185,12 @@ class Restored:
                 if not is_same_kind(kind, mine):
                     raise CheckpointError(
                         f"the checkpoint has the states of {kind} for {name}, this optimizer is {mine}: take "
-                        "the same optimizer, or load without one"
+                        f"the same optimizer, or {FRESH}"
                     )
                 return name
         raise CheckpointError(
             f"the checkpoint has no optimizer states for {row.name}, which this optimizer updates: was it "
-            "frozen? Freeze it here, too, or load without the optimizer"
+            f"frozen? Freeze it here, too, or {FRESH}"
         )
 
     def _prepare(self, row: _Optimized, name: str) -> None:

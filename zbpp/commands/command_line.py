@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import signal
@@ -46,6 +47,7 @@ def run(
     """
     end_with_launcher()
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then lets its own errors through
+    logging.getLogger("matplotlib").setLevel(logging.WARNING)  # "generated new fontManager"
     given = list(sys.argv[1:] if given is None else given)
     with _ended_in_order():
         if {"-h", "--help"} & set(given):

@@ -25,6 +25,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
     folders = parser.parse_args(arguments).runs
+    for folder in folders:
+        if not folder.exists():
+            is_pattern = set("*?[") & set(str(folder))
+            parser.exit(2, f"error: {'nothing matches' if is_pattern else 'there is no folder'} {folder}\n")
     if len(folders) < 2:
         parser.exit(2, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
     for folder in folders:
@@ -42,11 +46,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _compare(folders: list[Path]) -> int:
     losses = [_losses(folder) for folder in folders]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
-    print("\n".join(map(printable, _table(folders, summaries).splitlines())))
+    print("\n".join(map(printable, [*_conditions(summaries), *_table(folders, summaries).splitlines()])))
     are_equal = all(each == losses[0] for each in losses)
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
     return 0 if are_equal else 1
+
+
+# What decides how numbers are rounded, by the keys of summary.json.
+_CONDITIONS = ("threads", "device", "precision", "torch", "python")
+
+
+def _conditions(summaries: list[dict[str, Any]]) -> list[str]:
+    """A line for each condition that differs between the runs; those of older versions say less."""
+    told = {key: [str(each[key]) for each in summaries if key in each] for key in _CONDITIONS}
+    return [
+        f"the runs differ in {key}, so their losses may: {', '.join(values)}"
+        for key, values in told.items()
+        if len(set(values)) > 1
+    ]
 
 
 def _table(folders: list[Path], summaries: list[dict[str, Any]]) -> str:
@@ -72,7 +90,8 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
         f"{summary[f'{unit}_per_second']:,.0f} {unit}/s",
         f"{100 * summary['predicted_bubble_rate']:.1f} %",
         f"{100 * summary['measured_bubble_rate']:.1f} %",
-        summary.get("measured_steps", "-"),  # older runs don't say it
+        # Older runs say neither.
+        ", ".join(filter(None, [summary.get("measured_steps", "-"), summary.get("sharing")])),
     )
 
 

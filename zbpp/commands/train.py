@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from zbpp.commands import command_line
 from zbpp.config import Composed
@@ -24,16 +25,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _train(composed: Composed) -> None:
     num_ranks = composed.tree.parallel.num_processes or 1
     if "RANK" not in os.environ and num_ranks > 1:
-        from zbpp.launch import on_ranks, prepare_ranks
-
-        prepare_ranks()
-        from zbpp.run import app
-
-        app.check_before_start(composed.tree, num_ranks)
-        on_ranks(num_ranks, app.train, composed)
+        _start_ranks(num_ranks, composed)
     else:
-        from torch.distributed.elastic.multiprocessing.errors import record
+        _be_a_rank(composed)
 
-        from zbpp.run import app
 
-        record(app.train)(composed)  # inside Hydra: outside, Hydra would hide the root cause from torchrun
+def _start_ranks(num_ranks: int, composed: Composed) -> None:
+    from zbpp.launch import RankDeath, Refusal, on_ranks, prepare_ranks
+
+    prepare_ranks()
+    from zbpp.run import app
+    from zbpp.training.run_folder import same_command
+
+    app.check_before_start(composed.tree, num_ranks)
+    try:
+        on_ranks(num_ranks, app.train, composed)
+    except RankDeath as death:
+        raise Refusal(f"{death}: {same_command(Path(composed.tree.run_dir))}") from death
+
+
+def _be_a_rank(composed: Composed) -> None:
+    from zbpp.launch import set_threads
+
+    if set_threads() and "RANK" not in os.environ and (os.cpu_count() or 1) > 1:
+        print("one thread, as every rank has; OMP_NUM_THREADS=... sets another number", flush=True)
+    from torch.distributed.elastic.multiprocessing.errors import record
+
+    from zbpp.run import app
+
+    record(app.train)(composed)  # inside Hydra: outside, Hydra would hide the root cause from torchrun

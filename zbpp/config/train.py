@@ -254,6 +254,7 @@ class TrainConfig(RunConfig):
         "write auto, none, or a folder with checkpoints",
         help="auto: from the newest whole checkpoint of run_dir; none; or a folder with checkpoints",
     )
+    resume_optimizer: bool = described(True, "false: fresh optimizer states, say for another optimizer")
     stop_after: int | None = ranged(None, least=1, help="leave after so many steps, as a signal would")
     profile: str | None = described(None, "3:5: torch.profiler on steps 3 and 4, in profile/rank-N.json")
     callbacks: list[Any] = field(

@@ -27,7 +27,7 @@ from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_together
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, build_stages, layers_per_stage
-from zbpp.run.plan import check_layers, costs_of, planned, title_of
+from zbpp.run.plan import check_layers, costs_of, note_on_microbatches, planned, title_of
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
@@ -37,7 +37,7 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
-from zbpp.training.measured_steps import Summary, Title, summarise
+from zbpp.training.measured_steps import Summary, Title, sharing, summarise
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
@@ -189,6 +189,9 @@ def _print_facts(config: TrainConfig, model: Any, plan: Plan) -> None:
     cut = layers_per_stage(model, plan.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)
+    note = note_on_microbatches(plan.timetable, plan.costs)
+    if note:
+        print(note, flush=True)
     if config.memory.recompute == "auto":
         stages = ", ".join(map(str, sorted(plan.recomputed))) or "none"
         note = f" ({config.counts_without_offload})" if config.counts_without_offload else ""
@@ -200,8 +203,13 @@ def _run(
 ) -> tuple[Title, Summary]:
     """Train to the end, and sum up. Collective."""
     begin, history = time.monotonic(), []
-    options: Any = {"print_every": config.print_every, "title": str(title_of(config.schedule))}
-    with progress(config.steps, shown=here.rank == 0, first=trainer.next_step, **options) as show:
+    options: Any = {
+        "print_every": config.print_every,
+        "title": str(title_of(config.schedule)),
+        "first": trainer.next_step,
+        "note": sharing(here.device),
+    }
+    with progress(config.steps, shown=here.rank == 0, **options) as show:
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
             show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))
@@ -209,6 +217,7 @@ def _run(
     title = title_of(config.schedule, is_replanned=trainer.is_replanned)
     dtype, seconds = PRECISIONS[config.precision].compute, time.monotonic() - begin
     summary = summarise(title, trainer, history, here, dtype, seconds=seconds)
+    summary.figures["precision"] = config.precision
     cut = layers_per_stage(model, plan.timetable.num_stages)
     if cut is not None:
         summary.figures["layers_per_stage"] = cut

@@ -20,7 +20,7 @@ from zbpp.planning import (
 )
 from zbpp.planning.plan import stages_per_rank
 from zbpp.run.model import build_model, layers_per_stage
-from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable
+from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
 from zbpp.training.measured_steps import Title
 from zbpp.training.replan import Replan
 
@@ -104,6 +104,18 @@ def title_of(schedule: ScheduleConfig, *, is_replanned: bool = False) -> Title:
     """The run's title: the name of its schedule, or of its plan's file."""
     first = schedule.name if schedule.timetable is None else Path(schedule.timetable).stem
     return Title(str(schedule.replan), replanned_from=first) if is_replanned else Title(first)
+
+
+def note_on_microbatches(timetable: Timetable, costs: Costs) -> str:
+    """What it costs to have fewer microbatches than ranks; "" for as many or more."""
+    num_ranks, number = timetable.num_ranks, timetable.num_microbatches
+    if number >= num_ranks:
+        return ""
+    rate = simulate(timetable, costs).bubble_rate
+    return (
+        f"num_microbatches={number} on {num_ranks} ranks: a rank is idle for {100 * rate:.0f} % of a step "
+        f"(simulated); {2 * num_ranks} or more, of a smaller microbatch_size, have a smaller bubble"
+    )
 
 
 def plan_from_file(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:

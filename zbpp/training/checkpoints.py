@@ -89,17 +89,20 @@ class Checkpoints(Callback):
             )
         changed = self._changes(found)
         other_options = [key for key in changed if key.startswith(_OF_OPTIMIZER)]
-        if other_options and trainer.scheduler is not None:
+        is_fresh = self._leaves_optimizer_out(changed)
+        if other_options and trainer.scheduler is not None and not is_fresh:
             raise CheckpointError(
                 f"{found.path} holds the learning rates of its lr_scheduler, and this run changes "
                 f"{', '.join(other_options)}: leave them as they were"
             )
+        left_out = {"scheduler"} if is_fresh else set()
+        states = trainer.states().keys() & found.facts["states"].keys() - left_out
         restore(
             found,
             trainer.pipeline,
-            trainer.optimizer,
+            None if is_fresh else trainer.optimizer,
             masters=trainer.masters,
-            states={k: each for k, each in trainer.states().items() if k in found.facts["states"]},
+            states={name: trainer.states()[name] for name in sorted(states)},
             keep_options=bool(other_options),
         )
         trainer.go_on_after(found.step, _replanned(found))
@@ -114,6 +117,14 @@ class Checkpoints(Callback):
         keys = sorted(before.keys() | self._config.keys())
         pairs = {key: (before.get(key), self._config.get(key)) for key in keys}
         return {key: (old, new) for key, (old, new) in pairs.items() if old != new}
+
+    def _leaves_optimizer_out(self, changed: Mapping[str, Any]) -> bool:
+        """Whether the optimizer begins with fresh states: `resume_optimizer=false`, in the first start.
+
+        A checkpoint of the same settings is of an earlier start of this run, whose optimizer goes on.
+        """
+        is_wanted = not self._config.get("resume_optimizer", True)
+        return is_wanted and any(key.startswith(("resume_optimizer", *_OF_OPTIMIZER)) for key in changed)
 
     def _is_due(self, step: int) -> bool:
         return step > 0 and self._every > 0 and step % self._every == 0

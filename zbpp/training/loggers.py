@@ -200,14 +200,16 @@ def progress(
     print_every: int,
     title: str,
     first: int = 0,
+    note: str = "",
     console: Console | None = None,
 ) -> Iterator[Show]:
     """Yields a function to call with each step's metrics; its argument `title` replaces `title` in that line.
 
-    first: how many of the steps were done before, by the run that this one continues.
+    first: how many of the steps were done before, by the run that this one continues. note: stands beside the
+    measured bubble.
     """
     console = console or Console()
-    line = _Line(num_steps)
+    line = _Line(num_steps, note)
     if not shown:
         yield lambda metrics, title=title: None
     elif console.is_terminal:
@@ -233,7 +235,7 @@ _BAR = 12  # characters
 
 
 def _columns() -> tuple[ProgressColumn, ...]:
-    """Title, bar, step and ETA in their full width; the figures get the rest of the line, and are cut there."""
+    """Title, bar, step and ETA in full; the figures get the rest of the line, and are cut at its end."""
     rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return (
         TextColumn("{task.description}", table_column=Column(no_wrap=True)),
@@ -247,8 +249,8 @@ def _columns() -> tuple[ProgressColumn, ...]:
 class _Line:
     """A line per step: when the run will be over; its metrics, and the figures of the last measured step."""
 
-    def __init__(self, num_steps: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._num_steps, self._clock = num_steps, clock
+    def __init__(self, num_steps: int, note: str = "", clock: Callable[[], float] = time.monotonic) -> None:
+        self._num_steps, self._note, self._clock = num_steps, note, clock
         self._measured: dict[str, Any] = {}
         self._num_skipped = 0
         self._since: tuple[int, float] | None = None  # a step, and when it was done
@@ -258,7 +260,7 @@ class _Line:
         self._measured |= {key: metrics[key] for key in _OF_MEASURED_STEPS if key in metrics}
         self._num_skipped += bool(metrics.get("skipped"))
         skipped = [f"skipped {self._num_skipped}"] if self._num_skipped else []
-        figures = "  ".join([*skipped, brief({**self._measured, **metrics})])
+        figures = "  ".join([*skipped, brief({**self._measured, **metrics}, self._note)])
         return self._remaining(metrics["step"]), figures
 
     def _remaining(self, step: int) -> str:
@@ -272,8 +274,11 @@ class _Line:
         return f"ETA {duration((now - begin) / (step - first) * (self._num_steps - step))}"
 
 
-def brief(metrics: Mapping[str, Any]) -> str:
-    """A step's metrics in one line. A narrow terminal cuts its end: which steps were measured."""
+def brief(metrics: Mapping[str, Any], note: str = "") -> str:
+    """A step's metrics in one line; note: on the bubble.
+
+    At the end stands what a narrow terminal may cut: which steps were measured.
+    """
     words = [f"loss {metrics['loss']:.4f}"]
     words += [
         f"{speed:,.0f} {key.removesuffix('_per_second')}/s"
@@ -284,7 +289,8 @@ def brief(metrics: Mapping[str, Any]) -> str:
         words.append(f"MFU {100 * metrics['model_flops_utilisation']:.1f} %")
     if "measured_bubble_rate" in metrics:
         measured, predicted = metrics["measured_bubble_rate"], metrics["predicted_bubble_rate"]
-        words.append(f"bubble {100 * measured:.1f} % (predicted {100 * predicted:.1f} %)")
+        noted = f", {note}" if note else ""
+        words.append(f"bubble {100 * measured:.1f} % (predicted {100 * predicted:.1f} %{noted})")
     if "peak_memory_bytes" in metrics:
         words.append(f"memory {metrics['peak_memory_bytes'] / 2**30:.2f} GiB")
     words += [

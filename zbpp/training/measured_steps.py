@@ -102,9 +102,20 @@ def model_flops_utilisation(
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What figures were measured on: device, versions of torch and Python."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
-    return {"device": name, "torch": torch.__version__, "python": platform.python_version()}
+    """What figures were measured on: device, threads of a process, versions of torch and Python."""
+    cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
+    return {
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cores,
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def sharing(device: torch.device) -> str:
+    """`4 ranks share 2 CPU cores`; "" if each rank of this machine has a core, or computes on a GPU."""
+    ranks, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), os.cpu_count() or 1
+    return f"{ranks} ranks share {cores} CPU cores" if device.type == "cpu" and ranks > cores else ""
 
 
 def median(numbers: Sequence[float]) -> float:
@@ -215,7 +226,7 @@ def summarise(
         return Summary(figures, None, [cost])
     found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
     same = [each["step_seconds"] for each in history if each["step"] in trainer.timelines]
-    sentences = [cost, *sentences_of_time(found, median(same) * 1e3)]
+    sentences = [cost, *sentences_of_time(found, median(same) * 1e3, figures["sharing"])]
     figures |= {
         **found.figures,
         "predicted_makespan_ms": found.predicted.makespan,
@@ -259,6 +270,7 @@ def _figures(
             peak_flops(here.device, dtype),
         ),
         **machine(here.device),
+        "sharing": sharing(here.device),
     }
 
 
@@ -278,13 +290,17 @@ def _ms(number: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-def sentences_of_time(steps: MeasuredSteps, step_ms: float) -> list[str]:
-    """Where a step's time went. step_ms: how long the same steps took in all, their median."""
+def sentences_of_time(steps: MeasuredSteps, step_ms: float, shared: str = "") -> list[str]:
+    """Where a step's time went. step_ms: how long the same steps took in all, their median.
+
+    shared: see `sharing`.
+    """
     measured, predicted = steps.measured, steps.predicted
+    idle = f"{100 * measured.bubble_rate:.1f} %" + (f", while {shared}" if shared else "")
     found = [
         f"The pipeline's part of a step took {_ms(measured.makespan)} (the median of "
-        f"{steps.steps}), of which the rank with the largest bubble was idle for "
-        f"{100 * measured.bubble_rate:.1f} %; simulated with the measured costs {_ms(predicted.makespan)} "
+        f"{steps.steps}), of which the rank with the largest bubble was idle for {idle}; "
+        f"simulated with the measured costs {_ms(predicted.makespan)} "
         f"and {100 * predicted.bubble_rate:.1f} %."
     ]
     outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0

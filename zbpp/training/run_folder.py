@@ -269,9 +269,16 @@ def named_in_errors(path: Path, *kinds: type[Exception]) -> Iterator[None]:
     except caught as error:
         why = " ".join(str(error).split()) or type(error).__name__
         raise WriteError(
-            f"{shown_path(path)} could not be written ({why}): free space, then start the same command "
-            "again: the run goes on from its newest checkpoint"
+            f"{shown_path(path)} could not be written ({why}): free space, then "
+            f"{same_command(path if path.is_dir() else path.parent)}"
         ) from error
+
+
+def same_command(run_dir: Path) -> str:
+    """What the command of a run that has failed does when it is started again, as the end of a sentence."""
+    saved = checkpoints_in(run_dir / CHECKPOINTS)
+    begins = f"goes on from {saved[0].name}" if saved else "begins again, since there is no checkpoint yet"
+    return f"start the same command again with run_dir={shown_path(run_dir)}: the run {begins}"
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
