@@ -18,8 +18,9 @@ from zbpp import (
 )
 
 NAMES = [
-    "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "FlightRecorder", "GradientRelease",
-    "HeadAtOnce", "LossScale", "MasterWeights", "OverlapExchange", "Pipeline", "PlanError",
+    "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "Feature", "FlightRecorder",
+    "GradientRelease", "HeadAtOnce", "LossScale", "MasterWeights", "Observer", "OverlapExchange", "Pipeline",
+    "PlanError",
     "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",

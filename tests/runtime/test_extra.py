@@ -1,4 +1,4 @@
-"""Extra: what a user may hang on a pipeline, and what the core promises to it."""
+"""Features and observers: what a user may hang on a pipeline, and what the core promises to it."""
 
 import importlib
 import pkgutil
@@ -13,7 +13,7 @@ from torch import nn
 
 import zbpp.runtime
 from helpers.processes import run_ranks
-from zbpp import Extra, Pipeline, plan
+from zbpp import Extra, Feature, Observer, Pipeline, plan
 from zbpp.schedule import Action, Program, Send
 
 M, SIZE = 4, 8
@@ -32,7 +32,7 @@ def step(pipeline):
     return pipeline.step(x, target=x.cos())
 
 
-class Log(Extra):
+class Noting(Extra):
     """Notes every call of its methods."""
 
     def __init__(self, name, calls):
@@ -41,8 +41,8 @@ class Log(Extra):
     def attach(self, rank):
         self.calls.append((self.name, "attach"))
 
-    def bind(self, at, run):
-        if run is None or not isinstance(at, Action):
+    def around(self, call, at, run):
+        if not isinstance(at, Action):
             return run
 
         def logged(message):
@@ -64,6 +64,24 @@ class Log(Extra):
 
     def close(self):
         self.calls.append((self.name, "close"))
+
+
+class Log(Noting, Feature):
+    """As a feature."""
+
+
+class Watch(Noting, Observer):
+    """As an observer."""
+
+
+def test_the_first_feature_is_the_innermost_one_and_observers_are_outside_of_all():
+    calls = []
+    pipeline = pipeline_of(Watch("observer", calls), Log("feature", calls))
+    calls.clear()
+    step(pipeline)
+    assert [name for name, what in calls if what.endswith("0F0")] == [
+        "observer", "feature", "feature", "observer",
+    ]  # fmt: skip
 
 
 def test_the_first_extra_is_the_innermost_one():
@@ -121,15 +139,15 @@ class Mark(NamedTuple):
         return self.text
 
 
-class Marks(Extra):
+class Marks(Feature):
     """Puts an instruction of its own behind each action of training steps."""
 
     name = "marks"
 
-    def __init__(self, is_bound=True):
-        self.is_bound, self.ran = is_bound, []
+    def __init__(self, is_handled=True):
+        self.is_handled, self.ran = is_handled, []
 
-    def rewrite(self, program: Program, call: str) -> Program:
+    def rewrite(self, call: str, program: Program) -> Program:
         if call != "step":
             return program
         found = []
@@ -137,13 +155,11 @@ class Marks(Extra):
             found += [each, Mark(f"mark {each}")] if isinstance(each, Action) else [each]
         return program._replace(instructions=tuple(found))
 
-    def bind(self, at, run):
-        if isinstance(at, Mark) and self.is_bound:
-            return lambda message: self.ran.append(at.text) or ()
-        return run
+    def handlers(self, call):
+        return {Mark: lambda at: self.ran.append(at.text)} if self.is_handled else {}
 
 
-def test_an_extra_runs_instructions_of_its_own_where_it_has_put_them():
+def test_a_feature_runs_instructions_of_its_own_where_it_has_put_them():
     marks = Marks()
     pipeline = pipeline_of(marks)
     losses = step(pipeline)
@@ -154,20 +170,32 @@ def test_an_extra_runs_instructions_of_its_own_where_it_has_put_them():
     assert marks.ran == []
 
 
-def test_an_instruction_that_no_extra_binds_is_left_out():
-    pipeline = pipeline_of(Marks(is_bound=False))
+def test_an_instruction_that_nobody_handles_is_left_out():
+    pipeline = pipeline_of(Marks(is_handled=False))
     assert functions(pipeline) == functions(pipeline_of())
     assert len(step(pipeline)) == M
 
 
-def test_an_extra_that_binds_nothing_to_an_action_is_refused_and_leaves_the_pipeline_as_it_was():
-    """Else the step would do nothing, in silence."""
-    forgetful = Extra()
-    forgetful.name, forgetful.bind = "forgetful", lambda at, run: None
-    pipeline = pipeline_of()
-    with pytest.raises(TypeError, match="the extra forgetful bound nothing to 0F0: let bind return run"):
-        pipeline.use(forgetful)
-    assert pipeline.extras == ()
+@pytest.mark.parametrize(
+    "others, wrong, complaint",
+    [
+        # Else the step would do nothing, in silence.
+        (
+            (),
+            {"around": lambda call, at, run: None},
+            "the extra wrong leaves nothing to run at 0F0",
+        ),
+        ((Marks(),), {"handlers": lambda call: {Mark: print}}, "two features handle Mark, one of them wrong"),
+    ],
+)
+def test_a_feature_that_is_wrong_is_refused_and_leaves_the_pipeline_as_it_was(others, wrong, complaint):
+    feature = Feature()
+    feature.name = "wrong"
+    vars(feature).update(wrong)
+    pipeline = pipeline_of(*others)
+    with pytest.raises(TypeError, match=complaint):
+        pipeline.use(feature)
+    assert pipeline.extras == others
     assert torch.equal(torch.stack(step(pipeline)), torch.stack(step(pipeline_of())))
 
 
@@ -206,7 +234,7 @@ def test_the_table_of_the_docs_is_what_extras_exclude():
     assert sorted(rows) == sorted(stated)
 
 
-class BytesPerLink(Extra):
+class BytesPerLink(Observer):
     """Counts the bytes that this rank sends to each other rank."""
 
     name = "bytes_per_link"
@@ -214,7 +242,7 @@ class BytesPerLink(Extra):
     def __init__(self):
         self.sent = defaultdict(int)
 
-    def bind(self, at, run):
+    def around(self, call, at, run):
         if not isinstance(at, Send):
             return run
 
@@ -232,7 +260,7 @@ def bytes_sent(rank):
     return dict(counter.sent)
 
 
-def test_an_extra_of_a_user_sees_every_message():
+def test_an_observer_of_a_user_sees_every_message():
     """Each of M microbatches has 2 rows of SIZE float32 numbers: x to rank 1, and its gradient back."""
     nbytes = M * 2 * SIZE * 4
     assert run_ranks(bytes_sent, 2) == [{1: nbytes}, {0: nbytes}]

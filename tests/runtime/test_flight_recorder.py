@@ -50,7 +50,7 @@ def record_in(folder, rank=0):
 
 def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_path):
     flight, given = recorder(tmp_path), (torch.ones(1),)
-    run = flight.bind(F0, lambda message: (flight.newest[:2], message))
+    run = flight.around("step", F0, lambda message: (flight.newest[:2], message))
     flight.begin(STEP)
     assert run(given) == (("at", F0), given)
     assert flight.newest[:2] == ("done", F0)

@@ -2,7 +2,6 @@
 
 import random
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from zbpp import GradientRelease, OverlapExchange, Pipeline, Recorder, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.models.exchange import Exchange
 from zbpp.models.emulated import Emulated
-from zbpp.runtime.extra import after
 from zbpp.schedule import Action, Op, Timetable
 
 M, HIDDEN, STEPS = 4, 6, 2
@@ -81,9 +79,14 @@ class Counted(OverlapExchange):
         super().attach(rank)
         self.ran = Counter()
 
-    def bind(self, at, run):
-        run = super().bind(at, run)
-        return after(partial(setattr, self, "op", at.op), run) if isinstance(at, Action) else run
+    def around(self, call, at, run):
+        run = super().around(call, at, run)
+
+        def noted(message):
+            self.op = at.op
+            return run(message)
+
+        return noted if isinstance(at, Action) else run
 
     def _run_w(self, exchange):
         before = self._num_tasks()

@@ -11,7 +11,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._pytree import tree_map
 
 from helpers.processes import run_ranks
-from zbpp import Extra, LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
+from zbpp import Feature, LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
 from zbpp.data import Data
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
@@ -292,8 +292,8 @@ def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
             steps.settle()
 
 
-class Releasing(Extra):
-    """An extra that goes by the name of gradient release, and can be used on one rank alone."""
+class Releasing(Feature):
+    """A feature that goes by the name of gradient release, and can be used on one rank alone."""
 
     name = "gradient_release"
 

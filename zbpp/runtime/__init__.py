@@ -16,9 +16,10 @@ From `Pipeline(...)` to the end of a step, in reading order:
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, buffers of a step that begins again
-    extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: the one interface, which the core alone knows
+    extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: features and observers, which the core knows by
+                  this interface alone
 
-Extras, and what they use:
+Features and observers, and what they use:
 
     parallel/     replicas, shards, tied and tensor-parallel parameters: ALL COPIES GET ONE GRADIENT; norm
     memory/       offload of activations and weights, gradient release, the head's W at once
@@ -41,7 +42,7 @@ from zbpp.job.world import DeviceError
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.checks.non_finite import NonFinite, find_non_finite
 from zbpp.runtime.checks.replicas import check_replicas
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Extra, Feature, Observer
 from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
@@ -63,10 +64,12 @@ __all__ = [
     "CudaGraphs",
     "DeviceError",
     "Extra",
+    "Feature",
     "FlightRecorder",
     "GradientRelease",
     "HeadAtOnce",
     "NonFinite",
+    "Observer",
     "OverlapExchange",
     "Pipeline",
     "Recorder",

@@ -42,8 +42,7 @@ class Executor:
     """Runs one program over the stages and links of one rank.
 
     methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
-    gate; returns its place. extras: of the pipeline; None: none. call: which program it is, see
-    Extra.rewrite.
+    gate; returns its place. extras: of the pipeline; None: none. call: "step", "evaluate" or "predict".
     """
 
     def __init__(
@@ -73,6 +72,7 @@ class Executor:
             self._inboxes,
             self._outboxes,
             extras,
+            call,
         )
         self._make_gate = gate
         self._is_valid: Callable[[], bool] = _is_always_valid
@@ -81,7 +81,7 @@ class Executor:
 
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
-        self._program = self._extras.rewrite(self._given, self._call)
+        self._program = self._extras.rewrite(self._call, self._given)
         self._plain = self._resolver.resolution(self._program)
         self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
 
@@ -94,6 +94,11 @@ class Executor:
     def program(self) -> Program:
         """What `run` runs."""
         return self._program
+
+    @property
+    def instructions(self) -> list[Instruction]:
+        """Those of `program` at which something runs, in order."""
+        return [each for each in self._plain.instructions if each is not None]
 
     @property
     def device(self) -> torch.device:
@@ -162,7 +167,6 @@ class Executor:
         if not self._gated.functions:
             assert self._make_gate is not None  # only a program with backwards is run with a gate
             self._gate = self._make_gate()
-            self._extras.rewrite(self._given, self._call)  # as each time before instructions are bound
             self._gated = self._resolver.resolution(self._program, self._gate, self._pass_gate)
         self._is_valid = is_valid
         return self._gated

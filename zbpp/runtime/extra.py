@@ -1,39 +1,40 @@
-"""Extra: what a pipeline does beside running its program.
+"""Features and observers: what a pipeline does beside running its program.
 
-The core runs programs over stages and links, and knows no extra. Measuring, offload, gradient release, CUDA
-graphs are extras: a user gives them to the pipeline, for good or for a while.
+The core runs a program over stages and links, and knows no extra. An extra is a feature or an observer. A
+user gives extras to the pipeline, for good or for a while:
 
     pipeline = Pipeline(stages, timetable, loss_fn, extras=[ActivationOffload(costs)])
     with pipeline.using(Recorder()) as recorder:
         pipeline.step(x, target=y)
 
-A pipeline calls its extras in the order of the list:
+A FEATURE changes what a call does, in up to three ways. It is told for which call: "step", "evaluate" or
+"predict".
 
-    attach     once, when the pipeline takes the extra
-    rewrite    each program: the extra may insert instructions of its own
-    bind       each instruction of the rewritten program: the extra may wrap the instruction's function
-    begin      before each call of step, evaluate and predict
-    end        after each such call
-    fail       instead of `end`, after an error
-    close      once, at the end
+    rewrite    a pass: Program -> Program. It inserts instructions of its own, drops or replaces others
+    handlers   {type of an instruction: the function that runs there}
+    around     a function around what runs at an instruction, or in its place
 
-Extras are bound when a program is resolved, so an extra that is not there costs nothing. The first extra's
-function is the innermost one.
+An OBSERVER has `around`, too, and changes nothing: it is outside of all features.
 
-    at          core             first extra        second extra       what runs
-    0F0         run              first(run)         second(first(run)) second(first(run))
-    Fetch ...   None             fetch              second(fetch)      second(fetch)
-    Reduce 0    None             None               None               nothing
+    at          core    handler    first feature    second feature       observer
+    0F0         run                first(run)       second(first(run))   seen(second(first(run)))
+    Fetch ...           fetch      fetch            fetch                seen(fetch)
+    Reduce 0                                                             nothing runs: nobody handles it
+
+Passes run in the order of the list: a feature sees the instructions of the features before it. Everything is
+bound once, when a program is resolved, so an extra that is not there costs nothing. The other methods are
+called in the order of the list, too; an extra that is closed was the last one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.layout import Message
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
 Run = Callable[[Message], Message]
 """An instruction as a function: takes a message, returns a message; () stands for none."""
 
+Handler = Callable[[Any], object]
+"""What runs at an instruction of a feature; it is given the instruction, and takes and gives no message."""
+
 Background = Callable[[], Callable[[], None]]
 """Called when work in the background begins; returns a function to be called when that work has ended.
 
@@ -54,43 +58,21 @@ Both may be called by any thread; on a GPU, in the stream whose work they mark.
 
 
 class Extra:
-    """Base class of extras; every method does nothing.
+    """Base class of Feature and Observer; every method does nothing.
 
     name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
-    be in one pipeline. State that `attach` or `rewrite` makes belongs to one pipeline.
-
-    looks_inside: whether it needs the Python code inside each action, so that no CUDA graph may run in its
-    place. lost: read after `fail`: what the error destroyed, which ends the pipeline; "" if nothing.
-    released: {id of a parameter whose gradient the last step has used and dropped: the gradient's sum of
-    squares, if that is kept}; None: gradients stay.
+    be in one pipeline. State that `attach` makes belongs to one pipeline.
     """
 
     name: str = ""
-    lost = ""
-    released: Mapping[int, Tensor] | None = None
-    looks_inside = False
     excludes: Mapping[str, str] = MappingProxyType({})
 
     def attach(self, rank: Rank) -> None:
         """Make groups and buffers, wrap stages, refuse what can't work. Collective over the mesh."""
 
-    def rewrite(self, program: Program, call: str) -> Program:
-        """Return the program of a call ("step", "evaluate", "predict") with instructions of this extra.
-
-        Called for each program, right before its instructions are bound.
-        """
-        return program
-
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """Return what runs at an instruction: `run`, or a function around it.
-
-        run is None for an instruction of an extra; the extra that knows it returns the function itself.
-        """
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """Return what runs at an instruction of a call's program: `run`, or a function around it."""
         return run
-
-    def background(self, at: Instruction) -> Background | None:
-        """Return what wants to know when work runs that the instruction starts in the background."""
-        return None
 
     def begin(self, call: Call) -> None:
         """Called before a call's first instruction."""
@@ -108,24 +90,24 @@ class Extra:
         """Free groups and buffers: the pipeline is closed, has failed, or is used without this extra."""
 
 
-def instead(function: Callable[[], object]) -> Run:
-    """A function without arguments as what runs at an instruction that takes and gives no message."""
+class Feature(Extra):
+    """Base class of what changes calls; see above."""
 
-    def run(message: Message) -> Message:
-        function()
-        return ()
+    def rewrite(self, call: str, program: Program) -> Program:
+        """Return the program of a call with the instructions of this feature."""
+        return program
 
-    return run
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """For each type of instruction that this feature runs in such a call, the function that runs it."""
+        return {}
 
 
-def after(function: Callable[[], object], run: Run) -> Run:
-    """`run`, with another function called before it."""
+class Observer(Extra):
+    """Base class of what sees each instruction, and changes nothing."""
 
-    def both(message: Message) -> Message:
-        function()
-        return run(message)
-
-    return both
+    def background(self, at: Instruction) -> Background | None:
+        """Return what wants to know when work runs that the instruction starts in the background."""
+        return None
 
 
 _BROUGHT = "_zbpp_extra"
@@ -142,17 +124,6 @@ def brought_by(stages: Iterable[nn.Module]) -> list[Extra]:
     return [*dict.fromkeys(vars(stage)[_BROUGHT] for stage in stages if _BROUGHT in vars(stage))]
 
 
-def then(run: Run, function: Callable[[], object]) -> Run:
-    """`run`, with another function called behind it."""
-
-    def both(message: Message) -> Message:
-        result = run(message)
-        function()
-        return result
-
-    return both
-
-
 class Extras(list[Extra]):
     """The extras of one pipeline, as one."""
 
@@ -165,27 +136,52 @@ class Extras(list[Extra]):
                 if other in names:
                     raise ValueError(f"{each.name} doesn't go with {other}: {instead}")
 
-    def rewrite(self, program: Program, call: str) -> Program:
-        """A program with the instructions of all extras."""
-        for each in self:
-            program = each.rewrite(program, call)
+    @property
+    def features(self) -> list[Feature]:
+        """Those that change calls, in order."""
+        return [each for each in self if isinstance(each, Feature)]
+
+    @property
+    def observers(self) -> list[Observer]:
+        """Those that see instructions, in order."""
+        return [each for each in self if isinstance(each, Observer)]
+
+    def rewrite(self, call: str, program: Program) -> Program:
+        """The program of a call with the instructions of all features."""
+        for each in self.features:
+            program = each.rewrite(call, program)
         return program
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """What runs at an instruction; None: nothing."""
-        for each in self:
-            bound = each.bind(at, run)
-            if bound is None and run is not None:
+    def binder(self, call: str) -> Callable[[Instruction, Run | None], Run | None]:
+        """Return the function that finds what runs at an instruction of a call's program; None: nothing.
+
+        Its second argument is what the core runs there; None for an instruction that the core doesn't know.
+        """
+        handlers, wrapping = self._handlers(call), (*self.features, *self.observers)
+
+        def bind(at: Instruction, run: Run | None) -> Run | None:
+            if run is None and type(at) in handlers:
+                run = _handled(handlers[type(at)], at)
+            return None if run is None else _wrapped(wrapping, call, at, run)
+
+        return bind
+
+    def _handlers(self, call: str) -> dict[type, Handler]:
+        """All features' handlers. Raises TypeError if two features handle one type of instruction."""
+        handlers: dict[type, Handler] = {}
+        for each in self.features:
+            own = each.handlers(call)
+            for kind in handlers.keys() & own.keys():
                 raise TypeError(
-                    f"the extra {each.name or type(each).__name__} bound nothing to {at}: let bind return "
-                    "run, or a function around it"
+                    f"two features handle {kind.__name__}, one of them {each.name}: let the second one "
+                    "insert an instruction of its own"
                 )
-            run = bound
-        return run
+            handlers |= own
+        return handlers
 
     def background(self, at: Instruction) -> Background | None:
-        """The first extra's `background` for an instruction; None if no extra has one."""
-        return next((found for each in self if (found := each.background(at)) is not None), None)
+        """The first observer's `background` for an instruction; None if no observer has one."""
+        return next((found for each in self.observers if (found := each.background(at)) is not None), None)
 
     def begin(self, call: Call) -> None:
         """See Extra."""
@@ -203,17 +199,29 @@ class Extras(list[Extra]):
             for each in self:
                 stack.callback(each.fail, error)
 
-    @property
-    def lost(self) -> str:
-        """See Extra."""
-        return next((each.lost for each in self if each.lost), "")
-
-    @property
-    def released(self) -> Mapping[int, Tensor] | None:
-        """See Extra."""
-        return next((each.released for each in self if each.released is not None), None)
-
     def close(self) -> None:
         """See Extra. The last one is closed first, since it may have wrapped what the others made."""
         while self:
             self.pop().close()
+
+
+def _wrapped(extras: Iterable[Extra], call: str, at: Instruction, run: Run) -> Run:
+    for each in extras:
+        wrapped: Run | None = each.around(call, at, run)
+        if wrapped is None:
+            raise TypeError(
+                f"the extra {each.name or type(each).__name__} leaves nothing to run at {at}: let around "
+                "return run, or a function around it"
+            )
+        run = wrapped
+    return run
+
+
+def _handled(handler: Handler, at: Instruction) -> Run:
+    handle = partial(handler, at)
+
+    def run(message: Message) -> Message:
+        handle()
+        return ()
+
+    return run

@@ -320,7 +320,7 @@ class Pipeline:
     @property
     def released(self) -> Mapping[int, Tensor] | None:
         """The squared norms of the gradients that the last step has dropped; None: gradients stay."""
-        return self._rank.extras.released
+        return self._rank.released
 
     def use(self, extra: Extra) -> None:
         """Use an extra from the next call on. Collective, if the extra is used on all ranks."""

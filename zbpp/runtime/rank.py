@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, NamedLosses, Result
@@ -67,6 +67,10 @@ class Rank:
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
     `rebind`. num_steps: see Pipeline. is_alone: whether no other process takes part in a call.
     over: why no call may follow; empty until then.
+
+    An extra may set two more. lost: what a failed call has destroyed beside its messages, which ends the
+    pipeline; empty if nothing. released: {id of a parameter whose gradient the last step has used and
+    dropped: the gradient's sum of squares, if that is kept}; None: gradients stay.
     """
 
     def __init__(
@@ -86,7 +90,8 @@ class Rank:
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
-        self.num_steps, self.over = 0, ""
+        self.num_steps, self.over, self.lost = 0, "", ""
+        self.released: Mapping[int, Tensor] | None = None
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
@@ -231,7 +236,7 @@ class Rank:
         try:
             self.extras.fail(error)
         finally:
-            lost = self.extras.lost or ("" if self.is_alone else "its messages are lost")
+            lost = self.lost or ("" if self.is_alone else "its messages are lost")
             if lost and not self.over:
                 self.end(f"an earlier call failed ({error_text(error)}), and {lost}")
 

@@ -61,6 +61,7 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
+    extras, call: whose handlers and functions run, see extra.py.
 
     slots: where each value waits: those that the instructions of `program` take.
     """
@@ -74,10 +75,11 @@ class Resolver:
         inboxes: Mapping[int, Inbox],
         outboxes: Mapping[int, Outbox],
         extras: Extras,
+        call: str,
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
-        self._extras = extras
+        self._extras, self._call = extras, call
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
 
@@ -96,12 +98,13 @@ class Resolver:
         if gate is not None:
             place = _place_of(gate, instructions)
         functions, resolved = list[Resolved](), list[Instruction | None]()
+        bind = self._extras.binder(self._call)
         for work, part in ((first, instructions[:place]), (at_gate, instructions[place:]), (last, ())):
             functions += [Resolved(_without_message(each)) for each in work]
             resolved += [None] * len(work)
             for each in part:
                 found = self._resolve(each)
-                bound = self._extras.bind(each, None if found is None else found.function)
+                bound = bind(each, None if found is None else found.function)
                 if bound is not None:
                     functions.append((found or _OF_AN_EXTRA)._replace(function=bound))
                     resolved.append(each)

@@ -29,8 +29,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.job.agreement import gather
 from zbpp.planning import plan
-from zbpp.runtime import Extra, Pipeline, per_microbatch
-from zbpp.runtime.extra import Run
+from zbpp.runtime import Pipeline, per_microbatch
+from zbpp.runtime.extra import Feature, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.runtime.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
@@ -211,7 +211,7 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-class _WeightsByUser(Extra):
+class _WeightsByUser(Feature):
     """A stage's `dw_builder`: called after its B; what it returns runs in W."""
 
     name = "dw_builder"
@@ -220,9 +220,9 @@ class _WeightsByUser(Extra):
         self._builders = builders
         self._waiting: dict[tuple[int, int], Callable[[], None]] = {}
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if not isinstance(at, Action) or run is None or at.stage not in self._builders:
+        if not isinstance(at, Action) or at.stage not in self._builders:
             return run
         key, build = (at.stage, at.microbatch), self._builders[at.stage]
 

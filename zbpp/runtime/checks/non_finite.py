@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.models.python_generators import restored_python_generators
-from zbpp.runtime.extra import Extra, Run
+from zbpp.runtime.extra import Observer, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
@@ -101,11 +101,10 @@ def find_non_finite(
     return None if first is None else first[1]
 
 
-class _Search(Extra):
+class _Search(Observer):
     """Looks at the values of one step. seen: those that are not finite, on this process."""
 
     name = "find_non_finite"
-    looks_inside = True
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
@@ -117,6 +116,9 @@ class _Search(Extra):
         self._buffers = Buffers(rank.modules)
         self._buffers.keep()
         self._hooks = ExitStack()
+        for extra in rank.extras:
+            if hasattr(extra, "paused"):  # CUDA graphs, which run no Python inside an action
+                self._hooks.enter_context(extra.paused())
         for worker in self._workers.values():
             for name, module in worker.module.named_modules():
                 paused = getattr(vars(module).get("forward"), "paused", None)
@@ -130,9 +132,9 @@ class _Search(Extra):
         self._hooks.close()
         self._buffers.restore()
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if not isinstance(at, Action) or run is None:
+        if not isinstance(at, Action):
             return run
         now = (at.microbatch, 0, at.stage) if at.op == Op.F else (at.microbatch, 1, -at.stage)
 

@@ -26,7 +26,7 @@ import torch
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Observer
 from zbpp.runtime.parallel.groups import Store, job_store
 from zbpp.runtime.rank import Rank
 
@@ -81,7 +81,7 @@ class CallOrder:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
 
 
-class SameCalls(Extra):
+class SameCalls(Observer):
     """Raises AgreementError where linked ranks make different calls."""
 
     name = "same_calls"

@@ -4,8 +4,8 @@ When a message does not come, the rank that notices it is rarely the one to blam
 waited for another one. Each rank writes what it knows of itself. `zbpp hang FOLDER` reads the files of all
 ranks and follows who waited for whom.
 
-The recorder puts a function around each instruction (`bind`), which notes the times at which the instruction
-began and ended. Nothing else is done until something fails:
+The recorder puts a function around each instruction, which notes the times at which the instruction began
+and ended. Nothing else is done until something fails:
 
     ring    the last 1024 notes: [kind, text, time]
     kind    "call"       a call begins: "step 7", "evaluate after step 7"
@@ -35,7 +35,7 @@ from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.executor import BeginAgain
-from zbpp.runtime.extra import Extra, Run
+from zbpp.runtime.extra import Observer, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import to_csv
@@ -47,7 +47,7 @@ Note = tuple[str, object, float]
 _LENGTH = 1024
 
 
-class FlightRecorder(Extra):
+class FlightRecorder(Observer):
     """Writes `flight-rank-N.json` to a folder if this rank fails, or stands still for the pipeline's timeout.
 
     N is the rank's number in the job. A pipeline that no other process waits for writes nothing.
@@ -70,10 +70,8 @@ class FlightRecorder(Extra):
         if not rank.is_alone:
             self._watchdog = Watchdog(self, rank.timeout)
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if run is None:
-            return None
         note = self._ring.append
 
         def noted(message: Message) -> Message:

@@ -15,7 +15,7 @@ All graphs share one pool. The capture goes over the actions in the order of the
 frees and reuses memory as in an eager step; replays go in the same order, as torch demands of graphs that
 share a pool.
 
-cuda_graphs.py: CudaGraphs, the extra: two eager steps, then the capture, then replays.
+cuda_graphs.py: CudaGraphs, the feature: two eager steps, then the capture, then replays.
 cuda.py is the only file that knows torch.cuda; tests put an emulation in its place.
 """
 

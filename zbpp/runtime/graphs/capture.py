@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.extra import Extra, Extras, Run
+from zbpp.runtime.extra import Extras, Feature, Run
 from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
@@ -182,13 +182,13 @@ class ActionGraphs:
         return seeded if action.op == Op.F else replay
 
 
-class _Captures(Extra):
+class _Captures(Feature):
     """Captures actions instead of running them."""
 
     def __init__(self, capture: Callable[[Action, Message], Message]) -> None:
         self._capture = capture
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
         return partial(self._capture, at) if isinstance(at, Action) else run
 

@@ -1,4 +1,4 @@
-"""CudaGraphs, an extra: when a step is eager, when it is captured, when it is replayed.
+"""CudaGraphs, a feature: when a step is eager, when it is captured, when it is replayed.
 
 The first two steps of equal inputs (their shapes and numbers) are eager; the second one notes the layouts of
 messages. The next such step is captured, then replayed, and so is every later one. A step with other inputs
@@ -8,8 +8,8 @@ is eager. What else a step relies on is taken to stay as it was in the capture: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.call import Call, Feed, Result
-from zbpp.runtime.extra import Extra, Run, instead
+from zbpp.runtime.extra import Feature, Handler, Run
 from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, noting
 from zbpp.runtime.graphs.cuda import TorchGraphs
 from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_of
@@ -39,7 +39,7 @@ class GiveLosses(NamedTuple):
         return "Give losses"
 
 
-class CudaGraphs(Extra):
+class CudaGraphs(Feature):
     """Captures each F, B and W as a CUDA graph and replays it. Results are the same to the last bit.
 
     maker: captures the graphs; None: what the stages' device has, which on a CPU is nothing: all is eager.
@@ -73,7 +73,7 @@ class CudaGraphs(Extra):
             self._maker = TorchGraphs(rank.device)
         if self._maker is None and rank.rank == 0:  # one line, not one of each rank
             _log.warning("CUDA graphs need a GPU: running eagerly")
-        self._rank, self._workers, self._is_step = rank, rank.workers, False
+        self._rank, self._workers, self._is_paused = rank, rank.workers, False
         self._eager: dict[Action, Run] = {}
         self._now: Mapping[Action, Run] = self._eager  # what runs in this step
         self._captured: _Captured | None = None
@@ -83,18 +83,19 @@ class CudaGraphs(Extra):
         self._loss_grads: dict[int, dict[Any, Tensor]] = {}  # by stage; see StageWorker
         self._around = ExitStack()  # of an eager step before the capture
 
-    def rewrite(self, program: Program, call: str) -> Program:
-        """See Extra."""
-        self._is_step = call == "step" and self._maker is not None
-        if not self._is_step:
+    def rewrite(self, call: str, program: Program) -> Program:
+        """See Feature."""
+        if call != "step" or self._maker is None:
             return program
         return program._replace(instructions=(*program.instructions, GiveLosses()))
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """See Extra."""
-        if self._is_step and isinstance(at, GiveLosses):
-            return instead(self._give_losses)
-        if not self._is_step or not isinstance(at, Action) or run is None:
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        return {GiveLosses: self._give_losses}
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """In each step, run the action as that step does: eagerly, or its graph."""
+        if call != "step" or self._maker is None or not isinstance(at, Action):
             return run
         self._eager[at] = run
 
@@ -110,7 +111,7 @@ class CudaGraphs(Extra):
         feeds = {stage: worker.feed for stage, worker in self._workers.items()}
         key = key_of(feeds)
         self._use_eager()
-        if any(each.looks_inside for each in self._rank.extras):
+        if self._is_paused:
             return
         if self._captured is None:
             if key != self._key or self._num_warm < _WARM_UP:
@@ -132,6 +133,15 @@ class CudaGraphs(Extra):
         self._use_eager()
         self._captured = None
         self._eager.clear()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within this context steps are eager: somebody needs the Python code inside each action."""
+        self._is_paused = True
+        try:
+            yield
+        finally:
+            self._is_paused = False
 
     def _use_eager(self) -> None:
         self._now = self._eager
@@ -177,7 +187,7 @@ class CudaGraphs(Extra):
         self._now = captured.graphs.replays
         self._rank.executors["step"].receive_into(captured.graphs.received)
 
-    def _give_losses(self) -> None:
+    def _give_losses(self, at: GiveLosses) -> None:
         """The step's last instruction: keep the gradients of losses, or give out the replayed losses."""
         if self._captured is None:
             self._loss_grads = {stage: worker.loss_grads for stage, worker in self._workers.items()}

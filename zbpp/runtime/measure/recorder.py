@@ -1,4 +1,4 @@
-"""Recorder, an extra that measures steps; ProfilerNames, an extra that names their instructions.
+"""Recorder, which measures steps; ProfilerNames, which names their instructions.
 
 with pipeline.using(zbpp.Recorder()) as recorder:
     pipeline.step(x, target=y)
@@ -12,17 +12,17 @@ from torch.profiler import record_function
 
 from zbpp.autograd.models.exchange import Exchange, Pending, Transfer, exchanges_in
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Background, Extra, Run
+from zbpp.runtime.extra import Background, Observer, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.measure.record import StepRecord
 from zbpp.runtime.measure.timeline import measured_timeline
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Program, Reduce, Timeline
+from zbpp.schedule import Reduce, Timeline
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Fetch, Offload
 
 
-class Recorder(Extra):
+class Recorder(Observer):
     """Measures each instruction of a step; a later step replaces the measured one.
 
     record: where the times go; None: a StepRecord of its own.
@@ -32,8 +32,6 @@ class Recorder(Extra):
 
     def __init__(self, record: StepRecord | None = None) -> None:
         self._given = record
-        self._instructions: list[Instruction] = []
-        self._is_step = False
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
@@ -45,18 +43,10 @@ class Recorder(Extra):
             self._transfers.append((exchange, exchange.transfer))
             exchange.transfer = self._timed(exchange.transfer)
 
-    def rewrite(self, program: Program, call: str) -> Program:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        self._is_step = call == "step"
-        if self._is_step:
-            self._instructions = []
-        return program
-
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """See Extra."""
-        if run is None or not self._is_step:
+        if call != "step":
             return run
-        self._instructions.append(at)
 
         def measured(message: Message) -> Message:
             self._mark()
@@ -67,7 +57,7 @@ class Recorder(Extra):
         return measured
 
     def background(self, at: Instruction) -> Background | None:
-        """See Extra."""
+        """See Observer."""
         match at:
             case Reduce(stage):
                 return lambda: self.record.reduction(stage)
@@ -79,7 +69,7 @@ class Recorder(Extra):
         """See Extra."""
         self._is_measured = call.kind == "step"
         if self._is_measured:
-            self._mark = self.record.begin(self._instructions)
+            self._mark = self.record.begin(self._rank.executors["step"].instructions)
 
     def close(self) -> None:
         """See Extra."""
@@ -118,15 +108,13 @@ class _TimedPending:
         return received
 
 
-class ProfilerNames(Extra):
+class ProfilerNames(Observer):
     """Shows torch's profiler the instructions of all calls by their text, `2F5`."""
 
     name = "profiler_names"
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if run is None:
-            return None
 
         def named(message: Message) -> Message:
             with record_function(text):

@@ -12,7 +12,7 @@ F runs as without offload. No message depends on what a rank offloads, so each r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, instead
+from zbpp.runtime.extra import Feature, Handler, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
@@ -40,7 +40,7 @@ _GIB = 2**30
 
 
 @dataclass
-class ActivationOffload(Extra):
+class ActivationOffload(Feature):
     """Which activations are in host memory (pinned, if the device is a GPU) between F and B: an extra.
 
     costs: the times to plan with, as `zbpp measure` finds them; `host` among them.
@@ -90,7 +90,7 @@ class ActivationOffload(Extra):
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
-        self.chosen, self._rank, self._is_step = self.plan(rank.timetable), rank, False
+        self.chosen, self._rank = self.plan(rank.timetable), rank
         copies = (each.instruction for each in self.chosen[rank.rank])
         self._leaving = frozenset(each.value for each in copies if isinstance(each, Offload))
         self._copier = Copier(rank.device)
@@ -104,29 +104,36 @@ class ActivationOffload(Extra):
         """{stage of this rank: the most bytes that left of one of its microbatches}."""
         return {stage: each.nbytes for stage, each in self._stages.items()}
 
-    def rewrite(self, program: Program, call: str) -> Program:
+    def rewrite(self, call: str, program: Program) -> Program:
         """Put the copies into the program of a step."""
-        self._is_step = call == "step"
-        return with_copies(program, self.chosen[self._rank.rank]) if self._is_step else program
+        return with_copies(program, self.chosen[self._rank.rank]) if call == "step" else program
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        return {Offload: self._offload, Drop: self._drop, Fetch: self._fetch, Await: self._await}
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if not self._is_step:
-            return run
         match at:
-            case Offload(value) | Fetch(value):
-                own = self._stages[value.stage]
-                copy = own.offload if isinstance(at, Offload) else own.fetch
-                return instead(lambda: copy(value.microbatch, self._rank.extras.background(at)))
-            case Drop(value):
-                return instead(partial(self._stages[value.stage].drop, value.microbatch))
-            case Await(value):
-                return instead(partial(self._stages[value.stage].wait, value.microbatch))
             case Action(stage, Op.F, microbatch) if (
-                run is not None and Value("saved", stage, microbatch) in self._leaving
+                call == "step" and Value("saved", stage, microbatch) in self._leaving
             ):
                 return partial(self._stages[stage].forward, run, microbatch)
         return run
+
+    def _offload(self, at: Offload) -> None:
+        value = at.value
+        self._stages[value.stage].offload(value.microbatch, self._rank.extras.background(at))
+
+    def _drop(self, at: Drop) -> None:
+        self._stages[at.value.stage].drop(at.value.microbatch)
+
+    def _fetch(self, at: Fetch) -> None:
+        value = at.value
+        self._stages[value.stage].fetch(value.microbatch, self._rank.extras.background(at))
+
+    def _await(self, at: Await) -> None:
+        self._stages[at.value.stage].wait(at.value.microbatch)
 
     def end(self, call: Call, result: Result) -> None:
         """Free the host memory that the call did not use.

@@ -18,9 +18,8 @@ parameter from this parameter's gradient alone, as torch's optimizers (LBFGS asi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -28,16 +27,17 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, instead, then
+from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.parallel.squares import square_of
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Reduce
-from zbpp.schedule.lower import Instruction, Reduced
+from zbpp.schedule import Program
+from zbpp.schedule.passes.update import with_updates
+from zbpp.schedule.program import Update
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
 
 
-class GradientRelease(Extra):
+class GradientRelease(Feature):
     """Updates each stage's parameters as soon as their gradients are final, then drops the gradients.
 
     Losses equal, to the last bit, those of a loop that calls `optimizer.step()` after each step. Remove that
@@ -45,10 +45,10 @@ class GradientRelease(Extra):
     schedulers. Shared and tied parameters are updated at the end of the step.
 
     optimizer: of all or some of the pipeline's `parameters()`; the gradients of the other parameters stay.
-    Its step hooks run at each update. keep_squares: whether to fill `released`, from which the norm is
-    computed. per_parameter: what the caller says of an optimizer that is none of torch.optim's or
-    torch-optimi's: it updates each parameter from this parameter's gradient alone, and keeps no count of
-    steps for several parameters.
+    Its step hooks run at each update. keep_squares: whether to keep the squared norms of dropped gradients,
+    from which the norm of all is computed. per_parameter: what the caller says of an optimizer that is none
+    of torch.optim's or torch-optimi's: it updates each parameter from this parameter's gradient alone, and
+    keeps no count of steps for several parameters.
 
     The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
     update because a gradient is infinite or NaN. A step that fails may have updated some weights, and no step
@@ -79,6 +79,11 @@ class GradientRelease(Extra):
         for each in rank.place.gather(refusal):
             if each:
                 raise ValueError(each)
+        self._rank, rank.released = rank, self.released
+
+    def close(self) -> None:
+        """Gradients stay from now on."""
+        self._rank.released = None
 
     def _check(self, rank: Rank) -> None:
         """Find the parameters of this rank. Raises ValueError if their gradients can't be released."""
@@ -115,14 +120,13 @@ class GradientRelease(Extra):
 
     # ---- A step
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """Update a stage where its gradients are final: behind its reduction, if there is one."""
-        match at:
-            case Reduce(stage) if run is None:
-                return instead(partial(self._complete, stage))
-            case Reduced(stage) if run is not None:
-                return then(run, partial(self._complete, stage))
-        return run
+    def rewrite(self, call: str, program: Program) -> Program:
+        """See Feature."""
+        return with_updates(program)
+
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        return {Update: self._complete}
 
     def begin(self, call: Call) -> None:
         """See Extra. Raises ValueError for a step with a loss scale, or with a gradient from before.
@@ -155,17 +159,17 @@ class GradientRelease(Extra):
     def fail(self, error: BaseException) -> None:
         """See Extra."""
         if self._has_updated:
-            self.lost = (
+            self._rank.lost = (
                 "since gradients are released, some of its weights and optimizer states have been updated: "
                 "load weights and optimizer states of an earlier step on every rank"
             )
-            error.add_note(self.lost)
+            error.add_note(self._rank.lost)
 
-    def _complete(self, stage: int) -> None:
+    def _complete(self, at: Update) -> None:
         """The gradients of a stage are final."""
         if not self._waits_for_graph:
             optimized = set(map(id, parameters_of(self.optimizer)))
-            self._update([each for each in self._parts[stage] if id(each) in optimized])
+            self._update([each for each in self._parts[at.stage] if id(each) in optimized])
 
     def _update(self, parameters: Iterable[nn.Parameter]) -> None:
         """Update those of the parameters that have a gradient, and drop it."""

@@ -11,11 +11,11 @@ stays, since B's ascend in microbatch as W's do.
 
 from __future__ import annotations
 
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Feature
 from zbpp.runtime.rank import Rank
 
 
-class HeadAtOnce(Extra):
+class HeadAtOnce(Feature):
     """Runs the W of a language model's head at the end of its B.
 
     The head is what `zbpp.linear_cross_entropy`, or the loss of gpt, llama and Hugging Face models, computes

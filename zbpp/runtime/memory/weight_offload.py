@@ -41,14 +41,14 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, bring, brought_by
+from zbpp.runtime.extra import Feature, bring, brought_by
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, host_memory, streams_of
 
 
-class OffloadedWeights(Extra):
+class OffloadedWeights(Feature):
     """Moves the weights of stages to host memory, and replaces the forward of each block.
 
     A Pipeline finds it by the stages, and takes it as an extra.

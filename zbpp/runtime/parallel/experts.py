@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.job.errors import communicating
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Feature
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
 from zbpp.runtime.rank import Rank
@@ -166,7 +166,7 @@ class Received:
         return self._received
 
 
-class ExpertParallel(Extra):
+class ExpertParallel(Feature):
     """Spreads the experts of a pipeline's stages, and lets them exchange rows over a group of its own."""
 
     name = "expert_parallel"

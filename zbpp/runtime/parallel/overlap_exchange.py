@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
-from functools import partial
 from heapq import heappop, heappush
 from types import MappingProxyType
 
@@ -26,14 +25,15 @@ import torch
 
 from zbpp.autograd.models.exchange import Pending, exchanges_in
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Extra, Run, after, then
+from zbpp.runtime.extra import Feature, Run
+from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.mesh import TENSOR
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Action, Op, Program
+from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
 
 
-class OverlapExchange(Extra):
+class OverlapExchange(Feature):
     """Runs pending W's during the exchanges of experts. Losses and gradients stay equal, to the last bit.
 
     With reshard="microbatch" nothing runs there: a W has to gather its weights first. A parameter's hook that
@@ -71,20 +71,24 @@ class OverlapExchange(Extra):
         for exchange in self._exchanges:
             exchange.meanwhile = self._run_w
 
-    def rewrite(self, program: Program, call: str) -> Program:
-        """See Extra."""
-        self._is_step = call == "step"
-        return program
-
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """A W is pending from the end of its B to its place."""
-        if run is None or not self._is_step:
-            return run
         match at:
             case Action(stage, Op.B, microbatch) if self._workers[stage].around_w is None:
-                return then(run, partial(self._begin_w, stage, microbatch))
+
+                def run_b(message: Message) -> Message:
+                    result = run(message)
+                    self._begin_w(stage, microbatch)
+                    return result
+
+                return run_b
             case Action(stage, Op.W, microbatch):
-                return after(partial(self._end_w, stage, microbatch), run)
+
+                def run_w(message: Message) -> Message:
+                    self._end_w(stage, microbatch)
+                    return run(message)
+
+                return run_w
         return run
 
     def begin(self, call: Call) -> None:

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from itertools import filterfalse
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +21,7 @@ from torch import Tensor, nn
 
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra, Run, after, instead
+from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.parallel.fully_shard import Reshard
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import (
@@ -39,18 +38,13 @@ from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Action, Op, Program, Reduce
-from zbpp.schedule.lower import Instruction, Reduced
+from zbpp.schedule import Program, Reduce
+from zbpp.schedule.lower import Reduced
+from zbpp.schedule.passes.reduce import with_reductions
+from zbpp.schedule.program import ReduceShared, ZeroCopies
 
 
-class ReduceShared(NamedTuple):
-    """Reduce the gradients of parameters that several stages or ranks share, and of the loss."""
-
-    def __str__(self) -> str:
-        return "Reduce shared parameters"
-
-
-class Reductions(Extra):
+class Reductions(Feature):
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
     `attach` gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
@@ -64,8 +58,6 @@ class Reductions(Extra):
         self, ties: Sequence[Tie], *, reshard: Reshard, mp_policy: Any, loss: Iterable[nn.Parameter]
     ) -> None:
         self._ties, self._reshard, self._mp_policy, self._loss = ties, reshard, mp_policy, [*loss]
-        self._trains = False
-        self._first_backward: Action | None = None
 
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
@@ -96,30 +88,16 @@ class Reductions(Extra):
 
     # ---- A step
 
-    def rewrite(self, program: Program, call: str) -> Program:
-        """Behind everything else, wait for the stages and reduce what they share."""
-        self._trains = call not in ("evaluate", "predict")
-        if not self._trains:
-            return program
-        backwards = (each for each in program.instructions if isinstance(each, Action) and each.op != Op.F)
-        self._first_backward = next(backwards, None)
-        ends = (*map(Reduced, self._reducers), ReduceShared())
-        return program._replace(instructions=(*program.instructions, *ends))
+    def rewrite(self, call: str, program: Program) -> Program:
+        """See Feature."""
+        return with_reductions(program, self._reducers)
 
-    def bind(self, at: Instruction, run: Run | None) -> Run | None:
-        """See Extra. The first backward is the first instruction of a step that changes gradients."""
-        if not self._trains:
-            return run
-        match at:
-            case Reduce(stage) if stage in self._reducers:
-                return instead(partial(self._start, stage))
-            case Reduced(stage):
-                return instead(partial(self._finish, stage))
-            case ReduceShared():
-                return instead(self._reduce_shared)
-        if at == self._first_backward and run is not None:
-            return after(self._tied.begin, run)
-        return run
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        found: dict[type, Handler] = {ZeroCopies: self._zero_copies, ReduceShared: self._reduce_shared}
+        if self._reducers:
+            found[Reduce], found[Reduced] = self._start, self._finish
+        return found
 
     def begin(self, call: Call) -> None:
         """See Extra."""
@@ -149,16 +127,19 @@ class Reductions(Extra):
         close_groups(self._groups)
         self._groups.clear()
 
-    def _start(self, stage: int) -> None:
+    def _start(self, at: Reduce) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank."""
-        begin = self._extras.background(Reduce(stage))
-        self._reducers[stage].start(None if begin is None else begin())
+        begin = self._extras.background(at)
+        self._reducers[at.stage].start(None if begin is None else begin())
 
-    def _finish(self, stage: int) -> None:
+    def _finish(self, at: Reduced) -> None:
         # Looked up: a program that held the reducer would hold its group, whose connections must close.
-        self._reducers[stage].finish()
+        self._reducers[at.stage].finish()
 
-    def _reduce_shared(self) -> None:
+    def _zero_copies(self, at: ZeroCopies) -> None:
+        self._tied.begin()
+
+    def _reduce_shared(self, at: ReduceShared) -> None:
         """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
         self._tied.finish()
         for each in self._last:

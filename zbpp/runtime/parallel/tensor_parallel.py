@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.job.agreement import gather
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Observer
 from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
 from zbpp.runtime.rank import Rank
 
@@ -39,7 +39,7 @@ def has_split_parameters(stages: Iterable[nn.Module]) -> bool:
     return any(is_split(dimensions_of(each).get(TENSOR)) for each in parameters)
 
 
-class LossesAlike(Extra):
+class LossesAlike(Observer):
     """Raises ValueError if tensor-parallel processes computed different losses in the first step.
 
     A loss of a part of an activation differs from process to process, and so do its gradients, which are then

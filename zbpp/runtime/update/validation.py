@@ -14,7 +14,7 @@ from typing import Protocol
 
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import Feature
 from zbpp.runtime.rank import Rank, Settle
 from zbpp.runtime.restored import InPlaceChanges
 from zbpp.runtime.update.posts import Posts
@@ -30,7 +30,7 @@ class PendingUpdate(Protocol):
         """Drop the gradients of the update, after `validate`: the next step sums its own from now on."""
 
 
-class Validation(Extra):
+class Validation(Feature):
     """The validation of one pipeline's updates; an extra of the pipeline from the first `posts` on.
 
     loss_scale: returns the pipeline's.

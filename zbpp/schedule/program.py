@@ -1,0 +1,28 @@
+"""The instructions of features: values with a text, which passes insert into programs."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ZeroCopies(NamedTuple):
+    """Set the gradients of tied copies to zero: their owner's holds the sum of earlier steps."""
+
+    def __str__(self) -> str:
+        return "Zero copies"
+
+
+class ReduceShared(NamedTuple):
+    """Reduce the gradients of parameters that several stages or ranks share, and of the loss."""
+
+    def __str__(self) -> str:
+        return "Reduce shared parameters"
+
+
+class Update(NamedTuple):
+    """Update a stage's weights: their gradients are final."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"Update {self.stage}"
