@@ -1,6 +1,7 @@
 """What a model may ask of the split beyond plain layers. The split knows none of these files.
 
     recompute.py          `checkpoint` and `recompute`: one recompute for B and W together
+    structures.py         tensors inside nested values, for a checkpoint's arguments and outputs
     forward_state.py      the buffers that a forward used, for its recompute
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank

@@ -17,22 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.models.forward_state import ForwardState, version
+from zbpp.autograd.models.structures import Structure, flatten, hidden_tensors
 from zbpp.autograd.split import split
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """`fn(*args, **kwargs)`, whose activations are not kept but computed again in the backward.
 
-    fn returns a tensor or a tuple of tensors (Nones allowed) and may use any parameters. Random numbers,
-    autocast, buffers and torch.is_grad_enabled() are the same in the recompute as in the forward; buffers are
-    updated once, by the forward. B and W together recompute the block once. A plain backward() recomputes it
-    once, too, and adds the gradients of fn's parameters straight to `.grad`: torch.autograd.grad finds none.
+    Arguments and outputs may be any values. Tensors are found inside lists, tuples, dicts, namedtuples,
+    dataclasses and all else that torch.utils._pytree knows, however deep. fn may use any parameters. Random
+    numbers, autocast, buffers and torch.is_grad_enabled() are the same in the recompute as in the forward;
+    buffers are updated once, by the forward. B and W together recompute the block once. A plain backward()
+    recomputes it once, too, and adds the gradients of fn's parameters straight to `.grad`:
+    torch.autograd.grad finds none.
 
     Pass a tensor that was computed outside to fn as an argument. If fn closes over such a tensor, this
     backward also goes through the graph that the tensor was computed by, and two checkpoints that close over
@@ -41,31 +44,35 @@ def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     Hooks of a `saved_tensors_hooks` context inside fn must not return the very tensor that they are given:
     the graph of the forward would refer to itself and never be freed.
 
-    Raises RuntimeError if fn changes an argument in place. The backward raises RuntimeError if fn reports
-    other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was changed in
-    place since the forward. Buffers and parameters are those of the modules that fn refers to: fn itself, the
-    module whose method it is, its closure and bound arguments. Other Python values that fn reads, such as a
-    counter in an attribute, have in the recompute the value that they have then.
+    Raises RuntimeError if fn changes an argument in place, be it a tensor or what holds it, and TypeError if
+    fn returns an object of another kind that holds tensors with gradients. The backward raises RuntimeError
+    if fn reports other auxiliary losses than in the forward, and if a parameter or a buffer above 64 KiB was
+    changed in place since the forward. Buffers and parameters are those of the modules that fn refers to: fn
+    itself, the module whose method it is, its closure and bound arguments. Other Python values that fn reads,
+    such as an attribute that another module sets, or Python's random numbers, are in the recompute what they
+    are then, as in torch's checkpoint.
     """
-    given, spec = tree_flatten((args, kwargs))
     if not torch.is_grad_enabled():
         return fn(*args, **kwargs)
     # On stage 0 no input needs grad: the dummy makes autograd call this Function's backward all the same.
     dummy = torch.empty(0, requires_grad=True)
-    call = _RepeatedCall(fn, spec, given)
+    given, structure = flatten((args, kwargs))
+    call = _RepeatedCall(fn, structure, given)
     outputs = _Checkpoint.apply(dummy, call, *given, *call.hooked)  # type: ignore[no-untyped-call]  # torch's
-    return call.without_auxiliary(outputs)
+    return call.without_auxiliary(list(outputs))
 
 
 class _RepeatedCall:
     """A call that will be repeated: the function, its arguments that are no tensors, and the state it ran in.
 
-    given: the arguments, flattened; spec: their structure.
+    given: the arguments, flattened; structure: theirs.
     """
 
-    def __init__(self, fn: Callable[..., Any], spec: TreeSpec, given: list[Any]) -> None:
-        self.fn, self.spec = fn, spec
-        self.is_tuple, self.auxiliary = False, tuple[str, ...]()  # filled by the forward
+    output: Structure  # of what fn has returned in the forward
+    auxiliary: tuple[str, ...]  # the names that fn has reported in the forward
+
+    def __init__(self, fn: Callable[..., Any], structure: Structure, given: list[Any]) -> None:
+        self.fn, self.structure = fn, structure
         self.constants = [None if isinstance(each, Tensor) else each for each in given]
         self.state = ForwardState((fn, self.constants))
         given_ids = {id(each) for each in given}
@@ -80,42 +87,59 @@ class _RepeatedCall:
         ]
 
     def forward(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
-        """The outputs, then the auxiliary losses that fn reported."""
+        """The leaves of the output, then the auxiliary losses that fn reported."""
         begin = torch._C._autograd._get_sequence_nr()
-        # With gradients on, torch.is_grad_enabled() tells fn the same as in the recompute. The graph ends
-        # with this call: no hook may offload or count the tensors that it saves.
-        with torch.enable_grad(), _without_saved_tensors_hooks():
-            output, auxiliary = self._run(tensors)
-        self.is_tuple, self.auxiliary = isinstance(output, tuple), tuple(auxiliary)
-        given = {id(tensor) for tensor in tensors}
+        arguments = self._arguments(tensors)
+        # As in the recompute, gradients are on, and so is forward-mode AD, which a Function turns off. The
+        # graph ends with this call: no hook may offload or count the tensors that it saves.
+        with torch.enable_grad(), _set_fwd_grad_enabled(True), _without_saved_tensors_hooks():
+            output, auxiliary = self._run(arguments)
+        leaves, self.output = flatten(output)
+        self.auxiliary = tuple(auxiliary)
+        given = self._leaves(tensors)
+        _refuse_changed_containers(arguments, given)
+        given_ids = {*map(id, given)}
+        _refuse_hidden([each for each in leaves if id(each) not in given_ids])
         return tuple(
             _without_graph(each, begin)
-            if isinstance(each, Tensor) and each.requires_grad and id(each) not in given
+            if isinstance(each, Tensor) and each.requires_grad and id(each) not in given_ids
             else each
-            for each in (*_as_tuple(output), *auxiliary.values())
+            for each in (*leaves, *auxiliary.values())
         )
 
     def recompute(self, tensors: list[Tensor | None]) -> tuple[Any, ...]:
         """The same as `forward`, once more."""
-        output, auxiliary = self._run(tensors)
+        output, auxiliary = self._run(self._arguments(tensors))
         if auxiliary.keys() != set(self.auxiliary):
             raise RuntimeError(
                 f"a checkpoint's function reported the auxiliary losses {sorted(self.auxiliary)} in its "
                 f"forward and {sorted(auxiliary)} in its recompute: report the same ones whenever it runs"
             )
-        return *_as_tuple(output), *(auxiliary[name] for name in self.auxiliary)
+        leaves, _ = flatten(output)
+        if len(leaves) != self.output.size:
+            raise RuntimeError(
+                f"a checkpoint's function returned {self.output.size} values in its forward and "
+                f"{len(leaves)} in its recompute: return the same structure whenever it runs"
+            )
+        return *leaves, *(auxiliary[name] for name in self.auxiliary)
 
-    def without_auxiliary(self, outputs: tuple[Any, ...]) -> Any:
-        """Report the auxiliary losses among the outputs; return the outputs that fn returned."""
-        num_outputs = len(outputs) - len(self.auxiliary)
-        for name, value in zip(self.auxiliary, outputs[num_outputs:], strict=True):
+    def without_auxiliary(self, outputs: list[Any]) -> Any:
+        """Report the auxiliary losses among the outputs; return what fn returned."""
+        size = self.output.size
+        for name, value in zip(self.auxiliary, outputs[size:], strict=True):
             auxiliary_loss(name, value)
-        return outputs[:num_outputs] if self.is_tuple else outputs[0]
+        return self.output.filled(outputs[:size])
 
-    def _run(self, tensors: list[Tensor | None]) -> tuple[Any, dict[str, Tensor]]:
+    def _leaves(self, tensors: list[Tensor | None]) -> list[Any]:
         pairs = zip(self.constants, tensors, strict=True)
-        given = [constant if tensor is None else tensor for constant, tensor in pairs]
-        args, kwargs = tree_unflatten(given, self.spec)
+        return [constant if tensor is None else tensor for constant, tensor in pairs]
+
+    def _arguments(self, tensors: list[Tensor | None]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        arguments: tuple[tuple[Any, ...], dict[str, Any]] = self.structure.filled(self._leaves(tensors))
+        return arguments
+
+    def _run(self, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Any, dict[str, Tensor]]:
+        args, kwargs = arguments
         with auxiliary_losses() as auxiliary:
             output = self.fn(*args, **kwargs)
         return output, auxiliary
@@ -196,6 +220,29 @@ def _refuse_changed(tensors: list[Tensor], versions: list[int]) -> None:
             )
 
 
+def _refuse_changed_containers(arguments: tuple[Any, Any], given: list[Any]) -> None:
+    """fn has got lists, dicts and dataclasses of its own. The caller does not see what fn puts there."""
+    args, kwargs = arguments
+    if all(isinstance(each, Tensor) for each in (*args, *kwargs.values())):
+        return
+    leaves, _ = flatten(arguments)
+    if [*map(id, leaves)] != [*map(id, given)]:
+        raise RuntimeError(
+            "a checkpoint's function changes a list, dict or dataclass among its arguments: the recompute "
+            "would change it once more; let the function make a new one and return it"
+        )
+
+
+def _refuse_hidden(leaves: list[Any]) -> None:
+    for each in leaves:
+        if any(tensor.grad_fn is not None for tensor in hidden_tensors(each)):
+            raise TypeError(
+                f"a checkpoint's function returns a {type(each).__name__}, inside which no tensors are "
+                "found: make it a dataclass, return a dict, or register the class by "
+                "torch.utils._pytree.register_pytree_node"
+            )
+
+
 def _plain_backward(
     roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], hooked: list[Tensor]
 ) -> list[Tensor | None]:
@@ -255,10 +302,6 @@ def _without_saved_tensors_hooks() -> Iterator[None]:
 
 def _fresh(tensor: Tensor) -> Tensor:
     return tensor.detach().requires_grad_(tensor.requires_grad)
-
-
-def _as_tuple(output: Any) -> tuple[Any, ...]:
-    return output if isinstance(output, tuple) else (output,)
 
 
 def recompute(module: nn.Module) -> None:
