@@ -9,6 +9,7 @@ A call of a Pipeline runs on the caller's current stream. Beside it run
     reductions   gradients over replicas, shards and ties    NCCL, FSDP2  normal
     offload      activations to host memory and back         `side`       normal
     weights      offloaded weights to the device             `side`       normal
+    gradients    those of offloaded weights to host memory   `side`       normal
     graphs       captures of CUDA graphs (replays run on the `side`       normal
                  caller's stream)
 

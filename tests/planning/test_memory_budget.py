@@ -55,6 +55,15 @@ def test_offloaded_weights_take_two_buffers_of_the_largest_block():
     assert (rank.levels[0].sum(), rank.host) == (20, 40)
 
 
+def test_gradients_of_offloaded_weights_are_on_the_device_from_the_first_w_of_a_step_to_the_last():
+    stage = weights_on_host(StageBytes(weights=20, gradients=20, optimizer=40), parameters=20, block=5)
+    (rank,) = predict_memory(Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1"), [stage])
+    #                              begin F0  F1  B0  W0  B1  W1
+    assert list(rank.totals) == [10, 10, 10, 10, 30, 30, 10]
+    assert rank.peak == 30
+    assert (rank.update, rank.host) == (10, 80)
+
+
 def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
     """F, then away until B; the gradient goes behind W, and the update needs 30 more there."""
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")

@@ -3,7 +3,7 @@
 None of this has run on a GPU: helpers/recorded_streams.py says what is recorded and what is not.
 """
 
-from collections import deque
+from collections import Counter, deque
 from datetime import timedelta
 from queue import Queue
 
@@ -22,7 +22,7 @@ from zbpp.runtime.links import BufferPool, Inbox, Outbox
 from zbpp.runtime.measure import Recorder
 from zbpp.runtime.memory.activation_offload import offload_of
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.memory.weight_offload import OffloadedWeights, ToHost
 from zbpp.runtime.parallel.groups import urgent_options
 
 M, SIZE, WIDE = 4, 16, 64
@@ -134,19 +134,32 @@ def test_host_memory_of_weights_and_gradients_is_the_callers_when_a_call_returns
     torch.testing.assert_close(found, plain_gradients())
 
 
+def test_gradients_of_offloaded_weights_go_to_the_host_once_per_step(monkeypatch):
+    """They went there and came back for each microbatch, on the computation's stream."""
+    sent = Counter()
+    copy = ToHost._copy
+
+    def counted(self, parameter, home):
+        sent[id(parameter)] += 1
+        return copy(self, parameter, home)
+
+    monkeypatch.setattr(ToHost, "_copy", counted)
+    device, found, _ = steps_with_weights_on_the_host()
+    assert [*sent.values()] == [2] * len(found)  # two steps of M microbatches
+    assert [each.name for each in device.streams] == ["compute", "weights 1", "gradients 2"]
+
+
 @pytest.mark.parametrize(
-    "names, fault",
+    "owners, fault",
     [
         # Before: an evaluation returned while its copies still read weights.
-        (["finish"], "mul_ on host writes memory that copy_ on weights 1 reads"),
-        # The wait for weights, which are copied last, covers the gradients, too.
-        (["finish", "_wait_for_gradients"], "clone on host reads memory that copy_ on compute writes"),
+        ([DeviceBuffers], "mul_ on host writes memory that copy_ on weights 1 reads"),
+        ([ToHost], "clone on host reads memory that copy_ on gradients 2 writes"),
     ],
 )
-def test_host_memory_that_a_copy_still_uses_is_found(monkeypatch, names, fault):
-    for name in names:
-        owner = DeviceBuffers if name == "finish" else OffloadedWeights
-        monkeypatch.setattr(owner, name, lambda self: None)
+def test_host_memory_that_a_copy_still_uses_is_found(monkeypatch, owners, fault):
+    for owner in owners:
+        monkeypatch.setattr(owner, "finish", lambda self: None)
     device, *_ = steps_with_weights_on_the_host()
     assert f"{fault}: no event orders them" in device.faults
 

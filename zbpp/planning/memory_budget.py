@@ -165,6 +165,8 @@ class _RankRun:
                     self._level[_BUFFERS] -= self._in_flight.pop(value, 0.0)
                 case Reduce(stage):
                     self._reduce(stage)
+                    if self._stages[stage].block:  # offloaded weights' gradients leave within the last W
+                        levels[-1] = self._level.copy()
                 case Offload() | Drop() | Fetch():
                     self._copy(instruction)
             if self._during:

@@ -67,20 +67,17 @@ def sharded(
 def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> StageBytes:
     """The stage with weights, gradients and optimizer states in host memory.
 
-    parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. During a W the
-    device holds one block's gradients.
+    parameters: the bytes of all weights. block: the bytes of the largest block in a buffer. The device holds
+    gradients from the stage's first W of a step to its last one (an upper bound for one microbatch).
     """
-    f, b, w, whole = stage.rises
-    moved = parameters + stage.gradients + stage.optimizer
     return replace(
         stage,
         weights=max(0.0, stage.weights - parameters),
-        gradients=0.0,
         optimizer=0.0,
         update=0.0,
+        releases=True,
         block=block,
-        host=moved,
-        rises=(f, b, w + block, whole + block),
+        host=parameters + stage.gradients + stage.optimizer,
     )
 
 

@@ -7,12 +7,14 @@
         is packed as its place in the block, without memory.
     B   When autograd unpacks such a weight, the block's weights are copied to a buffer again, and the copy of
         the previous block starts.
-    W   Block by block: the block's gradients are copied to the device, W adds to them, and they are copied
-        back to the host.
+    W   Adds to gradients on the device, block by block. A gradient that earlier steps left in host memory is
+        copied to the device before its first W. In a stage's last W of a step, the gradients of each block
+        are copied to host memory as soon as the block has all of them, while W goes on with other blocks.
 
 At all other times, and whenever the caller looks, a parameter and its `.grad` are in host memory. So the
 optimizer updates on the host, and its states are there. The device holds two buffers of the largest block's
-size for weights, and during a W the gradients of one block, whatever the number of blocks.
+size for weights, and a stage's gradients between its first W and its last one. With one microbatch these are
+the same W, and the device holds the gradients of two blocks, whatever the number of blocks.
 
 A parameter stays the same object: only `parameter.data` changes between host and device memory. Nothing may
 refer to a block's device memory after its forward. OffloadedWeights checks this by the number of references
@@ -41,9 +43,12 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, bring, brought_by
+from zbpp.runtime.extra import Feature, Run, bring, brought_by
+from zbpp.runtime.layout import Message
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
+from zbpp.schedule import Action, Op, Program
+from zbpp.schedule.lower import Instruction
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, host_memory, streams_of
 
@@ -67,17 +72,19 @@ class OffloadedWeights(Feature):
         self.device = torch.device(device or "cpu")
         self._streams = streams_of(self.device)
         self._is_in_call = False
-        blocks = [_blocks(index, stage) for index, stage in sorted(stages.items())]
-        self._blocks = [block for some in blocks for block in some]
+        self._blocks_of = {index: _blocks(index, stage) for index, stage in sorted(stages.items())}
+        self._blocks = [block for some in self._blocks_of.values() for block in some]
         _refuse_shared(self._blocks)
         self._block_of = {id(each): block for block in self._blocks for each in block.parameters}
         largest = max((block.piece.nbytes for block in self._blocks), default=0)
         for block in self._blocks:
             block.move_to(host_memory(block.piece.nbytes, self.device))
         self._buffers = DeviceBuffers(largest, self.device)
-        self._gradients_copied: Event | None = None  # behind the last copy of gradients to the host
+        self._to_host = ToHost(self.device)
+        self._last_w: dict[str, set[Action]] = {}  # for each call, of each stage
+        self._is_last_w = False
         self._running: Block | None = None  # the block whose forward runs
-        for some in blocks:
+        for some in self._blocks_of.values():
             for block, following in pairwise(some):
                 block.following, following.previous = following, block
         for block in self._blocks:
@@ -119,6 +126,28 @@ class OffloadedWeights(Feature):
         for worker in rank.workers.values():
             worker.run_w = self.accumulate
 
+    def rewrite(self, call: str, program: Program) -> Program:
+        """Find each stage's last W: behind it the stage's gradients are complete."""
+        actions = (each for each in program.instructions if isinstance(each, Action))
+        self._last_w[call] = {*{each.stage: each for each in actions if each.op in (Op.W, Op.BW)}.values()}
+        return program
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """See Extra. A stage's last W copies the stage's gradients to host memory."""
+        if at not in self._last_w[call] or not isinstance(at, Action):
+            return run
+        blocks = self._blocks_of[at.stage]
+
+        def last(message: Message) -> Message:
+            self._is_last_w = True
+            result = run(message)
+            self._is_last_w = False
+            for block in blocks:  # those without a task in this W: the head's may have run in B
+                self._to_host.send(block)
+            return result
+
+        return last
+
     def begin(self, call: Call) -> None:
         """Take up what the caller has changed in the weights.
 
@@ -134,7 +163,7 @@ class OffloadedWeights(Feature):
 
     def fail(self, error: BaseException) -> None:
         """See Extra."""
-        self._is_in_call = False
+        self._is_in_call = self._is_last_w = False
         self._finish()
 
     def _take_in(self, blocks: Iterable[Block]) -> None:
@@ -143,14 +172,11 @@ class OffloadedWeights(Feature):
             block.take_in()
 
     def _finish(self) -> None:
-        """Let the host wait for all copies."""
+        """Bring all gradients home, and let the host wait for all copies."""
+        for block in self._blocks:
+            self._to_host.send(block)
         self._buffers.finish()
-        self._wait_for_gradients()
-
-    def _wait_for_gradients(self) -> None:
-        if self._gradients_copied is not None:
-            self._gradients_copied.synchronize()
-            self._gradients_copied = None
+        self._to_host.finish()
 
     # ---- F and B
 
@@ -212,50 +238,22 @@ class OffloadedWeights(Feature):
     # ---- W
 
     def accumulate(self, weight_grads: WeightGrads) -> None:
-        """Run W as `weight_grads.accumulate()` does, but block by block; the gradients end on the host."""
+        """Run W as `weight_grads.accumulate()` does, but block by block.
+
+        The gradients end on the device if other W's of the step may add to them, else on the host.
+        """
         for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
             if block is None:  # of a loss
                 part.accumulate()
                 continue
-            with self._gradients_on_device(block, part):
+            # W reads a weight's shape, layout and device, but not its values: any memory will do.
+            with block.in_memory(self._buffers.any_memory()):
+                block.bring_gradients({id(leaf) for leaf in part.leaves()}, self.device)
                 part.accumulate()
+            if self._is_last_w:
+                self._to_host.send(block)
             if not self._is_in_call:
                 self._finish()
-
-    @contextmanager
-    def _gradients_on_device(self, block: Block, part: WeightGrads) -> Iterator[None]:
-        """Within this context, the gradients that W adds to are on the device.
-
-        W reads a weight's shape, layout and device, but not its values: the block's weights are in a buffer
-        with any content.
-        """
-        trained = {id(leaf) for leaf in part.leaves()}
-        with block.in_memory(self._buffers.any_memory()):
-            homes = block.take_gradients()
-            for parameter, home in zip(block.parameters, homes, strict=True):
-                if id(parameter) in trained and home is not None:
-                    parameter.grad = torch.empty_like(home, device=self.device)
-                    parameter.grad.copy_(home, non_blocking=True)
-            try:
-                yield
-            finally:
-                found = block.take_gradients()
-                block.go_home()
-                for number, (home, gradient) in enumerate(zip(homes, found, strict=True)):
-                    if gradient is not None:
-                        home = self._host_like(block.parameters[number]) if home is None else home
-                        # A copy to another layout has a temporary tensor, and can't be put off.
-                        is_alike = (gradient.dtype, gradient.stride()) == (home.dtype, home.stride())
-                        home.copy_(gradient, non_blocking=is_alike)
-                    block.parameters[number].grad = home
-                if self._streams is not None:
-                    # Not on a stream of its own: `found` is freed here, so that one block's gradients are on
-                    # the device.
-                    self._gradients_copied = self._streams.current().record_event()
-
-    def _host_like(self, parameter: nn.Parameter) -> Tensor:
-        piece = Piece([parameter])
-        return piece.views(host_memory(piece.nbytes, self.device))[0]
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
@@ -272,6 +270,8 @@ class Block:
         self.name, self.module, self.parameters = name, module, parameters
         self.piece, self.host = Piece(parameters), torch.empty(0)
         self.homes: list[Tensor] = []
+        # {number of a parameter whose gradient is on the device: the gradient's host memory, None if new}
+        self.away: dict[int, Tensor | None] = {}
         self.following: Block | None = None
         self.previous: Block | None = None
 
@@ -309,12 +309,18 @@ class Block:
                 continue
             raise RuntimeError(f"a weight of {self.name} {wrong}")
 
-    def take_gradients(self) -> list[Tensor | None]:
-        """The gradients of the parameters, which are taken off the parameters."""
-        taken = [each.grad for each in self.parameters]
-        for each in self.parameters:
-            each.grad = None
-        return taken
+    def bring_gradients(self, trained: set[int], device: torch.device) -> None:
+        """Copy the gradients of these parameters to the device, unless they are there; W adds to them.
+
+        trained: ids of parameters, which are on the device.
+        """
+        for number, parameter in enumerate(self.parameters):
+            if id(parameter) not in trained or number in self.away:
+                continue
+            self.away[number] = home = parameter.grad
+            if home is not None:
+                parameter.grad = torch.empty_like(home, device=device)
+                parameter.grad.copy_(home, non_blocking=True)
 
     @contextmanager
     def in_memory(self, memory: Tensor) -> Iterator[None]:
@@ -331,6 +337,64 @@ class Block:
         """Let the parameters refer to host memory."""
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             parameter.data = home
+
+
+class ToHost:
+    """Copies complete gradients to host memory, on a GPU by a stream of its own.
+
+    The device's memory of a block's gradients is kept until that of the next block is sent.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._streams = device, streams_of(device)
+        self._stream = None if self._streams is None else self._streams.side("gradients")
+        self._leaving: list[Tensor] = []
+        self._copied: Event | None = None  # behind the last copy
+
+    def send(self, block: Block) -> None:
+        """Start to copy a block's gradients. From `finish` on they are in host memory."""
+        away, block.away = block.away, {}
+        if not away:
+            return
+        leaving = []
+        if self._streams is None or self._stream is None:
+            for number, home in away.items():
+                self._copy(block.parameters[number], home)
+            return
+        self._stream.wait_stream(self._streams.current())
+        with self._streams.use(self._stream):
+            for number, home in away.items():
+                leaving += self._copy(block.parameters[number], home)
+            copied = self._stream.record_event()
+        self._free()
+        self._leaving, self._copied = leaving, copied
+
+    def finish(self) -> None:
+        """Let the host wait for all copies."""
+        copied = self._copied
+        self._free()
+        if copied is not None:
+            copied.synchronize()
+
+    def _free(self) -> None:
+        """Free the gradients that were sent last; the memory's stream waits for their copies before."""
+        if self._streams is not None and self._copied is not None:
+            self._streams.current().wait_event(self._copied)
+        self._leaving, self._copied = [], None
+
+    def _copy(self, parameter: nn.Parameter, home: Tensor | None) -> list[Tensor]:
+        """Copy a parameter's gradient to its host memory; returns the gradient, [] if there is none."""
+        gradient = parameter.grad
+        if gradient is None:
+            return []
+        if home is None:
+            piece = Piece([parameter])
+            home = piece.views(host_memory(piece.nbytes, self._device))[0]
+        # A copy to another layout has a temporary tensor, and can't be put off.
+        is_alike = (gradient.dtype, gradient.stride()) == (home.dtype, home.stride())
+        home.copy_(gradient, non_blocking=is_alike)
+        parameter.grad = home
+        return [gradient]
 
 
 class _SavedWeight:
