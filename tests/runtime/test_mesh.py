@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.toy_lm import ToyLm, batch, rows_of
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime.parallel import reductions
 from zbpp.runtime.parallel.mesh import num_pipeline_ranks
+from zbpp.runtime.parallel.reduce import can_average
 
 M = 4
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
@@ -100,8 +103,10 @@ class Statistics(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.register_buffer("counts", torch.zeros(2))
         self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("own", torch.zeros(()), persistent=False)
 
     def forward(self, x):
+        self.own += x.detach().sum()
         self.counts[int(x.sum() > 0)] += 1
         self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
         return self.norm(x)
@@ -115,7 +120,8 @@ def small(part):
 def two_replicas(rank, what):
     """The state after three steps, or what is raised in the second one."""
     stage = small(rank)
-    pipeline = Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(replicate=2))
+    with patch.object(reductions, "can_average", (lambda *_: False) if what == "summed" else can_average):
+        pipeline = Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(replicate=2))
     try:
         for step in range(3):
             torch.manual_seed(10 * rank + step)
@@ -123,7 +129,8 @@ def two_replicas(rank, what):
             if step and what == "added":
                 stage.add_module("adapter", nn.Linear(4, 4))
             pipeline.step(x, target=x)
-        return pipeline.state_dict()
+        gradients = {f"gradient of {name}": each.grad for name, each in pipeline.named_parameters()}
+        return pipeline.state_dict() | gradients | {"own": stage[1].own.clone()}
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     finally:
@@ -141,12 +148,16 @@ def sparse_on_one(rank):
 
 
 def all_of_two_replicas(rank):
-    return {what: two_replicas(rank, what) for what in ("fine", "added")} | {"sparse": sparse_on_one(rank)}
+    return {what: two_replicas(rank, what) for what in ("fine", "summed", "added")} | {
+        "sparse": sparse_on_one(rank)
+    }
 
 
 def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refused():
     first, second = run_ranks(all_of_two_replicas, 2)
+    assert first["fine"].pop("own") != second["fine"].pop("own")
     for name, value in first["fine"].items():
+        assert torch.equal(value, first["summed"][name]), name  # without ReduceOp.AVG
         assert torch.equal(value, second["fine"][name]), name
     assert first["fine"]["1.counts"].sum() == 6
     assert first["fine"]["1.norm.num_batches_tracked"] == 6

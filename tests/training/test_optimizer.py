@@ -4,22 +4,52 @@ import math
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.parallel.squares import square_of
+from zbpp.runtime.parallel.squares import squares_of
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, BATCH = 17, 6, 8
 
 
-def test_a_squared_norm_is_taken_in_float64():
-    gradient = torch.full((1000,), 1e-4, dtype=torch.float32)
-    expected = math.fsum(float(number) ** 2 for number in gradient.tolist())
-    assert square_of(gradient).item() == pytest.approx(expected, rel=1e-13)
-    assert square_of(torch.full((2,), 1e30)).item() == pytest.approx(2e60)  # overflows in float32
+CPU = torch.device("cpu")
+
+
+def exact(gradient):
+    """The sum of squares, rounded once."""
+    return math.fsum(abs(number) ** 2 for number in gradient.flatten().tolist())
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64]
+)
+def test_squared_norms_are_taken_in_float64(dtype):
+    torch.manual_seed(0)
+    gradients = [
+        torch.full((1000,), 1e-4, dtype=dtype),
+        torch.randn(30, 20, dtype=dtype).t(),
+        torch.empty(0, dtype=dtype),
+        torch.randn(4, 5, 6, 7, dtype=dtype).to(memory_format=torch.channels_last),
+        torch.tensor(3.0, dtype=dtype),
+    ]
+    found = squares_of(gradients, CPU)
+    assert found.tolist() == pytest.approx([*map(exact, gradients)], rel=1e-13)
+    assert squares_of([torch.full((2,), 1e30)], CPU).item() == pytest.approx(2e60)  # overflows in float32
+
+
+def test_a_large_gradient_is_cast_in_pieces_and_a_small_one_as_before():
+    """A gradient of 16 bits was cast to float64 as a whole: four times its bytes."""
+    torch.manual_seed(0)
+    large, small = torch.randn(3 * 2**22).bfloat16(), torch.randn(300)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        squares = squares_of([large, small], CPU)
+    assert squares[0].item() == pytest.approx(large.double().square().sum().item(), rel=1e-13)
+    assert squares[1] == torch.linalg.vector_norm(small, dtype=torch.float64).square()  # to the last bit
+    assert max(each.cpu_memory_usage for each in profiled.events()) <= 8 * 2**22
 
 
 class Tokens(RandomRegression):

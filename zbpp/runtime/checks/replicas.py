@@ -4,7 +4,8 @@ what                                   its copies are on
 parameters of a stage                  replicas; processes of `tensor` and `shard` that hold the same part
 tied parameters                        also the other ranks that have the tie
 optimizer states, master weights       where the parameters' copies are
-buffers (BatchNorm's statistics)       replicas and shards: after each step all have the first one's
+buffers (BatchNorm's statistics)       replicas and shards: after each step all have the first one's, except
+                                       those with persistent=False
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import AgreementError
-from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split, local_of
+from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split, local_of, persistent_buffers
 from zbpp.runtime.pipeline import Pipeline
 
 _SHOWN = 5  # tensors in an error
@@ -95,7 +96,7 @@ def _parameters(
 def _buffers(pipeline: Pipeline) -> Iterator[tuple[Key, Tensor]]:
     part = f"tensor {pipeline.place.coordinate(TENSOR)}"
     for index, stage in pipeline.stages.items():
-        for name, buffer in stage.named_buffers():
+        for name, buffer in persistent_buffers(stage):
             yield (f"the buffer {name} of stage {index}", part), buffer
 
 

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler
-from zbpp.runtime.parallel.squares import square_of
+from zbpp.runtime.parallel.squares import squares_of
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program
 from zbpp.schedule.passes.update import with_updates
@@ -178,7 +178,9 @@ class GradientRelease(Feature):
             return
         self._has_updated = True
         if self._keeps_squares:
-            self.released |= {id(each): square_of(each.grad) for each in mine if each.grad is not None}
+            gradients = [each.grad for each in mine if each.grad is not None]
+            squares = squares_of(gradients, gradients[0].device).unbind()
+            self.released |= dict(zip(map(id, mine), squares, strict=True))
         update(self.optimizer, mine)
         for each in mine:
             each.grad = None

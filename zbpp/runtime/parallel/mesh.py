@@ -22,11 +22,12 @@ The last part of this file holds what the runtime asks of DTensors, the tensors 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.error_text import kind_of
@@ -306,6 +307,17 @@ def whole_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole of a DTensor, gathered from its mesh; any other tensor as it is. Collective over the mesh."""
     gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
     return gathered
+
+
+def persistent_buffers(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """(name, buffer) of each buffer that the stage's state_dict has, each once."""
+    seen = set[int]()
+    for prefix, module in stage.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def part_for(own: Any, whole: Any) -> Any:

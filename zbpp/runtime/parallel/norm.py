@@ -18,7 +18,7 @@ from zbpp.autograd.leaf_grad import total_of
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import gather
 from zbpp.runtime.parallel.mesh import local_of
-from zbpp.runtime.parallel.squares import square_of
+from zbpp.runtime.parallel.squares import squares_of
 from zbpp.runtime.pipeline import Pipeline
 
 
@@ -73,15 +73,13 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     gradient on shards and tensor-parallel processes are added up first, in float64. Collective over these.
     """
     counted = set(map(id, pipeline.counted_parameters()))
-    squares = torch.zeros(len(list(pipeline.parameters())), dtype=torch.float64, device=pipeline.device)
+    parameters = [*pipeline.parameters()]
+    totals = [total_of(each) if id(each) in counted else None for each in parameters]
+    none = torch.empty(0)
+    squares = squares_of([none if each is None else each for each in totals], pipeline.device)
     released = pipeline.released or {}
-    for place, parameter in enumerate(pipeline.parameters()):
-        total = total_of(parameter)
-        if id(parameter) not in counted:
-            continue
-        if total is not None:
-            squares[place] = square_of(total)
-        elif id(parameter) in released:
+    for place, parameter in enumerate(parameters):
+        if totals[place] is None and id(parameter) in counted and id(parameter) in released:
             squares[place] = released[id(parameter)]
     pipeline.place.sum_over_parts(squares)
     return squares.tolist()

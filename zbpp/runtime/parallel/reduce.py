@@ -58,6 +58,8 @@ class Reducer(Protocol):
 class AllReduce:
     """Sums the gradients of some parameters over a group, in buckets, and divides the sums by a number.
 
+    averages: whether the group's backend divides, see `can_average`. The divisor is then the group's size.
+
     A parameter's gradient is its `main_grad` or else its `.grad`; of a DTensor, this process's part. If a
     parameter has a gradient on some processes of the group only, the others add zeros and get the result,
     too. parameters: in the same order on all processes. group: None: no other process has copies, and
@@ -74,11 +76,13 @@ class AllReduce:
         *,
         divisor: int,
         what: str,
+        averages: bool = False,
     ) -> None:
         self._all = list(parameters)
         self._parameters: list[nn.Parameter] = []  # those that are trained in this step
         self._group, self._what = group, what
-        self._divisor = divisor
+        self._divisor = 1 if averages else divisor
+        self._operation = dist.ReduceOp.AVG if averages else dist.ReduceOp.SUM
         self._fewer = divisor // (1 if group is None else dist.get_world_size(group))
         self._gradients: list[Tensor] = []  # one per parameter; zeros where it has no gradient here
         self._has_gradient: list[bool] = []
@@ -115,8 +119,9 @@ class AllReduce:
         if self._group is None:
             return None if ended is None else ended()
         with communicating(self._what):
-            for tensor in (self._counts, *(bucket.tensor for bucket in self._buckets)):
-                work = dist.all_reduce(tensor, group=self._group, async_op=True)
+            summed = [(bucket.tensor, self._operation) for bucket in self._buckets]
+            for tensor, operation in ((self._counts, dist.ReduceOp.SUM), *summed):
+                work = dist.all_reduce(tensor, operation, group=self._group, async_op=True)
                 assert work is not None  # it is None on processes outside the group only
                 self._works.append(work)
         if ended is not None:
@@ -144,6 +149,15 @@ class AllReduce:
         for parameter, gradient, is_own, count in rows:
             if count and not is_own:
                 parameter.grad = like(parameter, gradient)
+
+
+def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
+    """Whether the group's backend has ReduceOp.AVG, tried with one number. Collective over the group."""
+    try:
+        dist.all_reduce(torch.ones(1, device=device), dist.ReduceOp.AVG, group=group)
+    except (RuntimeError, ValueError):  # before anything is sent
+        return False
+    return True
 
 
 class Together:

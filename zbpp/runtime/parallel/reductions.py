@@ -32,8 +32,9 @@ from zbpp.runtime.parallel.mesh import (
     is_sharded,
     is_spread,
     local_of,
+    persistent_buffers,
 )
-from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together
+from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together, can_average
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parallel.ties import Tie
@@ -62,6 +63,7 @@ class Reductions(Feature):
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
         self._extras, self._rank, place = rank.extras, rank.rank, rank.place
+        self._device = rank.device
         self._workers = rank.workers
         self._stages = stages = {index: worker.module for index, worker in rank.workers.items()}
         self._sharded = shard_stages(stages, place, rank.rank, self._reshard, self._mp_policy)
@@ -161,6 +163,7 @@ class Reductions(Feature):
 
         FSDP2 averages the gradients of sharded stages itself: for these no reducer is made here.
         """
+        averages = can_average(group, self._device)
         # The gradient of a parameter that several stages have is complete after the last W of all of them.
         late = [] if self._sharded else [*dict.fromkeys([*self._tied.parameters, *_shared_by(stages)])]
         late_ids = set(map(id, late))
@@ -168,15 +171,17 @@ class Reductions(Feature):
             if index not in self._sharded:
                 own = [each for each in stage.parameters() if id(each) not in late_ids]
                 what = f"rank {rank}, averaging the gradients of stage {index} over its replicas"
-                self._reducers[index] = self._mean(own, group, what)
+                self._reducers[index] = self._mean(own, group, what, averages)
         buffers = [buffer for stage in stages.values() for buffer in stage.buffers()]
         copy_to_replicas((*filterfalse(is_spread, copied), *loss, *buffers), group)
         if self._copies is not None:
             copy_to_replicas(filter(is_spread, copied), self._copies)
         what = f"rank {rank}, averaging the gradients of tied parameters and of the loss over replicas"
-        self._last.append(self._mean([*late, *loss], group, what))
+        self._last.append(self._mean([*late, *loss], group, what, averages))
 
-    def _mean(self, parameters: list[nn.Parameter], group: dist.ProcessGroup, what: str) -> Reducer:
+    def _mean(
+        self, parameters: list[nn.Parameter], group: dist.ProcessGroup, what: str, averages: bool
+    ) -> Reducer:
         """Averages gradients over a group.
 
         A spread expert has copies on some processes of the group only; their sum is already that over the
@@ -184,7 +189,8 @@ class Reductions(Feature):
         """
         num = dist.get_world_size(group)
         spread = [each for each in parameters if is_spread(each)]
-        whole = AllReduce(filterfalse(is_spread, parameters), group, divisor=num, what=what)
+        others = filterfalse(is_spread, parameters)
+        whole = AllReduce(others, group, divisor=num, what=what, averages=averages)
         return Together([AllReduce(spread, self._copies, divisor=num, what=what), whole]) if spread else whole
 
     def copy_tied(self) -> None:
@@ -220,14 +226,15 @@ class Reductions(Feature):
 
 
 def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
-    """Give all buffers the values that they have on the group's first process. Collective over the group.
+    """Give all persistent buffers the values that they have on the group's first process. Collective.
 
     All of them, because changed buffers can't be told apart: BatchNorm's kernel changes its statistics and
-    does not raise their count of in-place changes.
+    does not raise their count of in-place changes. Buffers with persistent=False, which no checkpoint holds,
+    are constants (rotary tables) or one process's own.
     """
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for stage in stages:
-        for buffer in stage.buffers():
+        for _, buffer in persistent_buffers(stage):
             by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
     for buffers in by_dtype.values():
         values = torch.cat([each.reshape(-1) for each in buffers])
