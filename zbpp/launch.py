@@ -55,13 +55,14 @@ def mistakes() -> tuple[type[Exception], ...]:
 
 def failures() -> tuple[type[Exception], ...]:
     """The errors with which a run may end, and which one line explains."""
+    from zbpp.autograd.weight_grads import ChangedInPlace
     from zbpp.checkpoints import CheckpointError
     from zbpp.runtime import AgreementError, BoundaryError, StartError
     from zbpp.training.non_finite import NonFiniteError
     from zbpp.training.optim.precision import LossScaleError
     from zbpp.training.run_folder import WriteError
 
-    runtime = Refusal, AgreementError, BoundaryError, StartError
+    runtime = Refusal, AgreementError, BoundaryError, ChangedInPlace, StartError
     return *runtime, CheckpointError, LossScaleError, NonFiniteError, WriteError
 
 

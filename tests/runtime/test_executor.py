@@ -10,6 +10,12 @@ from zbpp.schedule import Op, consumes
 CPU = torch.device("cpu")
 
 
+class Made(str):
+    """Stands for a tensor; says who made it."""
+
+    _version = 0
+
+
 class Worker:
     """Stands for a stage: gives out tensors that say who made them, and notes what it was given."""
 
@@ -18,7 +24,7 @@ class Worker:
 
     def act(self, op, microbatch, message):
         self.log.append((f"{self.index}{op}{microbatch}", message))
-        return () if op == "W" else (f"made by {self.index}{op}{microbatch}",)
+        return () if op == "W" else (Made(f"made by {self.index}{op}{microbatch}"),)
 
 
 METHODS = {op: lambda worker, m, message, op=op: worker.act(op.name, m, message) for op in Op}

@@ -44,12 +44,13 @@ class Task(Protocol):
 class ChangedInPlace(RuntimeError):
     """A tensor that B or W reads was changed in place before it was read.
 
-    leaf: the parameter whose gradient W was about to compute; None if it is not one parameter alone.
+    leaf: the parameter whose gradient W was about to compute; None if it is not one parameter alone. tensor:
+    the one that was changed, if it is known.
     """
 
-    def __init__(self, message: str, leaf: Tensor | None = None) -> None:
+    def __init__(self, message: str, leaf: Tensor | None = None, tensor: Tensor | None = None) -> None:
         super().__init__(message)
-        self.leaf = leaf
+        self.leaf, self.tensor = leaf, tensor
 
 
 def _changed(leaf: Tensor, what: str, tensor: Any, remedy: str) -> ChangedInPlace:
@@ -58,7 +59,7 @@ def _changed(leaf: Tensor, what: str, tensor: Any, remedy: str) -> ChangedInPlac
         f"{what}{shape} was changed in place before W, which needs it as B found it, for the gradient of "
         f"a weight of shape {tuple(leaf.shape)}: {remedy}"
     )
-    return ChangedInPlace(message, leaf)
+    return ChangedInPlace(message, leaf, tensor if isinstance(tensor, Tensor) else None)
 
 
 _CLONE_GRADIENT = (

@@ -13,6 +13,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     boundary      what passes between two stages, with or without a message; BoundaryError
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     host_links    the same through host memory, for GPUs in a job on gloo
+    in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, buffers of a step that begins again

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
 from zbpp.runtime.extra import Extras
+from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.layout import Message
 from zbpp.runtime.links import BufferPool, FreshBuffers, Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
@@ -74,7 +75,7 @@ class Executor:
             extras,
             call,
         )
-        self._make_gate = gate
+        self._make_gate, self._workers = gate, workers
         self._is_valid: Callable[[], bool] = _is_always_valid
         self._given = program
         self.rebind()
@@ -129,6 +130,8 @@ class Executor:
         except BeginAgain:
             raise
         except Exception as error:
+            if isinstance(error, MessageChanged):
+                raise explained(error, self._workers) from None
             at_gate, rank = position == resolution.gate, self._program.rank
             _explain(error, resolution.instructions, position, rank, at_gate=at_gate)
             raise
@@ -145,7 +148,7 @@ class Executor:
             for sender in self._gate.dropped:
                 self._inboxes[sender].receive()
             for outbox in self._outboxes.values():
-                outbox.finish()
+                outbox.drop()
 
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""

@@ -19,7 +19,8 @@ The life of a receive buffer:
    it out again once nothing refers to its memory any more, which is often after W.
 
 The life of a sent tensor: `Outbox.send` starts the send and keeps the tensor; `Outbox.release`, an
-instruction of the program, waits until it has been received and drops it.
+instruction of the program, waits until it has been received and drops it. In between it must not change, see
+in_place.py.
 
 Each link has a process group of its own: NCCL runs everything that shares a communicator in one order, so a
 receive posted ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That is
@@ -39,6 +40,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.host_links import LinkGroup, Started
+from zbpp.runtime.in_place import check_unchanged, versions_of
 from zbpp.runtime.layout import (
     HEADER_SIZE,
     Layout,
@@ -104,6 +106,15 @@ class FreshBuffers(BufferPool):
         return buffer.requires_grad_(layout.requires_grad)
 
 
+class Sent(NamedTuple):
+    """A message whose sends have started. tensors: as the link has them. versions: their counts then."""
+
+    channel: Hashable
+    tensors: list[Tensor]
+    versions: list[int]
+    works: list[Started]
+
+
 @dataclass(eq=False)
 class Outbox:
     """The sending end of a link. peer: the receiver's rank in `group`."""
@@ -113,44 +124,58 @@ class Outbox:
     device: torch.device
     dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
-    _pending: deque[list[tuple[Started, Tensor]]] = field(default_factory=deque)
+    _pending: deque[Sent] = field(default_factory=deque)
     _num_sent: int = 0
 
     def send(self, channel: Hashable, message: Message) -> None:
         """Start to send; keeps the tensors until `release`. Raises ValueError for a changed layout."""
-        layout, works = layout_of(message), []
+        layout = layout_of(message)
+        tensors = [_as_stored(tensor) for tensor in message if tensor is not None]
         known = None if self.dynamic_shapes else self.layouts.get(channel)
         if known is None:
             self.layouts[channel] = layout
-            works.append(self._start(encode(layout).to(self.device)))
+            tensors.insert(0, encode(layout).to(self.device))
         elif known != layout:
             raise ValueError(
                 f"{describe(layout)} is to be sent where {describe(known)} was sent before"
                 f"{describe_change(layout, known)}: unless the pipeline is made with dynamic_shapes=True, "
                 "every microbatch of every step must have the same shapes and dtypes, and require grad alike"
             )
-        for tensor in message:
-            if tensor is not None:
-                works.append(self._start(_as_stored(tensor)))
-        self._pending.append(works)
+        versions = versions_of(tensors)
+        self._pending.append(Sent(channel, tensors, versions, [self._start(each) for each in tensors]))
 
-    def _start(self, tensor: Tensor) -> tuple[Started, Tensor]:
+    def _start(self, tensor: Tensor) -> Started:
         if tensor.is_complex():  # NCCL has no complex dtypes
             tensor = torch.view_as_real(tensor)
         self._num_sent += 1
         # This is dist.isend without its checks. gloo pairs sends and receives by their number on the link.
-        return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT), tensor
+        return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT)
 
     def release(self) -> None:
-        """Wait until the oldest message has been received, then let its memory go."""
-        for work, _ in self._pending.popleft():
-            work.wait()
+        """Wait until the oldest message has been received, then let its memory go.
+
+        Raises MessageChanged if it was changed in place since `send`.
+        """
+        sent = self._release()
+        check_unchanged(sent.channel, sent.tensors, sent.versions)
 
     def finish(self) -> None:
         """End a pass over the program: wait until every message has been received."""
         while self._pending:
             self.release()
         self._num_sent = 0
+
+    def drop(self) -> None:
+        """End a pass that begins again: its messages are not used, and may have changed."""
+        while self._pending:
+            self._release()
+        self._num_sent = 0
+
+    def _release(self) -> Sent:
+        sent = self._pending.popleft()
+        for work in sent.works:
+            work.wait()
+        return sent
 
     def close(self) -> None:
         """Give up the messages under way, and the link."""

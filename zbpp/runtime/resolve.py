@@ -23,7 +23,8 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from zbpp.runtime.extra import Extras
+from zbpp.runtime.extra import Extras, Run
+from zbpp.runtime.in_place import Handover
 from zbpp.runtime.layout import Message
 from zbpp.runtime.links import Inbox, Outbox, channel_of
 from zbpp.runtime.stage import StageWorker
@@ -82,6 +83,7 @@ class Resolver:
         self._extras, self._call = extras, call
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
+        self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
 
     def resolution(
         self, program: Program, gate: Gate | None = None, *at_gate: Callable[[], Any]
@@ -106,7 +108,8 @@ class Resolver:
                 found = self._resolve(each)
                 bound = bind(each, None if found is None else found.function)
                 if bound is not None:
-                    functions.append((found or _OF_AN_EXTRA)._replace(function=bound))
+                    function = self._handing_over(each, bound)
+                    functions.append((found or _OF_AN_EXTRA)._replace(function=function))
                     resolved.append(each)
         return Resolution(functions, resolved, None if gate is None else len(first) + place)
 
@@ -124,6 +127,29 @@ class Resolver:
                 return Resolved(_without_message(self._outboxes[peer].release))
             case _:
                 return None
+
+    def _handed_over(self, program: Program) -> set[Value]:
+        """The messages between two stages of this rank; the gradient of the loss stays in its stage."""
+        actions = [each for each in program.instructions if isinstance(each, Action)]
+        made = {
+            value
+            for action in actions
+            for value in produces(action, self._num_stages)
+            if value.stage != action.stage
+        }
+        return {value for action in actions for value in _taken(action) if value in made}
+
+    def _handing_over(self, instruction: Instruction, run: Run) -> Run:
+        """`run`, with the guard of the messages from and to other stages of this rank."""
+        if not isinstance(instruction, Action):
+            return run
+        for value in _taken(instruction):
+            if value in self._handovers:
+                run = self._handovers[value].checked(run)
+        for value in produces(instruction, self._num_stages):
+            if value in self._handovers and value.stage != instruction.stage:
+                run = self._handovers[value].noted(run)
+        return run
 
     def _action(self, action: Action) -> Resolved:
         takes = [self.slots[value] for value in _taken(action)]

@@ -36,6 +36,7 @@ from zbpp.runtime.boundary import (
     graph_input,
 )
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
+from zbpp.runtime.in_place import explained_in_b, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.stage_api import own_loss
 
@@ -214,7 +215,13 @@ class StageWorker:
                 output_grads.append(grad)
         if not edges:
             return (None,) * len(inputs), None
-        grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
+        try:
+            grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
+        except RuntimeError as error:
+            explained = explained_in_b(error, self.module, self.index)
+            if explained is None:
+                raise
+            raise explained from None
         if large and self.head_at_once:
             deferred, at_once = apart(deferred, large)
             large.clear()  # W frees what it has used
@@ -232,6 +239,9 @@ class StageWorker:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             if names:
                 error.add_note(f"the weight is {', '.join(names)} of stage {self.index}")
+            place = "" if error.tensor is None else place_in(error.tensor, self.module)
+            if place:
+                error.add_note(f"the memory is {place} of stage {self.index}")
             raise
 
     def deferred(self, microbatch: int) -> WeightGrads:
