@@ -146,7 +146,7 @@ def by_pipeline(rank, train, num_parts):
 
 
 def test_the_loss_is_the_mean_over_all_targets_of_the_batch_whatever_the_microbatches(files):
-    train = limit_evaluation(data_of(files), 0, 1, 1).train
+    train = limit_evaluation(data_of(files), 0, 1, 1, 4).train
     labels = train.batch(0)[1][0]
     counts = [(each != IGNORED).sum().item() for each in labels.split(ROWS // M)]
     assert counts[0] != counts[1]
@@ -158,7 +158,7 @@ def test_the_loss_is_the_mean_over_all_targets_of_the_batch_whatever_the_microba
 
 
 def test_it_is_the_mean_over_all_targets_of_all_replicas(files):
-    train = limit_evaluation(data_of(files), 0, 1, 2).train
+    train = limit_evaluation(data_of(files), 0, 1, 2, 4).train
     results = run_ranks(by_pipeline, 2, train, 2)
     loss, expected = expected_gradients(train, 2)
     assert sum(mean for mean, _ in results) / 2 == pytest.approx(loss, rel=1e-12)

@@ -4,12 +4,17 @@ import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
 
+import zbpp
+from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
-from zbpp.data import Data
+from zbpp.data import Data, loaded_data
 from zbpp.data.chat import ChatBatches, Conversation
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.run.data import limit_evaluation
+from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, ROWS, BATCHES = 11, 6, 4, 3
@@ -96,3 +101,106 @@ class Given:
 
     def batch(self, number):
         return self.batches[number]
+
+
+# ---------------------------------------------------------------- rows behind the last whole batch
+
+NUMBERED = [(torch.randn(WIDTH := 5, generator=torch.Generator().manual_seed(row)),) for row in range(40)]
+
+
+def dataset(num_rows):
+    inputs = torch.stack([row for (row,) in NUMBERED[:num_rows]]).double()
+    return TensorDataset(inputs, inputs.sin())
+
+
+class Rows:
+    """Two layers, and a loss over rows."""
+
+    def build_stage(self, index, num_stages):
+        torch.manual_seed(0)
+        whole = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)).double()
+        return zbpp.split_sequential(whole, num_stages)[index]
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+def expected_of(rows):
+    with torch.no_grad():
+        return float(F.mse_loss(Rows().build_stage(0, 1)(rows.tensors[0]), rows.tensors[1]))
+
+
+def evaluated(rank, given, schedule, num_ranks, replicate, most):
+    """`evaluation_loss` of a trainer whose batches have eight rows."""
+    mesh = None if num_ranks * replicate == 1 else make_mesh(replicate=replicate, device_type="cpu")
+    timetable = plan(schedule, num_ranks, 4)
+    own = timetable.stages_of(rank if mesh is None else mesh.get_local_rank("pipeline"))
+    stages = {each: Rows().build_stage(each, timetable.num_stages) for each in own}
+    pipeline = Pipeline(stages, timetable, Rows().loss, mesh=mesh)
+    data = limit_evaluation(loaded_data(given(), batch_size=8, seed=0), 1, most, replicate, 8)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.1),
+        data=data,
+        learning_rate=lambda step: 1.0,
+    )
+    found = trainer.evaluate()
+    pipeline.close()
+    return found["evaluation_loss"]
+
+
+HELD_OUT = [  # rows that are held out, and of how many batches of eight rows a loader makes one
+    (26, lambda: (dataset(8), dataset(26))),
+    (3, lambda: (dataset(8), dataset(3))),
+    (26, lambda: (dataset(8), DataLoader(dataset(26), 8))),
+    (24, lambda: (dataset(8), DataLoader(dataset(26), 8, drop_last=True))),
+]
+
+
+@pytest.mark.parametrize(("num_rows", "given"), HELD_OUT)
+def test_rows_behind_the_last_whole_batch_are_evaluated(num_rows, given):
+    """Of 26 rows, 24 or 16 counted, and nobody said so."""
+    found = evaluated(0, given, "zb_v", 1, 1, 9)
+    assert found == pytest.approx(expected_of(dataset(num_rows)), rel=1e-12)
+    assert evaluated(0, given, "zb_v", 1, 1, 1) == pytest.approx(
+        expected_of(dataset(min(num_rows, 8))), rel=1e-12
+    )
+
+
+def of_datasets(rank, sizes):
+    given = [lambda size=size: (dataset(8), dataset(size)) for size in sizes]
+    return [evaluated(rank, each, "zb_h1", 2, 2, 9) for each in given]
+
+
+def test_replicas_share_the_rest_and_the_last_ones_may_have_none_of_it():
+    sizes = (17, 29, 3)
+    expected = [expected_of(dataset(size)) for size in sizes]
+    for found in run_ranks(of_datasets, 4, sizes):
+        assert found == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("num_rows", [3, 10])
+def test_conversations_behind_the_last_whole_batch_weigh_by_their_targets(num_rows):
+    made, whole = gpt(), gpt().build_stage(0, 1).double()
+    numbers = np.random.default_rng(1)
+    rows = [
+        Conversation(numbers.integers(0, VOCAB, TIME + 1), np.arange(TIME + 1) > number % TIME)
+        for number in range(num_rows)
+    ]
+    options = {"sequence_length": TIME, "seed": None}
+    tokens, (labels, _) = ChatBatches(rows, **options, batch_size=num_rows).batch(0)
+    with torch.no_grad():
+        expected = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten())
+    held_out = ChatBatches(rows, **options, batch_size=ROWS)
+    timetable = plan("zb_v", 1, 2)
+    pipeline = Pipeline(
+        {index: made.build_stage(index, 2).double() for index in range(2)}, timetable, made.loss
+    )
+    data = Data(held_out, held_out, num_rows // ROWS, ROWS * TIME, None, num_evaluation_rest=num_rows % ROWS)
+    trainer = Trainer(
+        pipeline=pipeline,
+        optimizer=torch.optim.SGD(pipeline.parameters(), lr=0.1),
+        data=limit_evaluation(data, 1, 9, 1, ROWS),
+        learning_rate=lambda step: 1.0,
+    )
+    assert trainer.evaluate() == {"evaluation_loss": pytest.approx(float(expected), rel=1e-12)}

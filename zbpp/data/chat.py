@@ -163,12 +163,14 @@ def chat_data(
         )
     held = conversations[len(conversations) - num_held_out :]
     evaluation = ChatBatches(held, **shape, seed=None) if held else None
+    num_evaluated = evaluation.num_conversations if evaluation else 0
     return Data(
         train=train,
         evaluation=evaluation or train,
-        num_evaluation_batches=evaluation.num_conversations // batch_size if evaluation else 0,
+        num_evaluation_batches=num_evaluated // batch_size,
         items_per_batch=batch_size * sequence_length,
         fingerprint=_fingerprint(conversations),
+        num_evaluation_rest=num_evaluated % batch_size,
     )
 
 

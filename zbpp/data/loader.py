@@ -57,11 +57,12 @@ class DatasetBatches:
     Each epoch takes every row once, in an order drawn from (seed, epoch); with `shuffle` False in the
     Dataset's own order. A batch may reach into the next epoch, so one large batch has the rows of several
     smaller ones. While a row is read, torch's random numbers are seeded by the row's place in the order of
-    all epochs. name: what error messages call the data. Raises ValueError for fewer rows than a batch.
+    all epochs. name: what error messages call the data. Raises ValueError for fewer rows to train on than a
+    batch.
     """
 
     def __init__(self, rows: Rows, *, batch_size: int, seed: int, shuffle: bool, name: str) -> None:
-        if len(rows) < batch_size:
+        if shuffle and len(rows) < batch_size:
             raise ValueError(
                 f"the {name} Dataset has {len(rows)} rows, fewer than a batch (num_microbatches * "
                 f"microbatch_size = {batch_size}): give more rows, or smaller batches"
@@ -77,6 +78,11 @@ class DatasetBatches:
     def num_batches(self) -> int:
         """Whole batches per epoch."""
         return len(self._rows) // self._batch_size
+
+    @property
+    def num_rest(self) -> int:
+        """Rows of an epoch behind its last whole batch."""
+        return len(self._rows) % self._batch_size
 
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0."""
@@ -111,12 +117,15 @@ class IteratedBatches:
     """Batches by number from an iterable; each pass through it is an epoch.
 
     Ask for batches in ascending order: a smaller number than the last one starts again from the first epoch.
-    name: which batches these are, for error messages. Raises ValueError for a batch without `batch_size`
-    rows.
+    name: which batches these are, for error messages. num_rest: the rows of a smaller batch that ends each
+    epoch; 0: all batches are whole. Raises ValueError for a batch of another number of rows.
     """
 
-    def __init__(self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training") -> None:
+    def __init__(
+        self, batches: Iterable[Any], *, batch_size: int, seed: int, name: str = "training", num_rest: int = 0
+    ) -> None:
         self._batches, self._batch_size, self._seed, self._name = batches, batch_size, seed, name
+        self.num_rest = num_rest
         self._begin()
 
     def _begin(self) -> None:
@@ -125,9 +134,9 @@ class IteratedBatches:
 
     @property
     def num_batches(self) -> int:
-        """How many batches an epoch has."""
+        """How many whole batches an epoch has."""
         try:
-            return len(self._batches)  # type: ignore[arg-type]
+            return len(self._batches) - bool(self.num_rest)  # type: ignore[arg-type]
         except TypeError:  # also a DataLoader of an IterableDataset
             return _ENDLESS
 
@@ -190,7 +199,7 @@ class IteratedBatches:
             raise ValueError(
                 f"the {self._name} data has no batch: is a DataLoader with drop_last=True empty?"
             )
-        if num_rows(found) != self._batch_size:
+        if num_rows(found) not in (self._batch_size, self.num_rest or self._batch_size):
             raise ValueError(
                 f"{self._name} batch {number} has {num_rows(found) or 'no'} rows, but num_microbatches * "
                 f"microbatch_size is {self._batch_size}: give every batch so many (a DataLoader: "
@@ -213,7 +222,7 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
     train = _loaded(pair[0], batch_size, seed, "training", shuffle=True)
     held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held-out", shuffle=False)
-    if is_read and held_out is not None and held_out.num_batches:
+    if is_read and held_out is not None and (held_out.num_batches or held_out.num_rest):
         parts_of(held_out.batch(0))
     return Data(
         train=train,
@@ -222,6 +231,7 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
         items_per_batch=batch_size,
         unit="rows",
         fingerprint=_fingerprint(train) if is_read else None,
+        num_evaluation_rest=held_out.num_rest if held_out else 0,
     )
 
 
@@ -236,11 +246,12 @@ def _loaded(
             f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "
             "DataLoader, a list of batches, a pair of such (to train on, held out), or a zbpp.data.Data"
         )
+    rest = 0
     if isinstance(batches, DataLoader) and isinstance(batches.dataset, Sized) and not batches.drop_last:
         rest = len(batches.dataset) % (batches.batch_size or 1)
-        if rest:  # otherwise a run would fail at the end of its first epoch
+        if rest and shuffle:  # otherwise a run would fail at the end of its first epoch
             raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
-    return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name)
+    return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name, num_rest=rest)
 
 
 def _fingerprint(train: DatasetBatches | IteratedBatches) -> str:

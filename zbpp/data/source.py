@@ -40,6 +40,7 @@ class Data(NamedTuple):
     items_per_batch: int
     fingerprint: str | None  # equal on two ranks that read the same data; None on a rank that reads none
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
+    num_evaluation_rest: int = 0  # rows that are held out behind these batches, the first of the next batch
 
     def told_by(self, other: Data) -> Data:
         """These batches, with the facts of another rank, which has read the data."""

@@ -114,12 +114,14 @@ def data_of_samples(
         )
     batches = Batches(train, batch_size)
     held_out = None if evaluation is None else Batches(evaluation, batch_size)
+    num_held_out = 0 if evaluation is None else evaluation.num_samples
     return Data(
         train=batches,
         evaluation=held_out or batches,
-        num_evaluation_batches=held_out.num_batches if held_out else 0,
+        num_evaluation_batches=num_held_out // batch_size,
         items_per_batch=batch_size * sequence_length,
         fingerprint=fingerprint,
+        num_evaluation_rest=num_held_out % batch_size,
     )
 
 

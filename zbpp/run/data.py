@@ -27,25 +27,28 @@ def build_data(node: dict[str, Any], batch_size: int, seed: int, *, is_read: boo
     return data
 
 
-def limit_evaluation(data: Data, evaluate_every: int, most_batches: int, num_parts: int) -> Data:
-    """The data with at most `most_batches` held-out batches.
+def limit_evaluation(
+    data: Data, evaluate_every: int, most_batches: int, num_parts: int, batch_size: int
+) -> Data:
+    """The data with at most `most_batches` held-out batches, of which the last one may be smaller.
 
-    num_parts: how many replicas and shards see different data; each takes a batch of `data`, and these
-    batches count as one. Raises ConfigError if the run evaluates and no whole batch is held out.
+    num_parts: how many replicas and shards see different data; each takes a batch of `data`, which has
+    `batch_size` rows, and these batches count as one. Raises ConfigError if the run evaluates and nothing is
+    held out.
     """
     num_batches = min(most_batches, data.num_evaluation_batches // num_parts)
-    if evaluate_every and not num_batches:
-        is_chat = hasattr(data.train, "num_conversations")  # a row is a conversation
-        size = data.train.batch_size if is_chat else data.items_per_batch  # type: ignore[attr-defined]
-        batch = f"{size * num_parts} {'conversations' if is_chat else data.unit}"
+    rest = (data.num_evaluation_batches - num_batches * num_parts) * batch_size + data.num_evaluation_rest
+    num_rest = rest if num_batches < most_batches else 0
+    if evaluate_every and not num_batches and not num_rest:
         raise ConfigError(
-            f"less data is held out than a batch ({batch}), but evaluate_every > 0: write evaluate_every=0, "
-            "or hold out more (of text or conversations: a larger data.held_out, such as 0.2)"
+            "no data are held out, but evaluate_every > 0: write evaluate_every=0, or hold out some (of text "
+            "or conversations: a larger data.held_out, such as 0.2)"
         )
     return data._replace(
         train=_for_parts(data.train, num_parts),
         evaluation=_for_parts(data.evaluation, num_parts),
         num_evaluation_batches=num_batches,
+        num_evaluation_rest=num_rest,
     )
 
 

@@ -87,13 +87,13 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
     masters = build_masters(pipeline, precision)
     is_released = memory.gradient_release == "step"
     made = optimizer_of(pipeline, optimizer, masters, is_released)
-    num_parts = pipeline.place.num_data_parts
+    sizes = pipeline.place.num_data_parts, plan.timetable.num_microbatches * config.microbatch_size
     loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
     with naming("optimizer"):  # what an update does not go with
         return Trainer(
             pipeline=pipeline,
             optimizer=made,
-            data=limit_evaluation(parts.data, config.evaluate_every, config.evaluation_batches, num_parts),
+            data=limit_evaluation(parts.data, config.evaluate_every, config.evaluation_batches, *sizes),
             learning_rate=learning_rate_factor(optimizer, config.steps),
             scheduler=build_scheduler(made, optimizer),
             clip_norm=optimizer.clip_norm,

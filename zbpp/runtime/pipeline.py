@@ -225,9 +225,12 @@ class Pipeline:
         target: Any = None,
         return_outputs: bool = False,
         metrics: Metrics | None = None,
+        as_one: bool = False,
         **kwargs: Any,
     ) -> Any:
         """The forward of one batch in eval mode, without gradients; shapes may differ from step's.
+
+        as_one: the batch is one microbatch, of any number of rows; the same on all ranks.
 
         Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
         (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
@@ -239,7 +242,8 @@ class Pipeline:
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
         self.settle()
         with eval_mode([*self.stages.values(), self._loss_fn]):
-            losses = self.forward(*args, target=target, observe=seen.take if seen else None, **kwargs)
+            observe = seen.take if seen else None
+            losses = self.forward(*args, target=target, observe=observe, as_one=as_one, **kwargs)
         if seen is None:
             return losses
         found: list[Any] = [losses]
@@ -250,7 +254,12 @@ class Pipeline:
         return tuple(found)
 
     def forward(
-        self, *args: Any, target: Any = None, observe: Observe | None = None, **kwargs: Any
+        self,
+        *args: Any,
+        target: Any = None,
+        observe: Observe | None = None,
+        as_one: bool = False,
+        **kwargs: Any,
     ) -> list[Tensor]:
         """The forward of one batch without gradients, in the mode that the modules are in.
 
@@ -259,7 +268,7 @@ class Pipeline:
         """
         self.settle()
         with self._one_call(), torch.no_grad():
-            call = Call(args, target, kwargs, observe, kind="evaluate")
+            call = Call(args, target, kwargs, observe, kind="predict" if as_one else "evaluate")
             losses, self.evaluation_losses = self._rank.run(call, self._seeds())
         self.validation.all_have_settled()
         return losses

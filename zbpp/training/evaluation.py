@@ -7,16 +7,18 @@ targets, as conversations and padded rows do, the mean over all targets is not t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.data.chat import IGNORED
+from zbpp.data.source import num_rows
 from zbpp.runtime import Pipeline
-from zbpp.training.batches import Batches
+from zbpp.training.batches import Batch, Batches
 from zbpp.training.non_finite import text_of
 from zbpp.training.optim.update import Metrics, with_evaluation_losses
 
@@ -57,16 +59,21 @@ def num_targets(target: Any) -> float:
     """The number of targets over which a microbatch's loss is the mean.
 
     In labels (whole numbers) all but -100 are targets. With (labels, totals), see zbpp/data/chat.py, the loss
-    is a part of the mean over the whole batch, so the number is that of the batch. For any other target it is
-    the number of rows.
+    is a part of the mean over the whole batch, so the number is the microbatch's share of the batch's.
+    For any other target it is the number of rows.
     """
     match target:
-        case (Tensor(), Tensor() as totals) if _is_whole(totals) and totals.shape[1:] == (2,):
-            return float(totals[0, 0])
+        case (Tensor(), Tensor() as totals) if _are_totals(totals):
+            targets, rows = map(float, totals[0])
+            return targets * len(target[0]) / rows
         case Tensor() if _is_whole(target):
             return float((target != IGNORED).sum())
     sizes = (len(each) for each in tree_leaves(target) if isinstance(each, Tensor) and each.dim())
     return float(next(sizes, 1))
+
+
+def _are_totals(value: Tensor) -> bool:
+    return _is_whole(value) and value.shape[1:] == (2,)
 
 
 def mean_of(parts: Iterable[Weighed]) -> Weighed:
@@ -102,13 +109,24 @@ def fault_of_evaluation(means: Mapping[str, float]) -> str:
 
 
 def evaluate_held_out(
-    pipeline: Pipeline, batches: Batches, num_batches: int, metrics: MetricsOf | None, *, after_step: int
+    pipeline: Pipeline,
+    batches: Batches,
+    num_batches: int,
+    num_rest: int,
+    metrics: MetricsOf | None,
+    *,
+    after_step: int,
 ) -> Metrics:
     """`evaluation_loss`, and one for each of `metrics`: means over all held-out targets. Collective.
 
-    {} without held-out batches. after_step: how many steps are done.
+    num_rest: rows of all replicas together behind these batches. {} without held-out data. after_step: how
+    many steps are done.
     """
-    mine = [_means_of(pipeline, batches, metrics, number) for number in range(num_batches)]
+    evaluated = partial(_means_of, pipeline, metrics)
+    mine = [evaluated(batches.of_evaluation(number)) for number in range(num_batches)]
+    if num_rest:
+        parts = _parts_of_rest(pipeline, batches.of_evaluation(num_batches), num_rest)
+        mine += [evaluated(part, is_counted=is_counted) for part, is_counted in parts]
     # Only the owners of the last stage have numbers.
     everyone = pipeline.place.gather(mine)
     found = mean_of(each for some in everyone for each in some if each.means)
@@ -119,11 +137,47 @@ def evaluate_held_out(
     return means
 
 
-def _means_of(pipeline: Pipeline, batches: Batches, metrics: MetricsOf | None, number: int) -> Weighed:
-    """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks."""
-    args, target = batches.of_evaluation(number)
+def _means_of(
+    pipeline: Pipeline, metrics: MetricsOf | None, batch: Batch, *, is_counted: bool | None = None
+) -> Weighed:
+    """The means of loss and metrics of a held-out batch, where the last stage is; none on other ranks.
+
+    is_counted: None: of a whole batch; else of one microbatch, and False leaves its means out.
+    """
+    args, target = batch
     counted = Counted(metrics)
-    losses, _ = pipeline.evaluate(*args, target=target, metrics=counted)
+    as_one = is_counted is not None
+    losses, _ = pipeline.evaluate(*args, target=target, metrics=counted, as_one=as_one)
     num_targets, means = counted.with_losses(losses)
     means = with_evaluation_losses(means, pipeline.evaluation_losses)
-    return Weighed(num_targets, means if losses else {})
+    return Weighed(num_targets, means if losses and is_counted is not False else {})
+
+
+def _parts_of_rest(pipeline: Pipeline, batch: Batch, num_rest: int) -> Iterator[tuple[Batch, bool]]:
+    """The held-out rows that fill no whole batch, a microbatch at a time, and whether they are counted.
+
+    batch: this process's, which has some of the rows at its beginning. Replicas run together, so one with
+    fewer rows than another runs a row of its batch that is not counted. Collective.
+    """
+    place = pipeline.place
+    batch_size = max(place.gather(num_rows(batch) or 0))
+    size = max(1, batch_size // pipeline.timetable.num_microbatches)
+    own = num_rest - place.data_part * batch_size
+    for first in range(0, min(num_rest, batch_size), size):
+        rows = range(first, min(first + size, own))
+        yield _rows_of(batch, rows or range(1)), bool(rows)
+
+
+def _rows_of(batch: Batch, rows: range) -> Batch:
+    """Some rows of a batch; the totals of a step, see zbpp/data/chat.py, become those of the rows."""
+    size = num_rows(batch)
+
+    def cut(value: Any) -> Any:
+        is_split = isinstance(value, Tensor) and value.dim() and len(value) == size
+        return value[rows.start : rows.stop] if is_split else value
+
+    args, target = tree_map(cut, batch)
+    match target:
+        case (Tensor() as labels, Tensor() as totals) if _are_totals(totals):
+            target = labels, totals.new_tensor([[num_targets(labels), len(rows)]] * len(rows))
+    return args, target

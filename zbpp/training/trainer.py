@@ -235,10 +235,16 @@ class Trainer:
     def evaluate(self) -> Metrics:
         """`evaluation_loss`, and one for each of `metrics`: means over all held-out targets, on every rank.
 
-        {} without held-out batches.
+        {} without held-out data.
         """
-        num_batches, step = self.data.num_evaluation_batches, self.next_step
-        return evaluate_held_out(self.pipeline, self._batches, num_batches, self.metrics, after_step=step)
+        return evaluate_held_out(
+            self.pipeline,
+            self._batches,
+            self.data.num_evaluation_batches,
+            self.data.num_evaluation_rest,
+            self.metrics,
+            after_step=self.next_step,
+        )
 
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""
