@@ -225,12 +225,9 @@ class Pipeline:
         target: Any = None,
         return_outputs: bool = False,
         metrics: Metrics | None = None,
-        as_one: bool = False,
         **kwargs: Any,
     ) -> Any:
         """The forward of one batch in eval mode, without gradients; shapes may differ from step's.
-
-        as_one: the batch is one microbatch, of any number of rows; the same on all ranks.
 
         Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
         (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
@@ -239,11 +236,32 @@ class Pipeline:
         metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
         ranks.
         """
+        return self._evaluate("evaluate", args, target, kwargs, return_outputs, metrics)
+
+    def evaluate_as_one(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: bool = False,
+        metrics: Metrics | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """`evaluate` of a batch of any number of rows, which is one microbatch."""
+        return self._evaluate("predict", args, target, kwargs, return_outputs, metrics)
+
+    def _evaluate(
+        self,
+        kind: str,
+        args: tuple[Any, ...],
+        target: Any,
+        kwargs: dict[str, Any],
+        return_outputs: bool,
+        metrics: Metrics | None,
+    ) -> Any:
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
         self.settle()
         with eval_mode([*self.stages.values(), self._loss_fn]):
-            observe = seen.take if seen else None
-            losses = self.forward(*args, target=target, observe=observe, as_one=as_one, **kwargs)
+            losses = self._forward(Call(args, target, kwargs, seen.take if seen else None, kind=kind))
         if seen is None:
             return losses
         found: list[Any] = [losses]
@@ -254,21 +272,18 @@ class Pipeline:
         return tuple(found)
 
     def forward(
-        self,
-        *args: Any,
-        target: Any = None,
-        observe: Observe | None = None,
-        as_one: bool = False,
-        **kwargs: Any,
+        self, *args: Any, target: Any = None, observe: Observe | None = None, **kwargs: Any
     ) -> list[Tensor]:
         """The forward of one batch without gradients, in the mode that the modules are in.
 
         Arguments and losses are those of `evaluate`. observe(output, target) is called by the last stage for
         each microbatch, in order; the target may then be left out.
         """
+        return self._forward(Call(args, target, kwargs, observe, kind="evaluate"))
+
+    def _forward(self, call: Call) -> list[Tensor]:
         self.settle()
         with self._one_call(), torch.no_grad():
-            call = Call(args, target, kwargs, observe, kind="predict" if as_one else "evaluate")
             losses, self.evaluation_losses = self._rank.run(call, self._seeds())
         self.validation.all_have_settled()
         return losses

@@ -146,8 +146,8 @@ def _means_of(
     """
     args, target = batch
     counted = Counted(metrics)
-    as_one = is_counted is not None
-    losses, _ = pipeline.evaluate(*args, target=target, metrics=counted, as_one=as_one)
+    evaluate = pipeline.evaluate if is_counted is None else pipeline.evaluate_as_one
+    losses, _ = evaluate(*args, target=target, metrics=counted)
     num_targets, means = counted.with_losses(losses)
     means = with_evaluation_losses(means, pipeline.evaluation_losses)
     return Weighed(num_targets, means if losses and is_counted is not False else {})
