@@ -59,6 +59,33 @@ def test_it_says_which_switches_make_it_fit_or_which_one_has_the_lowest_peak():
     assert listed == [each.title for each in sorted(fitting, key=lambda each: (each.step, each.peak))][:5]
 
 
+def test_times_are_in_proportion_to_the_products_of_a_stage():
+    """A linear layer costs 2 * rows * in * out in F; its B and its W cost as much. Attention has no W."""
+    prediction = predict(composed(*MLP, "model.hidden_size=64"))
+    for stage, found in enumerate(prediction.measured.products):
+        module = Mlp(**{k: v for k, v in composed(*MLP, "model.hidden_size=64").model.items() if k[0] != "_"})
+        weights = sum(each.numel() for each in module.build_stage(stage, 2).parameters() if each.dim() == 2)
+        assert found == (2 * 64 * weights,) * 3
+    gpt = predict(composed("model=gpt_tiny", "parallel.num_processes=2", "num_microbatches=4"))
+    f, b, w = gpt.measured.products[0]
+    assert b + w == 2 * f
+    assert w < f < b
+
+
+def test_another_cut_lowers_the_highest_peak():
+    """1F1B's first ranks hold the most microbatches: fewer layers there, and more at the end."""
+    config = composed(
+        *MLP, "schedule=1f1b", "parallel.num_processes=4", "model.num_layers=16", "microbatch_size=512"
+    )
+    own, cut, *_ = Switches(config).single()
+    (counts,) = cut.changes.values()
+    assert cut.title == f"model.layers_per_stage={counts}".replace(" ", "")
+    assert sum(counts) == 16
+    assert counts == sorted(counts)
+    assert cut.peak < own.peak
+    assert cut.step > own.step  # the last stage is heavier than a quarter
+
+
 class Choosy(Mlp):
     """A model that looks at its numbers, which fake tensors don't have."""
 

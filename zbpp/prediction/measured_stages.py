@@ -9,7 +9,8 @@ from typing import NamedTuple
 from zbpp.config import TrainConfig
 from zbpp.planning.memory_budget import RankMemory, predict_memory
 from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
-from zbpp.schedule import Timetable
+from zbpp.runtime.measure.products import Products
+from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.offload import RankOffload
 from zbpp.training.optim.precision import PRECISIONS
 
@@ -30,14 +31,24 @@ class WeightBytes(NamedTuple):
 class MeasuredStages(NamedTuple):
     """The measured stages of a run.
 
-    batch: the bytes of the inputs and of the target. how: whether the stages ran on fake tensors or on the
-    CPU, and why on the CPU, in words.
+    products: of each stage. batch: the bytes of the inputs and of the target. how: whether the stages ran on
+    fake tensors or on the CPU, and why on the CPU, in words.
     """
 
     stages: list[StageBytes]
     weights: list[WeightBytes]
+    products: list[Products]
     batch: tuple[int, int]
     how: str
+
+    @property
+    def costs(self) -> Costs:
+        """Times in proportion to the stages' products; equal ones for stages without products."""
+        whole = sum(each.f for each in self.products)
+        if not whole:
+            return Costs()
+        f, b, w = ([number / whole for number in numbers] for numbers in zip(*self.products, strict=True))
+        return Costs(f=f, b=b, w=w)
 
     def mixed(self, other: MeasuredStages, chosen: Collection[int]) -> MeasuredStages:
         """These measurements, with the `chosen` stages taken from `other`."""

@@ -20,7 +20,7 @@ from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
 from zbpp.run.plan import costs_of, planned
 from zbpp.run.stages import pipeline_ranks
 from zbpp.runtime import ActivationOffload
-from zbpp.schedule import Op, Timetable
+from zbpp.schedule import Costs, Op, Timetable
 from zbpp.schedule.offload import RankOffload
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "predict"]
@@ -32,17 +32,23 @@ Stages = frozenset[int]
 class Prediction(NamedTuple):
     """The predicted memory of a run.
 
-    stages: the bytes of each stage. ranks: each rank's step. how: whether the stages ran on fake tensors or
-    on the CPU, and why on the CPU, in words. offload: for each rank, its round trips; () without offload.
-    recomputed: the stages that recompute.
+    measured: the stages. ranks: each rank's step. how: whether the stages ran on fake tensors or on the CPU,
+    and why on the CPU, in words. offload: for each rank, its round trips; () without offload. recomputed: the
+    stages that recompute. costs: the times in schedule.costs, else in proportion to the stages' products.
     """
 
     timetable: Timetable
-    stages: list[StageBytes]
+    measured: MeasuredStages
     ranks: list[RankMemory]
     how: str
     offload: tuple[RankOffload, ...] = ()
     recomputed: Stages = frozenset()
+    costs: Costs = Costs()
+
+    @property
+    def stages(self) -> list[StageBytes]:
+        """The bytes of each stage."""
+        return self.measured.stages
 
 
 @dataclass
@@ -67,7 +73,8 @@ class Predictor:
                 offload = ActivationOffload(costs_of(config.schedule, timetable), gib).plan(timetable)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
-        return Prediction(timetable, measured.stages, ranks, _how(config, measured), offload, recomputed)
+        costs = measured.costs if config.schedule.costs is None else costs_of(config.schedule, timetable)
+        return Prediction(timetable, measured, ranks, _how(config, measured), offload, recomputed, costs)
 
     def measure(self, config: TrainConfig, timetable: Timetable) -> tuple[MeasuredStages, Stages]:
         """The bytes of each stage of the timetable's cut, and which stages recompute.
@@ -90,7 +97,15 @@ class Predictor:
         parallel, memory = config.parallel, config.memory
         mesh = parallel.replicate, parallel.shard, parallel.tensor, parallel.expert, parallel.reshard
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
-        key = *sizes, *mesh, memory.head_at_once, memory.recompute, config.precision, optimizer
+        key = (
+            *sizes,
+            *mesh,
+            memory.head_at_once,
+            memory.recompute,
+            config.precision,
+            optimizer,
+            str(config.model),
+        )
         if key not in self._known:
             self._known[key] = measure_stages(config, timetable)
         return self._known[key]

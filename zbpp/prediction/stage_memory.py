@@ -28,6 +28,7 @@ from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_memory
+from zbpp.runtime.measure.products import Products, products
 from zbpp.runtime.memory.gradient_release import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
@@ -100,14 +101,16 @@ class _Stages:
         self.batch_bytes = 0, 0
         self._has_experts = False
 
-    def measured(self, fake: FakeTensorMode | None) -> tuple[list[StageBytes], list[WeightBytes]]:
-        """The bytes of each stage. fake: the mode to run the stages in; None: they run on the CPU."""
+    def measured(
+        self, fake: FakeTensorMode | None
+    ) -> tuple[list[StageBytes], list[WeightBytes], list[Products]]:
+        """The bytes and products of each stage. fake: the mode to run the stages in; None: on the CPU."""
         inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
         args, target = self._microbatch(inside)
         if fake is not None:
             args, target = tree_map(lambda value: _faked(fake, value), (args, target))
-        found: list[tuple[StageBytes, WeightBytes]] = []
-        alike: dict[Any, tuple[StageBytes, WeightBytes, tuple[Any, ...]]] = {}
+        found: list[tuple[StageBytes, WeightBytes, Products]] = []
+        alike: dict[Any, tuple[StageBytes, WeightBytes, Products, tuple[Any, ...]]] = {}
         with inside, torch.random.fork_rng([]):
             for index in range(self._timetable.num_stages):
                 stage = self._built(index)
@@ -116,11 +119,11 @@ class _Stages:
                 key = self._likeness(index, stage, args)
                 if key not in alike:
                     alike[key] = self._stage_bytes(index, stage, args, target)
-                each, weights, args = alike[key]
-                found.append((each, weights))
+                each, weights, work, args = alike[key]
+                found.append((each, weights, work))
         if self._config.parallel.expert > 1 and not self._has_experts:
             raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
-        return [each for each, _ in found], [weights for _, weights in found]
+        return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
 
     def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[tuple[Any, ...], Any]:
         """The inputs and the target of the first microbatch."""
@@ -153,7 +156,7 @@ class _Stages:
 
     def _stage_bytes(
         self, index: int, stage: nn.Module, args: tuple[Any, ...], target: Any
-    ) -> tuple[StageBytes, WeightBytes, tuple[Any, ...]]:
+    ) -> tuple[StageBytes, WeightBytes, Products, tuple[Any, ...]]:
         config, precision = self._config, self._precision
         is_last = index == self._timetable.num_stages - 1
         masters = None
@@ -187,7 +190,7 @@ class _Stages:
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))
-        return found, weights, memory.outputs
+        return found, weights, products(index, stage, args, **run), memory.outputs
 
     def _in_shards(self, whole: StageBytes, stage: nn.Module, states: int, largest: int) -> StageBytes:
         """The stage under FSDP2: shards and gradients in the stored dtype, gathered weights as computed.

@@ -2,22 +2,25 @@
 
 The saving is the difference of two predictions, without the switch and with it (predictor.py). The cost
 is the simulated time of a step with the switch: the times of F, B and W are those in schedule.costs; without
-schedule.costs they are equal. Recompute adds the time of F to B. Copies of activations to the host and back
-run as planned, at the speed of `host` in schedule.costs: the time of copying the tensors that F of one
-microbatch saves. Copies of offloaded weights are not counted.
+schedule.costs they are in proportion to the products of each stage (measure/products.py). Recompute adds the
+time of F to B. Copies of activations to the host and back run as planned, at the speed of `host` in
+schedule.costs: the time of copying the tensors that F of one microbatch saves. Copies of offloaded weights
+are not counted.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning.memory_budget import excess
+from zbpp.prediction.cut import lightest_cut
 from zbpp.prediction.predictor import Prediction, Predictor
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
-from zbpp.run.plan import costs_of
+from zbpp.run.model import build_model, layers_per_stage
 from zbpp.schedule import Costs, Op, PlanError, simulate
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
@@ -66,7 +69,7 @@ def _typed(value: Any) -> str:
     """A value as one types it on the command line."""
     if value is None:
         return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return str(value).lower() if isinstance(value, bool) else str(value).replace(" ", "")
 
 
 class Switches:
@@ -87,7 +90,20 @@ class Switches:
 
     def single(self) -> list[Row]:
         """The configured run, then one run for each value of each switch by itself."""
-        return [self.row(), *map(self.row, self._choices())]
+        own = self.row()
+        cut = [] if own.prediction is None else self._cut(own.prediction)
+        return [own, *map(self.row, [*cut, *self._choices()])]
+
+    def _cut(self, own: Prediction) -> list[Changes]:
+        """The change to the cut with the lowest peak; [] if the run has it, or the model can't take it."""
+        config = self._config
+        model = build_model(config.model, config.seed, config.finetune)
+        counts = layers_per_stage(model, own.timetable.num_stages)
+        if counts is None or "layers_per_stage" not in inspect.signature(type(model)).parameters:
+            return []
+        is_later = config.optimizer.validation == "after"
+        lightest = lightest_cut(own.measured, own.timetable, counts, is_validated_later=is_later)
+        return [] if lightest == counts else [{"model.layers_per_stage": lightest}]
 
     def _choices(self) -> Iterator[Changes]:
         """The changes that turn on a switch that is off: those that save memory; last, post-validation."""
@@ -116,7 +132,7 @@ class Switches:
 def _step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
     """(the time of a step in ms, a note on what the time leaves out)."""
     timetable, offload = prediction.timetable, prediction.offload
-    costs = costs_of(config.schedule, timetable)
+    costs = prediction.costs
     if prediction.recomputed:
         costs = _with_recompute(costs, prediction.recomputed, timetable.num_stages)
     note = "copies of weights are not counted" if config.memory.offload_weights else ""
@@ -146,11 +162,16 @@ def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
         else:
             plain[key] = value
     made: dict[str, Any] = {
-        group: replace(getattr(config, group), **values) for group, values in groups.items()
+        group: _replaced(getattr(config, group), values) for group, values in groups.items()
     }
     if "schedule" in made:
         made["schedule"] = replace(made["schedule"], placement=None, stages_per_rank=None)
     return replace(config, **made, **plain)
+
+
+def _replaced(group: Any, values: dict[str, Any]) -> Any:
+    # The model's node is a dict, since its keys are those of the user's class.
+    return {**group, **values} if isinstance(group, dict) else replace(group, **values)
 
 
 # ---------------------------------------------------------------- as text

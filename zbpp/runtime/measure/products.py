@@ -1,0 +1,68 @@
+"""The matrix products of one stage's F, B and W, from which the ratios of their times follow.
+
+A product costs its floating-point operations; torch counts them (torch.utils.flop_counter). All other
+operations are left out. Backward costs twice as much as F, and W as much as the products of F that have a
+weight: each such product is two in backward, one for its input and one for its weight. Attention's products
+have no weight, so their whole backward is B's. Causal attention counts as if it looked at all positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from zbpp.runtime.call import Feed
+from zbpp.runtime.measure.microbatch_memory import received
+from zbpp.runtime.stage import Loss, StageWorker
+
+_WITHOUT_WEIGHTS = ("bmm", "baddbmm", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
+
+# torch 2.13 counts attention's kernels on GPUs only.
+_ON_CPUS = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: sdpa_flop_count(
+        q, k, v
+    )
+}
+
+
+class Products(NamedTuple):
+    """The floating-point operations of F, B and W of one microbatch on one stage."""
+
+    f: float
+    b: float
+    w: float
+
+
+def products(
+    index: int,
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    *,
+    is_last: bool = False,
+    loss_fn: Loss | None = None,
+    target: Any = None,
+) -> Products:
+    """Run F of one microbatch and count. On real tensors, or in FakeTensorMode. inputs: of F."""
+    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
+    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
+    message = tuple(map(received, inputs)) if index else ()
+    with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
+        worker.forward(0, message)
+    worker.abandon()
+    return _of_forward(counter.get_flop_counts().get("Global", {}))
+
+
+def _of_forward(counts: Mapping[Any, int]) -> Products:
+    """counts: {operation: the floating-point operations of all its calls in F}."""
+    f = float(sum(counts.values()))
+    w = float(sum(count for operation, count in counts.items() if _has_weight(operation)))
+    return Products(f, 2 * f - w, w)
+
+
+def _has_weight(operation: torch._ops.OpOverloadPacket) -> bool:
+    name = str(operation).rpartition(".")[2]
+    return not name.startswith(_WITHOUT_WEIGHTS)
