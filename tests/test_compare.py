@@ -38,8 +38,7 @@ def test_conditions_that_differ_come_first(tmp_path, capsys):
     same = {"torch": "2.13.0", "python": "3.11.2", "precision": "float32"}
     one = run(tmp_path / "a", 0.5, threads=2, device="2 CPU cores (AVX2)", **same)
     other = run(tmp_path / "b", 0.25, threads=1, device="2 CPU cores (AVX2)", **same)
-    old = run(tmp_path / "c", 0.5)
-    assert compare.main([one, other, old]) == 1
+    assert compare.main([one, other]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "the runs differ in threads, so their losses may: 2, 1"
     assert lines[1].startswith("run ")
@@ -64,7 +63,7 @@ def test_it_says_where_losses_differ_and_by_how_much(tmp_path, capsys, second, s
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ([], "a is one run: name two run folders or more to compare\n"),
+        ([], "a is one run: name two run folders or more to compare, or --picture FILE\n"),
         (["{}/.."], ".. holds no summary.json: name the run_dir of a finished zbpp train\n"),
         (["nowhere"], "error: there is no folder nowhere\n"),
         (["runs/u_*"], "error: nothing matches runs/u_*\n"),
@@ -76,3 +75,27 @@ def test_what_can_not_be_compared_is_refused(tmp_path, capsys, more, said):
     with pytest.raises(SystemExit, match="^2$"):
         compare.main([folder, *(each.format(folder) for each in more)])
     assert capsys.readouterr().err.endswith(said)
+
+
+def test_one_run_or_several_are_drawn(tmp_path, capsys):
+    """Each run is a line of the picture; a loss that is not finite leaves a gap."""
+    rows = [
+        {"step": step, "loss": loss, "tokens_per_second": 9.0} for step, loss in enumerate((2.0, "NaN", 1.0))
+    ]
+    rows[2] |= {"measured_bubble_rate": 0.25, "peak_memory_bytes": 2**30, "evaluation_loss": 1.5}
+    one, other = run(tmp_path / "one", *rows), run(tmp_path / "other", *rows[:2])
+    picture = tmp_path / "curves.svg"
+    assert compare.main([one, "--picture", str(picture)]) == 0
+    assert "equal" not in capsys.readouterr().out
+    assert compare.main([one, other, "--picture", str(picture)]) == 1
+    assert f"drawn to {picture}" in capsys.readouterr().out
+    drawn = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "matplotlib.axes.Axes.plot",
+            lambda axes, x, y, **_: drawn.setdefault(axes.get_title("left"), (x, y)),
+        )
+        compare.main([one, "--picture", str(picture)])
+    assert drawn["loss (dots: held-out)"] == ([0, 2], [2.0, 1.0])
+    assert drawn["bubble of measured steps, %"] == ([2], [25.0])
+    assert drawn["memory of the fullest rank, GiB"] == ([2], [1.0])

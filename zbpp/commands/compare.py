@@ -1,8 +1,10 @@
 """Compare finished runs: are their losses equal to the last bit, and what did each run measure?
 
     zbpp compare runs/demo/1f1b runs/demo/zb_h1
+    zbpp compare runs/demo/zb_h1 --picture curves.png
 
-Ends with exit status 1 if the losses differ in any bit, with 2 if there is nothing to compare.
+The second line draws loss, speed, bubble and memory over the steps; one run is enough for that. The exit
+status is 1 if the losses differ in any bit, 2 if there is nothing to compare.
 """
 
 from __future__ import annotations
@@ -24,29 +26,46 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="zbpp compare", description=__doc__, formatter_class=layout, allow_abbrev=False
     )
     parser.add_argument("runs", nargs="+", type=Path, help="run folders of zbpp train")
-    folders = parser.parse_args(arguments).runs
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="draw the runs: .png, .svg or .pdf")
+    given = parser.parse_args(arguments)
+    folders, picture = given.runs, given.picture
     for folder in folders:
         if not folder.exists():
             is_pattern = set("*?[") & set(str(folder))
             parser.exit(2, f"error: {'nothing matches' if is_pattern else 'there is no folder'} {folder}\n")
-    if len(folders) < 2:
-        parser.exit(2, f"error: {folders[0]} is one run: name two run folders or more to compare\n")
+    if len(folders) < 2 and picture is None:
+        parser.exit(
+            2, f"error: {folders[0]} is one run: name two run folders or more to compare, or --picture FILE\n"
+        )
     for folder in folders:
         if not (folder / "summary.json").is_file():
             parser.exit(
                 2, f"error: {folder} holds no summary.json: name the run_dir of a finished zbpp train\n"
             )
     try:
-        return _compare(folders)
+        status = _compare(folders)
+        if picture is not None:
+            _draw(folders, picture)
+        return status
     except (LookupError, AttributeError, TypeError, ValueError, OverflowError, RecursionError) as error:
         why = printable(f"{type(error).__name__}: {error}"[:200])
         parser.exit(2, f"error: the files of these folders are not those of finished runs ({why})\n")
 
 
+def _draw(folders: list[Path], picture: Path) -> None:
+    from zbpp.render import render_curves  # matplotlib takes a second
+
+    runs = {str(folder): _lines(folder) for folder in folders}
+    render_curves(runs, picture)
+    print(f"drawn to {picture}")
+
+
 def _compare(folders: list[Path]) -> int:
-    losses = [_losses(folder) for folder in folders]
+    losses = [[line["loss"] for line in _lines(folder) if "loss" in line] for folder in folders]
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in folders]
     print("\n".join(map(printable, [*_conditions(summaries), *_table(folders, summaries).splitlines()])))
+    if len(folders) == 1:
+        return 0
     are_equal = all(each == losses[0] for each in losses)
     outcome = "are equal to the last bit" if are_equal else f"DIFFER{_difference(losses)}"
     print(f"losses of all {len(losses[0])} steps {outcome}")
@@ -58,7 +77,7 @@ _CONDITIONS = ("threads", "device", "precision", "torch", "python")
 
 
 def _conditions(summaries: list[dict[str, Any]]) -> list[str]:
-    """A line for each condition that differs between the runs; those of older versions say less."""
+    """A line for each condition that differs between the runs."""
     told = {key: [str(each[key]) for each in summaries if key in each] for key in _CONDITIONS}
     return [
         f"the runs differ in {key}, so their losses may: {', '.join(values)}"
@@ -90,18 +109,13 @@ def _row(folder: Path, summary: dict[str, Any]) -> tuple[str, ...]:
         f"{summary[f'{unit}_per_second']:,.0f} {unit}/s",
         f"{100 * summary['predicted_bubble_rate']:.1f} %",
         f"{100 * summary['measured_bubble_rate']:.1f} %",
-        # Older runs say neither.
         ", ".join(filter(None, [summary.get("measured_steps", "-"), summary.get("sharing")])),
     )
 
 
-def _losses(folder: Path) -> list[Any]:
-    """The losses of all steps.
-
-    A loss that was not finite is "NaN", "Infinity" or "-Infinity"; in runs of older versions it is None.
-    """
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+def _lines(folder: Path) -> list[dict[str, Any]]:
+    """The metrics of all steps. A number that was not finite is "NaN", "Infinity" or "-Infinity"."""
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def _difference(losses: list[list[Any]]) -> str:

@@ -5,6 +5,7 @@ table.py       figures of one timeline, or of several schedules beside each othe
 hang.py        where each rank stood when a call failed
 memory.py      what each rank holds over a step, and what switches would save
 picture.py     PNG, SVG or PDF, with matplotlib
+curves.py      loss, speed, bubble and memory of training runs, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
 trace.py       Chrome's trace format, for Perfetto
 style.py       what the drawings share: colours, the words for ops and figures
@@ -12,6 +13,7 @@ choice.py      which schedule to use: an answer of `choose`
 """
 
 from zbpp.render.choice import render_choice
+from zbpp.render.curves import render_curves
 from zbpp.render.hang import render_hang
 from zbpp.render.memory import (
     in_bytes,
@@ -31,6 +33,7 @@ __all__ = [
     "chrome_trace",
     "in_bytes",
     "render_choice",
+    "render_curves",
     "render_figures",
     "render_hang",
     "render_limit",
