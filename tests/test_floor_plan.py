@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "zbpp/cutting/": {"autograd", "cutting", "partition"},
     # autograd: the loss of a language model, whose B is split from its W.
     "zbpp/models/": {"autograd", "models", "partition"} | _LEAVES,
-    "zbpp/commands/compare.py": {"schedule"},  # reads the folders of runs
+    "zbpp/commands/compare.py": {"render", "schedule"},  # reads the folders of runs
     "zbpp/commands/hang.py": {"render", "schedule", "runtime"},
     # The command line: parses, calls one function, prints.
     "zbpp/commands/": {
