@@ -294,7 +294,7 @@ def test_b_watches_no_gradients_for_it(keep_logits, monkeypatch):
 @FORMS
 def test_memory(keep_logits, dtype, monkeypatch):
     """With chunks of 1 MiB. The weight has 1 MiB in float32, and W makes nothing of that size."""
-    monkeypatch.setattr("zbpp.autograd.rules._WIDENED", 2**18)
+    monkeypatch.setattr("zbpp.autograd.adding._WIDENED", 2**18)
     tokens, hidden, words = 512, 64, 4096
     chunk, token_bytes, logits = 2**20, tokens * hidden * dtype.itemsize, tokens * words * dtype.itemsize
     weight = torch.randn(words, hidden, dtype=dtype).requires_grad_()

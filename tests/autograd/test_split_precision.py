@@ -54,7 +54,7 @@ def test_a_main_grad_sums_more_exactly_than_bfloat16_can():
 
 @pytest.mark.parametrize("shape", [(), (5,)])  # of a batch of matrices
 def test_products_that_are_widened_a_part_at_a_time(shape, monkeypatch):
-    monkeypatch.setattr("zbpp.autograd.rules._WIDENED", 2 * 4 * 300)
+    monkeypatch.setattr("zbpp.autograd.adding._WIDENED", 2 * 4 * 300)
     torch.manual_seed(0)
     x, weight = torch.randn(*shape, 300, 8).bfloat16(), torch.randn(*shape, 8, 4).bfloat16().requires_grad_()
     weight.main_grad = torch.zeros(*shape, 8, 4)

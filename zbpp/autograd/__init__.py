@@ -6,6 +6,7 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     split.py           B: one backward pass that captures dy where a weight's gradient can wait
     graph.py           the walk: which gradients can wait (sites, chains)
     rules.py           one rule per kind of node: what W needs of it, how W computes the gradient
+    adding.py          how W adds products and rows to a gradient, which may be wider than they are
     capture.py         what a rule keeps of a node until W: saved tensors, packed ones too
     weight_grads.py    W: the tasks that B leaves, and running them
     arguments.py       the arguments of backward_input, checked

@@ -166,11 +166,3 @@ class AddOfParts(ABC):
     @abstractmethod
     def placed(self, dy: Tensor) -> Any:
         """What W holds and passes in place of dy, with `tensors()` and `_version`; called at the end of B."""
-
-
-def add_or_copy(target: Tensor, gradient: Tensor, fresh: bool) -> None:
-    """Add to the target, for rules that have to compute the gradient in a tensor of its own."""
-    if fresh:
-        target.copy_(gradient)
-    else:
-        target.add_(gradient)

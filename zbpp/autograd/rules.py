@@ -14,16 +14,15 @@ to teach it weights of a subclass of Tensor, see `register_subclass`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
-from itertools import repeat
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbpp.autograd.capture import Add, Capture, HeldTensors, add_or_copy, keep, saved
+from zbpp.autograd.adding import add_grouped_product, add_or_copy, add_product, add_rows
+from zbpp.autograd.capture import Add, Capture, HeldTensors, keep, saved
 from zbpp.autograd.views import View
 
 
@@ -67,8 +66,6 @@ class Rule(NamedTuple):
     shards: Mapping[int, ShardTable] = MappingProxyType({})
     ready: Callable[[Any], bool] | None = None
 
-
-_WIDENED = 2**26  # bytes of float32 numbers
 
 _RULES: dict[str, Rule] = {}
 _Capturing = Callable[[Any, int], Capture | None]
@@ -132,39 +129,7 @@ def capture_of_subclass(
 
 
 # ---- Products: y = a @ b, so d b = a.H @ dy and d a = dy @ b.H; of real numbers a.H is a.T.
-# The product is accumulated straight into the target, without a temporary of the weight's size, unless the
-# target has another dtype.
-
-
-def add_product(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """target += left @ right."""
-    if target.dtype != left.dtype:
-        _add_widened(target, left, right, fresh)
-    elif target.dim() == 3:
-        target.baddbmm_(left, right, beta=0 if fresh else 1)
-    elif fresh:
-        torch.mm(left, right, out=target)
-    else:
-        target.addmm_(left, right)
-
-
-def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> None:
-    """A product of bf16 factors added to a float32 target, some rows at a time: temporaries stay small."""
-    if left.is_cuda and target.dim() == 2:
-        rows = _rows_of(target)
-        for part, some in zip(target.split(rows), left.split(rows), strict=True):
-            add_or_copy(part, torch.mm(some, right, out_dtype=target.dtype), fresh)
-        return
-    right = right.to(target.dtype)  # mm takes an out_dtype only on CUDA, and only for matrices
-    rows = _rows_of(left)
-    factors = right.split(rows) if target.dim() == 3 else repeat(right)  # in a batch each left has its right
-    for part, some, factor in zip(target.split(rows), left.split(rows), factors, strict=False):
-        add_product(part, some.to(target.dtype), factor, fresh)
-
-
-def _rows_of(factor: Tensor) -> int:
-    """How many rows of a factor, or of a product, are widened at a time."""
-    return max(1, _WIDENED // max(1, 4 * math.prod(factor.shape[1:])))
+# adding.py accumulates the product straight into the target.
 
 
 def add_left_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
@@ -247,7 +212,7 @@ def _grouped_product(node: Any, operand: int) -> Capture | None:
 
 def _add_grouped_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
     x, offs = held
-    add_or_copy(target, torch._grouped_mm(x.t(), dy, offs=offs), fresh)
+    add_grouped_product(target, x, dy, offs, fresh)
 
 
 # ---- Convolutions, of any dimension, transposed and grouped
@@ -277,7 +242,7 @@ class _AddConvolution:
         add_or_copy(target, gradient, fresh)
 
 
-# ---- Embeddings: no temporary of the vocabulary's size is made
+# ---- Embeddings
 
 
 @rule("EmbeddingBackward0", weights=(0,), shards={0: {None: (None, None), 1: (None, -1)}})
@@ -297,6 +262,4 @@ class _AddRows:
         (indices,) = held
         if fresh:
             target.zero_()
-        if 0 <= self.padding < target.shape[0]:
-            dy = torch.where((indices == self.padding).unsqueeze(-1), 0, dy)
-        target.index_add_(0, indices.reshape(-1), dy.reshape(-1, dy.shape[-1]).to(target.dtype))
+        add_rows(target, indices, dy, self.padding)

@@ -156,6 +156,8 @@ def _captured(
             del function.zbpp_collector
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
+    if found.functions:
+        _refuse_added(found)
     if guard:
         captured = [guard.dys.get(number, grad) for number, grad in enumerate(captured, -len(edges))]
     return captured
@@ -169,6 +171,23 @@ def _refuse_changed(changed: list[Tensor], functions: list[Any]) -> None:
         raise ChangedInPlace(
             f"{by} changes a gradient of shape {tuple(changed[0].shape)} in place. Another layer got the "
             "same tensor, and W needs it unchanged: return a new tensor (grad * 0.1, not grad.mul_(0.1))"
+        )
+
+
+def _refuse_added(found: Survey) -> None:
+    """Raise RuntimeError if a Function's backward has added to a weight's `main_grad` itself.
+
+    Such a backward (Transformer Engine's, Megatron's) says so in an attribute of the weight, and returns a
+    gradient without meaning.
+    """
+    added = [each for each in found.computed_in_b.values() if getattr(each, "grad_added_to_main_grad", False)]
+    if added:
+        names = sorted({node_name(function).removesuffix("Backward") for function in found.functions})
+        raise RuntimeError(
+            f"the backward of {' or '.join(names)} has added the gradient of a weight of shape "
+            f"{tuple(added[0].shape)} to its main_grad (grad_added_to_main_grad), but W adds to main_grad: "
+            "write fuse_wgrad_accumulation=False (Transformer Engine) or gradient_accumulation_fusion=False "
+            "(Megatron)"
         )
 
 

@@ -3,8 +3,8 @@
     x [rows, in], weight [experts, in, out]  ->  y [rows, out];  counts [experts]: rows of each
 
 torch's grouped_mm computes it in one kernel, but not for float64, nor on old GPUs, nor for sizes that are no
-multiple of 16 bytes. There one product per expert is computed. An expert without rows gets a gradient of
-zeros.
+multiple of 16 bytes. There one product per expert is computed, and the host waits for the counts. An expert
+without rows gets a gradient of zeros.
 
 As in linear_cross_entropy.py two Functions share the work, since the backward of one can't know whether W
 computes its weight's gradient.
@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from zbpp.autograd.capture import Capture, HeldTensors, add_or_copy, is_kept
+from zbpp.autograd.adding import add_grouped_product, add_product
+from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import refuse_create_graph
-from zbpp.autograd.rules import add_product, rule
+from zbpp.autograd.rules import rule
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -110,8 +111,9 @@ def _add_grouped_product(target: Tensor, held: HeldTensors, dy: Tensor, fresh: b
     dy = dy.contiguous()
     if isinstance(dy, FakeTensor):
         return None
-    if target.dtype == dy.dtype and _has_kernel(x, dy):
-        return add_or_copy(target, F.grouped_mm(x.t(), dy, offs=_ends(counts)), fresh)
+    # On a CPU the counts are at hand, and products per expert are summed in a wider target's dtype.
+    if _has_kernel(x, dy) and (target.dtype == dy.dtype or x.device.type != "cpu"):
+        return add_grouped_product(target, x, dy, _ends(counts), fresh)
     if fresh:
         target.zero_()
     for rows, expert in _per_expert(counts):

@@ -23,7 +23,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from zbpp.autograd.capture import Capture, HeldTensors, add_or_copy, is_kept
+from zbpp.autograd.adding import add_or_copy, add_product
+from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.models.sharded import (
     WordShard,
@@ -33,7 +34,7 @@ from zbpp.autograd.models.sharded import (
     replicated,
     word_shard,
 )
-from zbpp.autograd.rules import add_product, rule
+from zbpp.autograd.rules import rule
 
 _CPU_CACHE = 2**22  # bytes: on a CPU one kernel after the other works on so many at a time
 
