@@ -14,7 +14,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from zbpp import config as configs
 from zbpp.planning import SCHEDULES, plan
-from zbpp.run.checks import check_together
+from zbpp.run.checks import check_config, check_together
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, build_stages
 
@@ -210,11 +210,53 @@ def test_two_switches_that_do_not_go_together_are_refused_by_both_names(pair):
     [
         ("data=text", "data.path: Missing"),
         ("finetune.lora.target_modules=[q_proj]", "finetune.lora.r is not"),
+        ("finetune.lora.lora_alpha=8", "finetune.lora.r is not"),
+        ("finetune.lora.r=8", "finetune.lora.target_modules is not"),
     ],
 )
 def test_what_is_missing_is_named(override, words):
+    """A lora without r trained the whole model."""
+    if "lora" in override:
+        pytest.importorskip("peft")
     with pytest.raises(configs.ConfigError, match=words):
         typed(override)
+
+
+PASSED_ON = [
+    ("finetune.lora.rank=8", "did you mean finetune.lora.r?"),
+    ("finetune.lora.alpha=8", "did you mean finetune.lora.lora_alpha?"),
+    ("finetune.lora.target_module=[q_proj]", "did you mean finetune.lora.target_modules?"),
+    ("+model.num_layer=2", "did you mean model.num_layers?"),
+    ("+model.colour=red", "it takes vocab_size, num_layers, "),
+    ("data=regression +data.in_feature=2", "did you mean data.in_features?"),
+    (
+        "optimizer=custom optimizer.build._target_=torch.optim.SGD +optimizer.build.momentun=1",
+        "did you mean optimizer.build.momentum?",
+    ),
+    (
+        "+optimizer.lr_scheduler._target_=torch.optim.lr_scheduler.StepLR +optimizer.lr_scheduler.stepsize=2",
+        "did you mean optimizer.lr_scheduler.step_size?",
+    ),
+    (
+        "callbacks=[{_target_:zbpp.training.callbacks.Profile,step:3}]",
+        "did you mean callbacks[0].steps?",
+    ),
+    (
+        "callbacks=[{_target_:builtins.dict,x:{_target_:torch.nn.Linear,in_feature:3}}]",
+        "did you mean callbacks[0].x.in_features?",
+    ),
+]
+
+
+@pytest.mark.parametrize(("overrides", "words"), PASSED_ON)
+def test_a_key_that_a_class_does_not_take_is_refused_before_any_work_with_the_nearest_name(overrides, words):
+    """finetune.lora.rank=8 trained the whole model; a scheduler's key was read when all models were built."""
+    if "lora" in overrides:
+        pytest.importorskip("peft")
+    with pytest.raises(configs.ConfigError) as caught:
+        check_config(typed(*overrides.split()))
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 def numeric_fields(kind, prefix=""):

@@ -85,12 +85,14 @@ def test_the_command_of_lora_trains_an_adapter(tmp_path: Path) -> None:
 
     write_files(tmp_path)
     _, lora = blocks("docs/huggingface.md", "bash")
-    run_command(lora, tmp_path)
+    printed = run_command(lora, tmp_path)
     found = {path.name for path in (tmp_path / "runs/lora").iterdir()}
     assert "adapter" in found
     assert not [name for name in found if name.endswith(".safetensors")]
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter")
+    tuned = peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter", is_trainable=True)
+    trained, of_all = tuned.get_nb_trainable_parameters()
+    assert f"trainable {trained:,} of {of_all:,} parameters\n" in printed
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "zbpp/streams.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
-    "zbpp/config/": {"config", "ranges"},
+    "zbpp/signatures.py": {"ranges"},
+    "zbpp/config/": {"config", "ranges", "signatures"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     # From a config to a finished run: what each rank trains, and what the run leaves.
     "zbpp/run/": {"config", "models", "prediction", "render", "run"} | _TRAINING,

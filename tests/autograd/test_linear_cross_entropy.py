@@ -96,6 +96,16 @@ def test_chunks_of_tokens_round_the_weights_gradient_once(is_split):
     assert (mine - exact).norm() <= 1.05 * (plain - exact).norm()
 
 
+def test_chunks_may_be_half_a_mib_and_have_a_size():
+    x, weight, target = drawn()
+    found = by_split(linear_cross_entropy(x, weight, target, keep_logits=False, chunk_mib=0.5), x, weight)
+    for mine, expected in zip(found, by_torch(x, weight, target), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-10, atol=1e-12)
+    for size in (0, -1, float("nan")):
+        with pytest.raises(ValueError, match=r"chunk_mib=.*: give MiB above 0"):
+            linear_cross_entropy(x, weight, target, chunk_mib=size)
+
+
 # ---------------------------------------------------------------- composition
 
 

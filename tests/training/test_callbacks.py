@@ -100,7 +100,7 @@ def number():
         ("[{_target_: Wittness}]", r"callbacks\[0\] \(.*Wittness\): .* has no attribute 'Wittness'"),
         ("[{_target_: Foreign}]", r"callbacks\[0\] .*: the call returns a Foreign, not a .*Callback: derive"),
         ("[{_target_: number}]", r"callbacks\[0\] .*: the call returns an int, not a .*Callback: derive"),
-        ("[{_target_: Witness, last: 3}]", r"callbacks\[0\] .* unexpected keyword argument 'last'"),
+        ("[{_target_: Witness, last: 3}]", r"callbacks\[0\]\.last: Witness has no argument last"),
         ("[3]", r"callbacks\[0\]=3: write a class of yours as \{_target_: my_file.MyCallback\}"),
     ],
 )

@@ -1,6 +1,7 @@
 """LoRA and frozen weights on a pipeline against peft, and plain autograd, on the whole model."""
 
 from collections import OrderedDict
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -31,18 +32,32 @@ CONFIG = {
     "vocab_size": VOCAB,
     "max_position_embeddings": TIME,
 }
+GPT2 = {
+    "model_type": "gpt2",
+    "n_embd": 16,
+    "n_layer": 2,
+    "n_head": 2,
+    "vocab_size": VOCAB,
+    "n_positions": 64,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
+
+
+def saved(folder, config):
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(**config), dtype=torch.float32
+    ).save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     """A folder with the weights of a model."""
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("base")
-    transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**CONFIG), dtype=torch.float32
-    ).save_pretrained(folder)
-    return str(folder)
+    return saved(tmp_path_factory.mktemp("base"), CONFIG)
 
 
 def batch(step):
@@ -74,9 +89,9 @@ def whole_peft(base, options=LORA):
     return peft.get_peft_model(model, peft.LoraConfig(**options), autocast_adapter_dtype=False)
 
 
-def by_peft(base, adapters):
+def by_peft(base, adapters, lora=LORA):
     """Losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
-    model = whole_peft(base)
+    model = whole_peft(base, lora)
     own = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
     trained = {name: each for name, each in own.items() if each.requires_grad}
     assert trained.keys() == adapters.keys()
@@ -112,8 +127,9 @@ def train(pipeline, step_of, optimizer):
     return losses
 
 
-def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=False):
-    model = model_of(base)
+def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=False, lora=LORA, folder=None):
+    """Losses, adapters before and after; if there is a folder, they are saved there, and logits come last."""
+    model = model_of(base, lora)
     stages, timetable = stages_of(model, schedule)
     if is_recomputed:
         for stage in stages.values():
@@ -135,7 +151,12 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=Fals
             if name in frozen:
                 assert each.grad is None, name
                 assert torch.equal(each, frozen[name]), name
-        return losses, first, adapters_of(pipeline)
+        if folder is None:
+            return losses, first, adapters_of(pipeline)
+        save_adapter(folder, pipeline, lora, base=base)
+        tokens, target = batch(0)
+        _, logits = pipeline.evaluate(tokens, target=target, return_outputs=True)
+        return losses, first, adapters_of(pipeline), logits
 
 
 def step_and_update(pipeline, optimizer):
@@ -261,6 +282,9 @@ def on_two_ranks(rank, base):
     found["none"] = refused(FineTuned(Toy(), freeze=["0.*", "7.*"]))
     found["all"] = refused(FineTuned(Toy(), freeze=["*"]))
     found["head"] = refused(model_of(base, {"r": 2, "target_modules": ["lm_head"]}))
+    found["pattern"] = refused(
+        model_of(base, {"r": 2, "target_modules": ["lm_head"], "rank_pattern": {"q_proj": 4}})
+    )
     found["typo"] = refused(model_of(base, {"r": 2, "target_modules": ["lm_head", "q_prj"]}))
     for name, degrees, ranks in (
         ("pipeline", {}, 2),
@@ -286,6 +310,7 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
     assert "freeze: 7.* matches no parameter" in one["none"]
     assert one["none"] == two["none"]
     assert "leave no parameter to train" in one["all"]
+    assert one["pattern"] == two["pattern"] == "lora.rank_pattern: q_proj matches none of lm_head"
     assert "target_modules: q_prj matches no module" in two["typo"]
     expected, _, last = by_pipeline(base)
     for name in ("pipeline", "shards"):
@@ -296,6 +321,81 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
         for key, each in last.items():
             found = files["base_model.model." + key.replace(".default", "")]
             torch.testing.assert_close(found, each, rtol=1e-6, atol=1e-8, msg=f"{name} {key}")
+
+
+# ---------------------------------------------------------------- every option of peft's LoraConfig
+
+# The value that an option is tried with; (value, further options).
+SUPPORTED = {
+    "r": 2,
+    "target_modules": "model.layers.[02].self_attn.[kv]_proj",
+    "lora_alpha": 5,
+    "lora_dropout": 0.3,
+    "lora_bias": True,
+    "use_rslora": True,
+    "init_lora_weights": "gaussian",
+    "rank_pattern": {"layers.1.self_attn.q_proj": 1},
+    "alpha_pattern": {"down_proj": 3},
+    "exclude_modules": ["layers.1.self_attn.q_proj"],
+    "layers_to_transform": [1, 3],
+    "layers_pattern": ("layers", {"layers_to_transform": [2]}),
+    "fan_in_fan_out": (True, {"target_modules": ["c_attn"]}),
+    "task_type": "CAUSAL_LM",
+    "revision": "main",
+}
+REFUSED = {
+    "bias": "lora_only",
+    "modules_to_save": ["lm_head"],
+    "trainable_token_indices": [1],
+    "target_parameters": ["q_proj.weight"],
+    "alora_invocation_tokens": [1],
+    "use_dora": True,
+    "use_qalora": True,
+    "qalora_group_size": 8,
+    "ensure_weight_tying": True,
+    "layer_replication": [[0, 2]],
+    "inference_mode": True,
+    "megatron_config": {"a": 1},
+    "megatron_core": "other",
+    "loftq_config": {"loftq_bits": 8},
+    "runtime_config": {"ephemeral_gpu_offload": True},
+    "base_model_name_or_path": "other",
+    "auto_mapping": {"a": "b"},
+    "peft_type": "IA3",
+    "peft_version": "0",
+    "use_bdlora": {},
+} | {f"{kind}_config": {} for kind in ("eva", "corda", "lora_ga", "velora", "monteclora", "arrow", "kasa")}
+
+
+def test_each_option_of_peft_is_tried_below():
+    """An option that a new peft has fails this test: write it into one of the two tables."""
+    assert SUPPORTED.keys() | REFUSED.keys() >= {each.name for each in fields(peft.LoraConfig)}
+    assert not SUPPORTED.keys() & REFUSED.keys()
+
+
+@pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed but the targeted layer")
+@pytest.mark.parametrize("option", [each.name for each in fields(peft.LoraConfig)])
+def test_an_option_trains_saves_and_loads_as_in_peft_or_is_refused_by_name(option, base, tmp_path):
+    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+    if option in REFUSED:
+        with pytest.raises(ValueError, match=rf"^lora\.{option}=.*: a pipeline can't"):
+            FineTuned(Toy(), lora=lora | {option: REFUSED[option]})
+        return
+    value = SUPPORTED[option]
+    value, further = value if isinstance(value, tuple) else (value, {})
+    lora |= {option: value} | further
+    if option == "fan_in_fan_out":
+        base = saved(tmp_path / "gpt2", GPT2)
+    losses, first, last, logits = by_pipeline(base, lora=lora, folder=tmp_path / "adapter")
+    if option != "lora_dropout":  # its random numbers are the pipeline's own
+        expected, expected_last = by_peft(base, first, lora)
+        assert losses == pytest.approx(expected, rel=1e-9)
+        for name, each in expected_last.items():
+            torch.testing.assert_close(last[name], each, rtol=1e-6, atol=1e-8, msg=name)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter", autocast_adapter_dtype=False)
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(batch(0)[0]).logits, logits, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize(

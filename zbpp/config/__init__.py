@@ -15,7 +15,7 @@ from zbpp.config.compose import (
     register,
     typed,
 )
-from zbpp.config.instantiate import instantiate_node, naming, partial_of_node
+from zbpp.config.instantiate import check_node, instantiate_node, naming, partial_of_node
 from zbpp.config.train import (
     NUM_MICROBATCHES,
     FinetuneConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "ParallelConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "check_node",
     "command",
     "composition_error",
     "config_folder",

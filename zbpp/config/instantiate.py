@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pkgutil import resolve_name
 from typing import Any
@@ -12,7 +11,9 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
 from zbpp.ranges import ConfigError
+from zbpp.signatures import check_arguments, names_of
 
+_OF_HYDRA = ("_target_", "_args_", "_partial_", "_recursive_", "_convert_")
 _MISTAKES = (ValueError, OSError, TypeError, ImportError, InstantiationException)
 
 
@@ -23,13 +24,8 @@ def instantiate_node(part: str, node: Mapping[str, Any], **extra: Any) -> Any:
     not take are left out. Raises ConfigError; what the target's own code raises beside ValueError, OSError,
     TypeError and ImportError is a bug, and stays as it is.
     """
-    target = node.get("_target_")
-    if not isinstance(target, str):
-        raise ConfigError(f"{part} names no _target_: write the class, such as _target_: my_package.MyModel")
-    try:
-        found = resolve_name(target)
-    except (ValueError, ImportError, AttributeError) as error:
-        raise ConfigError(f"{part} ({target}): {error}") from error
+    found = check_node(part, node)
+    target = node["_target_"]
     try:
         further = _accepted(found, extra)
         return instantiate(dict(node), **further, _convert_="all")
@@ -42,6 +38,38 @@ def instantiate_node(part: str, node: Mapping[str, Any], **extra: Any) -> Any:
         raise ConfigError(f"{part} ({target}): {' '.join(str(cause).split())}") from cause
     except _MISTAKES as error:
         raise ConfigError(f"{part} ({target}): {' '.join(str(error).split())}") from error
+
+
+def check_node(part: str, node: Mapping[str, Any]) -> Any:
+    """What the node's `_target_` names, which is not called. Raises ConfigError if it takes not all keys.
+
+    Nodes inside the node are checked, too.
+    """
+    target = node.get("_target_")
+    if not isinstance(target, str):
+        raise ConfigError(f"{part} names no _target_: write the class, such as _target_: my_package.MyModel")
+    try:
+        found = resolve_name(target)
+    except (ValueError, ImportError, AttributeError) as error:
+        raise ConfigError(f"{part} ({target}): {error}") from error
+    keys = [key for key in map(str, node) if key not in _OF_HYDRA]
+    check_arguments(part, found, keys)
+    if node.get("_recursive_", True):
+        for key in keys:
+            _check_inside(f"{part}.{key}", node[key])
+    return found
+
+
+def _check_inside(part: str, value: Any) -> None:
+    if isinstance(value, Mapping):
+        if "_target_" in value:
+            check_node(part, value)
+        else:
+            for key, each in value.items():
+                _check_inside(f"{part}.{key}", each)
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for number, each in enumerate(value):
+            _check_inside(f"{part}[{number}]", each)
 
 
 def partial_of_node(part: str, node: dict[str, Any]) -> Any:
@@ -62,12 +90,8 @@ def partial_of_node(part: str, node: dict[str, Any]) -> Any:
 
 def _accepted(found: Any, extra: dict[str, Any]) -> dict[str, Any]:
     """The arguments in `extra` that a class or function takes: a torch Dataset takes no batch_size."""
-    try:
-        parameters = inspect.signature(found).parameters
-    except (ValueError, TypeError):  # no signature is known
-        return extra
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    return {name: value for name, value in extra.items() if takes_any or name in parameters}
+    known = names_of(found)
+    return {name: value for name, value in extra.items() if known is None or name in known}
 
 
 @contextmanager

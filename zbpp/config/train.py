@@ -5,6 +5,7 @@ A node of type Any passes its keys on: to the class that `_target_` names, or to
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -12,6 +13,7 @@ from typing import Any, ClassVar
 
 from zbpp.config.commands import COMPILE, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
+from zbpp.signatures import check_arguments
 
 NUM_MICROBATCHES = 8  # where neither the config nor a plan's file says how many
 _MIXED = ("mixed_bfloat16", "mixed_float16")
@@ -159,13 +161,15 @@ class FinetuneConfig(Checked):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.adapters is None:
-            if self.lora and self.lora.get("target_modules"):
-                raise ConfigError(
-                    "finetune.lora.r is not set: write the adapters' rank, such as finetune.lora.r=8"
-                )
             return
         if importlib.util.find_spec("peft") is None:
             raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
+        lora_config = importlib.import_module("peft").LoraConfig
+        check_arguments("finetune.lora", lora_config, self.adapters, {"rank": "r"})
+        if self.adapters.get("r") is None:
+            raise ConfigError(
+                "finetune.lora.r is not set: write the adapters' rank, such as finetune.lora.r=8"
+            )
         if not self.adapters.get("target_modules"):
             raise ConfigError(
                 "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
@@ -180,7 +184,7 @@ class FinetuneConfig(Checked):
     @property
     def adapters(self) -> dict[str, Any] | None:
         """The arguments of peft's LoraConfig; None: no LoRA."""
-        return dict(self.lora) if self.lora and self.lora.get("r") is not None else None
+        return dict(self.lora) if self.lora else None
 
 
 @dataclass(kw_only=True)

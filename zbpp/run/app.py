@@ -24,7 +24,7 @@ from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, world
 from zbpp.planning import takes_costs
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
-from zbpp.run.checks import check_together
+from zbpp.run.checks import check_config
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, build_stages, layers_per_stage
 from zbpp.run.plan import check_layers, costs_of, note_on_microbatches, planned, title_of
@@ -37,7 +37,7 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
-from zbpp.training.measured_steps import Summary, Title, sharing, summarise
+from zbpp.training.measured_steps import Summary, Title, sharing, summarise, trained_and_all
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.run_folder import check_free, claimed
 from zbpp.training.trainer import Trainer
@@ -81,10 +81,11 @@ def train(composed: Composed) -> dict[str, Any]:
         pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh, [recorder])
         trainer = build_trainer(config, parts, plan, pipeline)
         saving = build_saving(config, settings, path, trainer, folder)
+        trained = "trainable {:,} of {:,} parameters".format(*trained_and_all(pipeline))
         if folder is not None:
             folder.begin(trainer.next_step)
             folder.write("config.yaml", composed.yaml)
-            _print_facts(config, parts.model, plan)
+            _print_facts(config, parts.model, plan, trained)
         shown = composed.settings, trainer.next_step
         loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
         with loggers, _recorded(recorder):
@@ -101,7 +102,7 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
 
     A plan that takes a search is not made here.
     """
-    check_together(config)
+    check_config(config)
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
     num_ranks, schedule = pipeline_ranks(config.parallel, num_processes), config.schedule
     if schedule.timetable is not None or not takes_costs(schedule.name):
@@ -143,7 +144,7 @@ def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
 
     Measuring parts of layers needs a fake process group, which has to be gone before the real one is made.
     """
-    check_together(config)
+    check_config(config)
     timetable = planned(config, num_ranks)
     plan = Plan(timetable, costs_of(config.schedule, timetable))
     if config.memory.recompute != "auto":
@@ -184,11 +185,12 @@ def _agreed_data(data: Data) -> Data:
 # ---------------------------------------------------------------- the run
 
 
-def _print_facts(config: TrainConfig, model: Any, plan: Plan) -> None:
-    """Print what was chosen for this run."""
+def _print_facts(config: TrainConfig, model: Any, plan: Plan, trained: str) -> None:
+    """Print what was chosen for this run. trained: how many of the parameters are."""
     cut = layers_per_stage(model, plan.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)
+    print(trained, flush=True)
     note = note_on_microbatches(plan.timetable, plan.costs)
     if note:
         print(note, flush=True)

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from zbpp.config import ConfigError, TrainConfig
+from collections.abc import Mapping
+
+from zbpp.config import ConfigError, TrainConfig, check_node
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.update.validation import Validation
+
+
+def check_config(config: TrainConfig) -> None:
+    """Raise ConfigError for what the config alone shows: excluded switches, unknown arguments of a class."""
+    check_together(config)
+    optimizer = config.optimizer
+    nodes = [("model", config.model), ("data", config.data)]
+    nodes += [(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
+    nodes += [("optimizer.build", optimizer.build), ("optimizer.lr_scheduler", optimizer.lr_scheduler)]
+    for part, node in nodes:
+        if isinstance(node, Mapping) and node:
+            check_node(part, node)
 
 
 def check_together(config: TrainConfig) -> None:

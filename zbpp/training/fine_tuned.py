@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -147,6 +147,7 @@ def _aliases(tied: Mapping[str, str]) -> dict[str, set[str]]:
 
 ADAPTER = "default"  # peft's name of a first adapter
 _INITIAL = (True, False, "gaussian")
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
@@ -169,6 +170,9 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
     if not targets:
         return
     config.target_modules, config.exclude_modules, config.layers_to_transform = set(targets), None, None
+    for pattern in _PATTERNS:  # peft warns of keys that match nothing; those of other stages don't
+        of_all = getattr(config, pattern) or {}
+        setattr(config, pattern, {key: each for key, each in of_all.items() if _matches_one(key, targets)})
     with torch.random.fork_rng([]):
         try:
             peft.inject_adapter_in_model(config, stage, adapter_name=ADAPTER)
@@ -184,8 +188,30 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
         adopt()
 
 
+# What a pipeline trains, saves and loads as peft does; tests/training/test_lora_options.py tries each option.
+_SUPPORTED = (
+    "r",
+    "target_modules",
+    "lora_alpha",
+    "lora_dropout",
+    "lora_bias",
+    "use_rslora",
+    "init_lora_weights",
+    "rank_pattern",
+    "alpha_pattern",
+    "exclude_modules",
+    "layers_to_transform",
+    "layers_pattern",
+    "fan_in_fan_out",
+    "task_type",
+    "revision",
+)
+
+
 def lora_config(options: Mapping[str, Any]) -> Any:
     """peft's LoraConfig. Raises ValueError for options that a pipeline can't have."""
+    made = importlib.import_module("peft").LoraConfig
+    _refuse_unsupported(options, made())
     targets = options.get("target_modules")
     if not targets:
         raise ValueError(
@@ -199,10 +225,19 @@ def lora_config(options: Mapping[str, Any]) -> Any:
         )
     if options.get("init_lora_weights", True) not in _INITIAL:
         raise ValueError(
-            f"lora.init_lora_weights={options['init_lora_weights']} computes values from the base weights, "
-            "which it changes: write true, false or gaussian"
+            f"lora.init_lora_weights={options['init_lora_weights']} computes values from the base weights: "
+            "write true, false or gaussian"
         )
-    return importlib.import_module("peft").LoraConfig(**options)
+    return made(**options)
+
+
+def _refuse_unsupported(options: Mapping[str, Any], defaults: Any) -> None:
+    for name, value in options.items():
+        if name not in _SUPPORTED and value != getattr(defaults, name, value):
+            raise ValueError(
+                f"lora.{name}={value}: a pipeline can't train, save and load this as peft does; leave "
+                f"it out. It has {', '.join(_SUPPORTED)}"
+            )
 
 
 def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) -> None:
@@ -219,7 +254,7 @@ def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) ->
 
 
 def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks for an entry of target_modules that matches no module. Collective."""
+    """Raise ValueError on all ranks for a target or a pattern that matches no module. Collective."""
     own = {name.partition(".lora_")[0] for name, _ in pipeline.named_parameters() if ".lora_" in name}
     adapted = set().union(*pipeline.place.gather(own))
     targets = options["target_modules"]
@@ -234,6 +269,16 @@ def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
             f"lora.target_modules: {', '.join(missing)} matches no module of the model; modules with weights "
             f"are called {', '.join(names)}"
         )
+
+    for pattern in _PATTERNS:
+        for key in options.get(pattern) or ():
+            if not _matches_one(key, adapted):
+                raise ValueError(f"lora.{pattern}: {key} matches none of {', '.join(sorted(adapted))}")
+
+
+def _matches_one(key: str, names: Iterable[str]) -> bool:
+    """Whether a key of a pattern matches one of the modules, as peft sees it."""
+    return any(re.match(rf"(.*\.)?({key})$", name) for name in names)
 
 
 def _is_target(name: str, target: str) -> bool:

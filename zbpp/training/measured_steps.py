@@ -170,10 +170,18 @@ class LiveFigures(Callback):
 
 def parameters_in_all(pipeline: Pipeline) -> int:
     """The number of the model's parameters. Collective over the job."""
-    own = sum(local_of(each).numel() for each in pipeline.counted_parameters())
+    return trained_and_all(pipeline)[1]
+
+
+def trained_and_all(pipeline: Pipeline) -> tuple[int, int]:
+    """How many of the model's parameters are trained, and how many there are. Collective over the job."""
+    sizes = [(local_of(each).numel(), each.requires_grad) for each in pipeline.counted_parameters()]
+    own = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
     place = pipeline.place
     # Each replica counts its own, unless replicas share experts.
-    return sum(gather(own)) // (1 if place.expert_groups else place.size(REPLICATE))
+    copies = 1 if place.expert_groups else place.size(REPLICATE)
+    trained, of_all = (sum(each) // copies for each in zip(*gather(own), strict=True))
+    return trained, of_all
 
 
 def parameters_of_a_token(pipeline: Pipeline) -> int | None:

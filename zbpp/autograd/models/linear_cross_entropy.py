@@ -48,7 +48,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     keep_logits: bool = True,
-    chunk_mib: int = 64,
+    chunk_mib: float = 64,
 ) -> Tensor:
     """The cross-entropy of each token's logits `x @ weight.T`, in nats; take their mean or sum for the loss.
 
@@ -75,7 +75,9 @@ def linear_cross_entropy(
     _check_target("x", x, target)
     if not 0 <= label_smoothing <= 1:
         raise ValueError(f"{label_smoothing=}: give a share between 0 and 1")
-    loss = _Loss(ignore_index, label_smoothing, z_loss, chunk_mib * 2**20)
+    if not chunk_mib > 0:
+        raise ValueError(f"{chunk_mib=}: give MiB above 0, such as 64 or 0.5")
+    loss = _Loss(ignore_index, label_smoothing, z_loss, int(chunk_mib * 2**20))
     tokens, labels = x.flatten(0, -2), target.flatten()
     with torch.autocast(x.device.type, enabled=False):
         if keep_logits:

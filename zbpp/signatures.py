@@ -1,0 +1,42 @@
+"""The keys of a config node against the signature of the class or function that gets them as arguments."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from zbpp.ranges import ConfigError
+
+
+def names_of(found: Callable[..., Any]) -> list[str] | None:
+    """The arguments that may be given by name; None if any may, or if Python does not know them."""
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (ValueError, TypeError):
+        return None
+    if any(each.kind is each.VAR_KEYWORD for each in parameters):
+        return None
+    return [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+
+
+def check_arguments(
+    part: str,
+    found: Callable[..., Any],
+    given: Iterable[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> None:
+    """Raise ConfigError for a name that `found` does not take; the message has the nearest name.
+
+    part: the config node. elsewhere: names in other libraries -> the name here.
+    """
+    known = names_of(found)
+    if known is None:
+        return
+    for name in given:
+        if name not in known:
+            close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(name, known, n=1)
+            told = f"did you mean {part}.{close[0]}?" if close else f"it takes {', '.join(known)}"
+            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}; {told}")
