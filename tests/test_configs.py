@@ -1,6 +1,7 @@
 """Every choice under configs/ composes, and what is wrong with a config is said with its key."""
 
 import importlib.util
+import json
 from copy import deepcopy
 from dataclasses import is_dataclass
 from pathlib import Path
@@ -329,3 +330,26 @@ def test_a_models_own_complaint_names_the_part_of_the_config():
         configs.ConfigError, match=r"model \(zbpp.models.gpt.Gpt\): .*num_heads=5: write hidden"
     ):
         build_model(typed("model.num_heads=5").model)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ({"max_position_embeddings": 131072}, 2048),
+        ({"max_position_embeddings": 512}, 512),
+        ({"n_positions": 1024}, 1024),
+        ({"text_config": {"max_position_embeddings": 256}}, 256),
+        ({"model_type": "bloom"}, 2048),  # its positions have no end
+    ],
+)
+@pytest.mark.parametrize("as_file", [False, True])
+def test_a_folders_model_has_the_sequence_length_of_its_own_config(tmp_path, content, expected, as_file):
+    """It was 64, whatever the model."""
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    source = f"model.config={tmp_path}/config.json" if as_file else f"model.path={tmp_path}"
+    chat = ["data=chat", "data.path=a", "data.tokenizer=b", "model.vocab_size=300"]
+    config = composed("model=huggingface", source, *chat)
+    assert (config.model["sequence_length"], config.data["sequence_length"]) == (expected, expected)
+    assert (
+        composed("model=huggingface").model["sequence_length"] == 64
+    )  # of a small config that is written out

@@ -109,6 +109,36 @@ def test_targets_are_the_next_tokens_of_the_assistant_alone(files):
     assert len(set(map(tuple, rows[:18].tolist()))) == 18
 
 
+@pytest.mark.parametrize("length", [1000, 40, 24])
+def test_rows_are_as_long_as_the_longest_conversation_and_the_run_says_what_is_cut(files, length):
+    """Conversations of 422 tokens were cut at 64, without a word."""
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), PLAIN)
+    masks = [encode(tokenizer, conversation(number)).is_target[1:] for number in range(24)]
+    longest, targets = max(map(len, masks)), sum(int(each.sum()) for each in masks)
+    kept = [each for each in masks if each[:length].any()]
+    row = min(length, -(-longest // 8) * 8)
+    found = data_of(files, sequence_length=length, held_out=0.0, batch_size=len(kept))
+    inputs, (labels, _) = found.train.batch(0)
+    assert inputs.shape == labels.shape == (len(kept), row)
+    assert int((labels != IGNORED).sum()) == sum(int(each[:length].sum()) for each in kept)
+    tokens = sum(min(len(each), length) for each in kept)
+    assert found.items_per_batch == len(kept) * length
+    assert found.filled_items == pytest.approx(tokens)  # what tokens per second count
+
+    share = f"rows of {row} tokens, {100 - 100 * tokens / (len(kept) * row):.0f} % of them padding"
+    expected = [f"{len(kept)} conversations to train on, 0 held out; {share}"]
+    cut = [each for each in masks if len(each) > length]
+    if cut:
+        lost = sum(int(each[length:].sum()) for each in cut)
+        expected.append(
+            f"{len(cut)} of 24 are cut at model.sequence_length={length}; {lost} of {targets} targets are "
+            f"lost; the longest conversation asks for {longest}"
+        )
+    if left_out := 24 - len(kept):
+        expected.append(f"{left_out} conversations have no assistant's token there, and are left out")
+    assert list(found.notes) == expected
+
+
 # ---------------------------------------------------------------- the loss
 
 

@@ -36,7 +36,7 @@ def bench(config: BenchConfig) -> tuple[list[Summary], Summary]:
     with _job(config) as (workload, folder), naming("model"):
         _check_fit(workload, plan("zb_h1", config.num_ranks, config.num_microbatches))
         timed = benches.bench(workload, config.schedules, options)
-        rows = report.rows_of(timed, workload.data.items_per_batch, workload.data.unit)
+        rows = report.rows_of(timed, workload.data.filled_items, workload.data.unit)
         about = {**_about(config, workload), "repeats": config.repeats}
         if folder is not None:
             folder.begin()

@@ -16,12 +16,12 @@ from zbpp.schedule import Timeline
 Row = dict[str, Any]
 
 
-def rows_of(timed: Sequence[TimedRunner], items_per_batch: int, unit: str = "tokens") -> list[Row]:
+def rows_of(timed: Sequence[TimedRunner], items_per_batch: float, unit: str = "tokens") -> list[Row]:
     """A row per runner, in values that JSON can write. unit: what the items are, "tokens" or "rows"."""
     return [_row(each, items_per_batch, unit) for each in timed]
 
 
-def _row(timed: TimedRunner, items_per_batch: int, unit: str) -> Row:
+def _row(timed: TimedRunner, items_per_batch: float, unit: str) -> Row:
     row: Row = {
         "schedule": timed.name,
         "runtime": timed.runtime,

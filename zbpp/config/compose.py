@@ -80,6 +80,7 @@ def register() -> None:
         store.store(name=f"{name}_types", node=kind)
     OmegaConf.register_new_resolver("sweep_number", _sweep_number, replace=True)
     OmegaConf.register_new_resolver("vocabulary_of", _vocabulary_of, replace=True)
+    OmegaConf.register_new_resolver("sequence_length_of", _sequence_length_of, replace=True)
 
 
 def _sweep_number() -> str:
@@ -93,14 +94,35 @@ def _vocabulary_of(folder: str | None, otherwise: int) -> int | None:
 
     otherwise: without a folder.
     """
-    if folder is None:
+    return otherwise if folder is None else _size_in(Path(folder) / "config.json", "vocab_size")
+
+
+_USUAL_LENGTH = 2048  # tokens: what a model of the Hub is trained on where nobody says otherwise
+
+
+def _sequence_length_of(folder: str | None, config: Any, otherwise: int) -> int:
+    """The sequence length for a model from a folder, or from the file of a config: at most _USUAL_LENGTH.
+
+    otherwise: for a config that is written out.
+    """
+    if folder is None and not isinstance(config, str):
         return otherwise
+    file = Path(config) if folder is None else Path(folder) / "config.json"
+    return min(_size_in(file, *_OF_POSITIONS) or _USUAL_LENGTH, _USUAL_LENGTH)
+
+
+_OF_POSITIONS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length")
+
+
+def _size_in(file: Path, *names: str) -> int | None:
+    """The first of these sizes that a model's config.json has, also in its part on text; None without one."""
     try:
-        config = json.loads((Path(folder) / "config.json").read_text())
-        size: int | None = config.get("vocab_size") or config["text_config"]["vocab_size"]
-        return size
-    except (OSError, ValueError, KeyError, AttributeError, TypeError):
-        return None  # what is wrong with the folder is said where it is loaded
+        whole = json.loads(file.read_text())
+        parts = whole, whole.get("text_config") or {}
+        found = [part[name] for part in parts for name in names if isinstance(part.get(name), int)]
+        return found[0] if found else None
+    except (OSError, ValueError, AttributeError, TypeError):
+        return None  # what is wrong with the file is said where it is loaded
 
 
 def config_folder() -> Path:

@@ -7,8 +7,8 @@ of the whole batch, as if one process had it in one piece. So a batch brings `to
 number of targets in the step on all replicas, and the number of rows. `token_loss` (zbpp/models/layers.py)
 divides by these instead of by the microbatch's own number of targets.
 
-A row is one conversation, padded at its end. Causal attention does not see later tokens, so the padding needs
-no mask. Needs the extra `hf`.
+A row is one conversation, padded at its end to the longest one. Causal attention does not see later tokens,
+so the padding needs no mask. Needs the extra `hf`.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from zbpp.seeding import seed_of
 IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+_STEP = 8  # lengths of rows are multiples: tensor cores ask for them
 
 _log = logging.getLogger(__name__)
 
@@ -73,7 +75,6 @@ class ChatBatches:
                 "no conversation has an assistant's token within sequence_length="
                 f"{sequence_length}: write a larger model.sequence_length, or check the roles in the file"
             )
-        self.num_without_target = len(cut) - len(self._conversations)
         self._counts = np.array([each.is_target[1:].sum() for each in self._conversations])
         self._num_parts = 1
 
@@ -95,6 +96,11 @@ class ChatBatches:
     def num_batches(self) -> int:
         """Full batches per epoch, but at least one."""
         return max(1, self.num_conversations // self.batch_size)
+
+    @property
+    def tokens_per_row(self) -> float:
+        """Inputs of a row that are no padding, on average."""
+        return float(np.mean([len(each.tokens) - 1 for each in self._conversations]))
 
     def batch(self, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         """Inputs, labels and totals of batch `step`, from 0."""
@@ -137,7 +143,8 @@ def chat_data(
 ) -> Data:
     """Batches of the conversations in a jsonl file.
 
-    tokenizer, chat_template: see `load_chat_tokenizer`.
+    tokenizer, chat_template: see `load_chat_tokenizer`. sequence_length: the most tokens of a row; rows are
+    no longer than the longest conversation asks for.
     held_out: the share of conversations that is evaluated on, at the end of the file. is_read: False on a
     rank that will ask for no batch: nothing is loaded there.
     Raises ValueError for a file, a template or a vocabulary that does not fit.
@@ -148,18 +155,14 @@ def chat_data(
     conversations = _conversations(load_chat_tokenizer(tokenizer, chat_template), Path(path))
     check_vocab_size(1 + max(int(each.tokens.max(initial=0)) for each in conversations), vocab_size)
     num_held_out = round(held_out * len(conversations))
-    shape: dict[str, Any] = {"sequence_length": sequence_length, "batch_size": batch_size}
+    longest = max(len(each.tokens) for each in conversations) - 1
+    length = min(sequence_length, -(-longest // _STEP) * _STEP)
+    shape: dict[str, Any] = {"sequence_length": length, "batch_size": batch_size}
     train = ChatBatches(conversations[: len(conversations) - num_held_out], **shape, seed=seed)
     if train.num_conversations < batch_size:
         raise ValueError(
             f"{path} has {train.num_conversations} conversations to train on, and a batch takes "
             f"{batch_size}: give more, or write a smaller microbatch_size or num_microbatches"
-        )
-    if train.num_without_target:
-        _log.warning(
-            "%d conversations have no assistant's token within sequence_length=%d, and are left out",
-            train.num_without_target,
-            sequence_length,
         )
     held = conversations[len(conversations) - num_held_out :]
     evaluation = ChatBatches(held, **shape, seed=None) if held else None
@@ -171,7 +174,30 @@ def chat_data(
         items_per_batch=batch_size * sequence_length,
         fingerprint=_fingerprint(conversations),
         num_evaluation_rest=num_evaluated % batch_size,
+        padding=1 - train.tokens_per_row / sequence_length,
+        notes=(
+            f"{train.num_conversations:,} conversations to train on, {num_evaluated:,} held out; rows of "
+            f"{length} tokens, {100 * (1 - train.tokens_per_row / length):.0f} % of them padding",
+            *_what_is_lost(conversations, length, train.num_conversations + num_evaluated),
+        ),
     )
+
+
+def _what_is_lost(conversations: Sequence[Conversation], length: int, num_kept: int) -> list[str]:
+    """Lines on the conversations that are cut at `length`, and on those that are left out."""
+    cut = [each for each in conversations if len(each.tokens) > length + 1]
+    lost = sum(int(each.is_target[length + 1 :].sum()) for each in cut)
+    targets = sum(int(each.is_target[1:].sum()) for each in conversations)
+    lines = []
+    if cut:
+        longest = max(len(each.tokens) for each in cut) - 1
+        lines.append(
+            f"{len(cut):,} of {len(conversations):,} are cut at model.sequence_length={length}; "
+            f"{lost:,} of {targets:,} targets are lost; the longest conversation asks for {longest}"
+        )
+    if num_left_out := len(conversations) - num_kept:
+        lines.append(f"{num_left_out:,} conversations have no assistant's token there, and are left out")
+    return lines
 
 
 # ---------------------------------------------------------------- text to tokens

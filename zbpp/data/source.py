@@ -41,6 +41,13 @@ class Data(NamedTuple):
     fingerprint: str | None  # equal on two ranks that read the same data; None on a rank that reads none
     unit: str = "tokens"  # what the items of a batch are: "tokens" or "rows"
     num_evaluation_rest: int = 0  # rows that are held out behind these batches, the first of the next batch
+    padding: float = 0.0  # the share of a batch's items that fills rows up, on average
+    notes: tuple[str, ...] = ()  # what a run says of the data: lines
+
+    @property
+    def filled_items(self) -> float:
+        """Items of a batch that are no padding, on average."""
+        return self.items_per_batch * (1 - self.padding)
 
     def told_by(self, other: Data) -> Data:
         """These batches, with the facts of another rank, which has read the data."""

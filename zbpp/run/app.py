@@ -85,7 +85,7 @@ def train(composed: Composed) -> dict[str, Any]:
         if folder is not None:
             folder.begin(trainer.next_step)
             folder.write("config.yaml", composed.yaml)
-            _print_facts(config, parts.model, plan, trained)
+            _print_facts(config, parts, plan, trained)
         shown = composed.settings, trainer.next_step
         loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
         with loggers, _recorded(recorder):
@@ -185,9 +185,11 @@ def _agreed_data(data: Data) -> Data:
 # ---------------------------------------------------------------- the run
 
 
-def _print_facts(config: TrainConfig, model: Any, plan: Plan, trained: str) -> None:
+def _print_facts(config: TrainConfig, parts: Parts, plan: Plan, trained: str) -> None:
     """Print what was chosen for this run. trained: how many of the parameters are."""
-    cut = layers_per_stage(model, plan.timetable.num_stages)
+    for note in parts.data.notes:
+        print(note, flush=True)
+    cut = layers_per_stage(parts.model, plan.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)
     print(trained, flush=True)

@@ -255,7 +255,7 @@ def _figures(
     """The figures that need no measured step; arguments as in `summarise`. Collective."""
     pipeline, data, last = trainer.pipeline, trainer.data, history[-1] if history else {}
     steps = [metrics["step_seconds"] for metrics in history]
-    items_per_second = trainer.items_per_step / median(steps) if steps else None
+    items_per_second = trainer.filled_per_step / median(steps) if steps else None
     return {
         "num_processes": here.size,
         "num_ranks": pipeline.timetable.num_ranks,
@@ -268,7 +268,7 @@ def _figures(
         "skipped_steps": trainer.values.num_skipped,
         "non_finite_steps": trainer.values.num_non_finite,
         "seconds": seconds,
-        data.unit: trainer.items_per_step * len(history),
+        data.unit: round(trainer.filled_per_step * len(history)),
         **{name: last[name] for name in last if name == "loss" or name.startswith("evaluation_")},
         f"{data.unit}_per_second": items_per_second,
         "model_flops_utilisation": model_flops_utilisation(

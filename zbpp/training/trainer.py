@@ -228,6 +228,11 @@ class Trainer:
         return self.data.items_per_batch * self.pipeline.place.num_data_parts
 
     @property
+    def filled_per_step(self) -> float:
+        """The items of a step that are no padding, on average."""
+        return self.data.filled_items * self.pipeline.place.num_data_parts
+
+    @property
     def is_replanned(self) -> bool:
         """Whether the plan that was made for the first steps' costs is running."""
         return self.replan is not None and self.replan.is_done
@@ -260,7 +265,7 @@ class Trainer:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
-        times = {f"{self.data.unit}_per_second": self.items_per_step / seconds, "step_seconds": seconds}
+        times = {f"{self.data.unit}_per_second": self.filled_per_step / seconds, "step_seconds": seconds}
         self._begun.add(step, times, batch, self.pipeline)
         return self._finished(results)
 
