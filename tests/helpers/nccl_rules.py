@@ -11,6 +11,8 @@ differences visible:
 - A result is there after `wait`, not before. Until then the buffer holds NaN or other wrong numbers.
 - A buffer belongs to its operation until `wait`: BufferError if the program has changed it in the meantime.
 - NCCL has no 16-bit integers and no complex numbers, and takes no tensor with gaps: TypeError.
+- What has started is a kernel, which holds the device until the other ranks come: `wait_for_device` waits for
+  all that this process has started. So do a first product, a compiler and a tuner on a GPU.
 - Both ends name the same operation, dtype and size, else RuntimeError; NCCL would hang or mix up bytes.
 
 Where NCCL would hang this backend raises RuntimeError at the timeout. On NCCL `wait` makes the stream wait,
@@ -28,6 +30,7 @@ import queue
 import random
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -42,6 +45,7 @@ _LARGEST_DELAY = 0.002  # s
 _FORBIDDEN = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _INTERVAL = 0.05  # s
 _broken: list[Exception] = []  # the rules that this process has broken
+_running: weakref.WeakSet[_Work] = weakref.WeakSet()  # what this process has started
 _POISON = 0x7F  # in every byte: NaN as bfloat16, a huge number as a float or an integer
 
 
@@ -61,6 +65,7 @@ class _Work(dist.Work):
         self._results: list[Tensor] = []
         self._error: BaseException | None = None
         self._done, self._is_delivered = threading.Event(), False
+        _running.add(self)
 
     def finish(self, results: Sequence[Tensor] = (), error: BaseException | None = None) -> None:
         """The operation has ended; called by the communicator's thread."""
@@ -68,6 +73,16 @@ class _Work(dist.Work):
         self._done.set()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
+        self.wait_for_end()
+        if not self._is_delivered:
+            self._is_delivered = True
+            with torch.no_grad():
+                for output, result in zip(self._outputs, self._results, strict=True):
+                    output.detach().copy_(result)
+        return True
+
+    def wait_for_end(self) -> None:
+        """Wait until the operation has ended; its result is still to be delivered."""
         end = time.monotonic() + self._timeout
         while not (self._done.wait(_INTERVAL) or _broken) and time.monotonic() < end:
             pass
@@ -77,18 +92,19 @@ class _Work(dist.Work):
             raise RuntimeError(f"{self._name} did not end within {self._timeout} s: NCCL would hang here")
         if self._error is not None:
             raise RuntimeError(f"{self._name}: {self._error}") from self._error
-        if not self._is_delivered:
-            self._is_delivered = True
-            with torch.no_grad():
-                for output, result in zip(self._outputs, self._results, strict=True):
-                    output.detach().copy_(result)
-        return True
 
     def is_completed(self) -> bool:
         return self._done.is_set()
 
     def result(self) -> list[Tensor]:
         return self._outputs
+
+
+def wait_for_device() -> None:
+    """What `torch.cuda.synchronize()` does: wait until all that this process has started has ended."""
+    for work in [*_running]:
+        work.wait_for_end()
+    _running.clear()
 
 
 class _Communicator:

@@ -112,7 +112,7 @@ def test_an_extra_is_told_of_a_call_that_fails():
 
 def functions(pipeline):
     """What runs at each instruction of a step, as far as one can tell two functions apart."""
-    found = pipeline._rank.executors["step"]._plain.functions
+    found = pipeline._rank.executors["step"]._resolution.functions
     return [repr(getattr(each.function, "func", each.function)).split(" at ")[0] for each in found]
 
 

@@ -1,5 +1,7 @@
 """Links between real processes: order, layouts, and memory that is used again."""
 
+from itertools import islice
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -31,14 +33,19 @@ def message(channel, number, rank):
 def exchange(rank, num_passes, depth):
     """Both ranks send and receive all of CHANNELS at once, several times over the same links."""
     peer = 1 - rank
-    inbox = Inbox(peer, dist.group.WORLD, BufferPool(CPU), CHANNELS, depth)
+    inbox = Inbox(peer, dist.group.WORLD, BufferPool(CPU))
     outbox = Outbox(peer, dist.group.WORLD, CPU)
     received = []
     for _ in range(num_passes):
-        inbox.begin()
+        ahead, others = CHANNELS[:depth], iter(CHANNELS[depth:])
+        for channel in ahead:
+            inbox.post(channel)
         for number, channel in enumerate(CHANNELS):
             outbox.send(channel, message(channel, number, rank))
-        received += [[_seen(tensor) for tensor in inbox.receive()] for _ in CHANNELS]
+        for _ in CHANNELS:
+            for channel in islice(others, 1):
+                inbox.post(channel)
+            received.append([_seen(tensor) for tensor in inbox.receive()])
         outbox.finish()
     return received
 
@@ -68,6 +75,14 @@ def any_tensors():
     )
 
 
+def receive_two(link, read):
+    """What two messages of one channel say, whose receives start together."""
+    inbox = Inbox(0, link, BufferPool(CPU))
+    for _ in range(2):
+        inbox.post("x")
+    return [read(inbox.receive()) for _ in range(2)]
+
+
 def carry_any_tensors(rank, through_host):
     link = HostLink(dist.group.WORLD, CPU) if through_host else dist.group.WORLD
     if rank == 0:
@@ -76,10 +91,7 @@ def carry_any_tensors(rank, through_host):
             outbox.send("x", any_tensors())
         outbox.finish()
         return None
-    inbox = Inbox(0, link, BufferPool(CPU), ["x", "x"], 2)
-    inbox.begin()
-    inbox.receive()
-    return inbox.receive()
+    return receive_two(link, lambda message: message)[1]
 
 
 @pytest.mark.parametrize("through_host", [False, True])
@@ -92,9 +104,7 @@ def test_every_dtype_and_strided_scalar_and_empty_tensors_travel(through_host):
 
 def send_a_changed_layout(rank):
     if rank == 1:
-        inbox = Inbox(0, dist.group.WORLD, BufferPool(CPU), ["x", "x"], 2)
-        inbox.begin()
-        return [inbox.receive()[0].tolist() for _ in range(2)]
+        return receive_two(dist.group.WORLD, lambda message: message[0].tolist())
     outbox = Outbox(1, dist.group.WORLD, CPU)
     outbox.send("x", (torch.tensor([1.0, 2.0]),))
     complaints = []

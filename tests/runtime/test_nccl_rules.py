@@ -3,7 +3,9 @@
 What the backend can't emulate is listed in helpers/nccl_rules.py.
 """
 
+import random
 import sys
+from itertools import count, islice
 
 import pytest
 import torch
@@ -11,14 +13,18 @@ import torch.distributed as dist
 from torch import nn
 
 import zbpp
+from helpers.nccl_rules import wait_for_device
 from helpers.processes import run_ranks
+from helpers.timetables import random_timetable
 from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
 from zbpp.models.llama import Llama
 from zbpp.runtime import links
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel import groups
+from zbpp.schedule import Timetable
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.passes.posts import ON_HOST
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 SOME = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
@@ -206,6 +212,75 @@ def without_waits(rank):
         losses += [float(sum(found)) for found in [pipeline.step(x, target=-x)] if found]
     dist.barrier()
     return losses
+
+
+class WaitsForTheDevice(nn.Module):
+    """A layer whose forward and backward wait for the whole device at random places, as a tuner does."""
+
+    def __init__(self, seed, share):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+        self.random, self.share, self.num_waits = random.Random(f"{seed} {dist.get_rank()}"), share, 0
+
+    def forward(self, x):
+        self.maybe_wait()
+        y = self.layer(x)
+        if y.requires_grad:
+            y.register_hook(lambda grad: self.maybe_wait())
+        return y
+
+    def maybe_wait(self):
+        if self.random.random() < self.share:
+            self.num_waits += 1
+            wait_for_device()
+
+
+def first_step_with_waits(rank, cases, timeout):
+    """For each (timetable, seed, share): how often this rank waited for the device in its first step."""
+    found = []
+    for text, seed, share in cases:
+        timetable = Timetable.parse(text)
+        stages = {stage: WaitsForTheDevice(seed + stage, share) for stage in timetable.stages_of(rank)}
+        x = torch.ones(timetable.num_microbatches, 3, dtype=torch.float64)
+        with Pipeline(stages, timetable, nn.functional.mse_loss, timeout=timeout) as pipeline:
+            pipeline.step(x, target=-x)
+            found.append(sum(stage.num_waits for stage in stages.values()))
+            for stage in stages.values():
+                stage.share = 0.0  # later steps wait for nothing
+            pipeline.step(x, target=-x)
+    return found
+
+
+def first_step_as_on_gloo(rank, cases):
+    """What a rank says if its first step starts as many receives ahead as the plan has in flight."""
+    sys.modules["zbpp.runtime.rank"].ON_DEVICE = ON_HOST
+    return said(lambda: first_step_with_waits(rank, cases, 3.0))
+
+
+def random_cases(num_ranks, num_random):
+    """Every schedule, and random timetables and placements, with waits at some or all actions."""
+    for number, name in enumerate(FAMILIES):
+        yield str(zbpp.plan(name, num_ranks, 2 * num_ranks)), number, (0.2, 1.0)[number % 2]
+    drawn = (random_timetable(random.Random(seed), most_ranks=num_ranks) for seed in count())
+    whole = (each for each in drawn if each.num_ranks == num_ranks)
+    for number, timetable in enumerate(islice(whole, num_random)):
+        yield str(timetable), number, (0.2, 0.6, 1.0)[number % 3]
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_no_wait_for_the_device_hangs_a_first_step(num_ranks):
+    cases = [*random_cases(num_ranks, 20)]
+    waits = run_ranks(first_step_with_waits, num_ranks, cases, 60.0, backend="strict")
+    total = sum(map(sum, waits))
+    print(f"{len(cases)} first steps on {num_ranks} ranks, {total} waits for the device")
+    assert total > 10 * len(cases)
+
+
+def test_a_wait_for_the_device_hangs_a_first_step_whose_receives_start_ahead():
+    cases = [(str(zbpp.plan("zb_h1", 2, 4)), 0, 1.0)]
+    found = run_ranks(first_step_as_on_gloo, 2, cases, backend="strict", fresh=True)
+    assert any("imed out" in each or "NCCL would hang" in each for each in found), found
 
 
 def with_another_dtype(rank):

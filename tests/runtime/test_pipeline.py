@@ -339,9 +339,9 @@ def step_with_a_sleeper(rank):
 
 def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():
     line = failures(step_with_a_sleeper, 2)[0]
-    # rank 0's program: 0F0 Send 0F1 Send Recv ...
+    # rank 0's program: Post 0F0 Send 0F1 Send Post Recv ...
     assert line.startswith(
-        "zbpp.job.errors.CommunicationError: rank 0, instruction 4 of its program (Recv g(0,0) from 1): "
+        "zbpp.job.errors.CommunicationError: rank 0, instruction 6 of its program (Recv g(0,0) from 1): "
     )
     assert "imed out" in line or "imeout" in line
 

@@ -229,13 +229,13 @@ def exchanged(num_messages=6, made=_Link):
     with recorded() as device:
         link, total = made(device), torch.zeros(SIZE)
         outbox = Outbox(1, link, CPU)
-        inbox = Inbox(0, link, BufferPool(CPU), ["x"] * num_messages, depth=0)
+        inbox = Inbox(0, link, BufferPool(CPU))
         for number in range(num_messages + 2):
             if number < num_messages:
                 outbox.send("x", (torch.full((SIZE,), float(number)),))
-            if number == 1:
-                inbox.begin()
-            if number < 2:  # the inbox posts receives ahead
+            if 1 <= number <= num_messages:  # the message that is taken next, and the one behind it
+                inbox.post("x")
+            if number < 2:
                 continue
             outbox.release()
             (received,) = inbox.receive()

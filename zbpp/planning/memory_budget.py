@@ -26,8 +26,9 @@ import numpy.typing as npt
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
-from zbpp.schedule.lower import Program, Recv, Reduce, Release, lower
+from zbpp.schedule.lower import Post, Program, Reduce, Release, lower
 from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
+from zbpp.schedule.passes.posts import in_flight
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
@@ -291,17 +292,13 @@ def excess(ranks: Sequence[RankMemory], limits: Sequence[float]) -> dict[int, fl
 def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
     """The bytes of the receive buffers of a program.
 
-    A buffer is in use from when its receive is posted, which is ahead of the message, until the last action
-    that reads the message.
+    A buffer is in use from when its receive starts, which is ahead of the message, until the last action that
+    reads the message. On NCCL receives start later than here (see posts.py).
     """
-    waiting = {peer: iter(values) for peer, values in _received(program).items()}
     in_use, most = Counter[tuple[str, float]](), Counter[tuple[str, float]]()
     ends: dict[tuple[int, int, Op], list[tuple[str, float]]] = {}
 
-    def post(peer: int) -> None:
-        value = next(waiting[peer], None)
-        if value is None:
-            return
+    def post(value: Value) -> None:
         own = stages[value.stage]
         kind = (value.name, own.x if value.name == "x" else own.g)
         in_use[kind] += 1
@@ -309,22 +306,11 @@ def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
         until = own.x_until if value.name == "x" else own.g_until
         ends.setdefault((value.stage, value.microbatch, until), []).append(kind)
 
-    for peer in waiting:
-        for _ in range(max(program.in_flight[peer], 1)):
-            post(peer)
-    for instruction in program.instructions:
+    for instruction in in_flight(program).instructions:
         match instruction:
-            case Recv(_, peer):
-                post(peer)
+            case Post(value, _):
+                post(value)
             case Action(stage, op, microbatch):
                 for ended in (Op.B, Op.W) if op == Op.BW else (op,):
                     in_use.subtract(ends.pop((stage, microbatch, ended), []))
     return sum(size * count for (_, size), count in most.items())
-
-
-def _received(program: Program) -> dict[int, list[Value]]:
-    found: dict[int, list[Value]] = {}
-    for instruction in program.instructions:
-        if isinstance(instruction, Recv):
-            found.setdefault(instruction.peer, []).append(instruction.value)
-    return found

@@ -3,9 +3,10 @@
 See resolve.py: there each instruction becomes a function of one message, with the slot that the message
 comes from and the slot that the result goes to. `run` below is all that a step does.
 
-A pass with a gate (zbpp/schedule/gate.py) runs another list of the same functions, with the gate at its
-place. If the F's before the gate are not valid, the gate ends the pass by BeginAgain; `drop_messages` then
-empties the links, and the program can be run from its beginning.
+A program has variants: receives start where the pass needs them (zbpp/schedule/passes/posts.py), and a pass may have
+a gate (zbpp/schedule/gate.py). `prepare` chooses the variant before the pass. If the F's before the gate are
+not valid, the gate ends the pass by BeginAgain; `drop_messages` then empties the links, and the program can
+be run from its beginning.
 """
 
 from __future__ import annotations
@@ -19,12 +20,22 @@ from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.layout import Message
-from zbpp.runtime.links import BufferPool, FreshBuffers, Inbox, Links, Outbox, make_inboxes, make_outboxes
+from zbpp.runtime.links import (
+    BufferPool,
+    FreshBuffers,
+    Inbox,
+    Links,
+    Outbox,
+    channel_of,
+    make_inboxes,
+    make_outboxes,
+)
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Gate, Op, Program, Send
+from zbpp.schedule import Action, Gate, Op, PassGate, Program, Send
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Transport
+from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
 
 _NO_MESSAGE: Message = ()
 _PARTS = {
@@ -42,8 +53,13 @@ class BeginAgain(Exception):
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    methods: {op: the method of StageWorker that does it}. gate: called once, before the first step with a
-    gate; returns its place. extras: of the pipeline; None: none. call: "step", "evaluate" or "predict".
+    methods: {op: the method of StageWorker that does it}. postings: of the links. gate: called once, before
+    the first pass with a gate; returns its place. extras: of the pipeline; None: none. call: "step",
+    "evaluate" or "predict".
+
+    may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
+    and a tuner do. True for the first pass and for the first one after `rebind` or `forget_layouts`; with
+    dynamic shapes for all passes. An extra sets it in `end` if the next step may wait, too.
     """
 
     def __init__(
@@ -56,6 +72,7 @@ class Executor:
         device: torch.device,
         *,
         dynamic_shapes: bool = False,
+        postings: Postings = ON_HOST,
         gate: Callable[[], Gate] | None = None,
         extras: Extras | None = None,
         call: str = "step",
@@ -74,17 +91,38 @@ class Executor:
             self._outboxes,
             extras,
             call,
+            self._pass_gate,
         )
         self._make_gate, self._workers = gate, workers
-        self._is_valid: Callable[[], bool] = _is_always_valid
-        self._given = program
+        self._gate: Gate | None = None
+        self._is_valid: Callable[[], bool] | None = None
+        self.given, self.postings, self._dynamic_shapes = program, postings, dynamic_shapes
         self.rebind()
 
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
-        self._program = self._extras.rewrite(self._call, self._given)
-        self._plain = self._resolver.resolution(self._program)
-        self._gate, self._gated = Gate(0, {}, ()), Resolution([], [])  # made when they are needed first
+        self.may_wait = True
+        self._variants: dict[tuple[Posting, bool], tuple[Program, Resolution]] = {}
+        self.prepare()
+
+    def prepare(self, is_valid: Callable[[], bool] | None = None) -> None:
+        """Choose what the next `run` runs, before the extras begin the call.
+
+        is_valid: called at the program's gate; says whether the F's before the gate are valid. `run` raises
+        BeginAgain if they aren't. None: the program has no gate.
+        """
+        self._is_valid = is_valid
+        variant = self.postings.may_wait if self.may_wait else self.postings.later, is_valid is not None
+        if variant not in self._variants:
+            self._variants[variant] = self._resolved(*variant)
+        self._program, self._resolution = self._variants[variant]
+
+    def _resolved(self, posting: Posting, has_gate: bool) -> tuple[Program, Resolution]:
+        if has_gate and self._gate is None:
+            assert self._make_gate is not None  # only a program with backwards is run with a gate
+            self._gate = self._make_gate()
+        program = posting(self._extras.rewrite(self._call, self.given), self._gate if has_gate else None)
+        return program, self._resolver.resolution(program)
 
     def receive_into(self, pools: Mapping[int, BufferPool]) -> None:
         """From now on receive messages into these pools, by sender, else into the executor's own."""
@@ -99,7 +137,7 @@ class Executor:
     @property
     def instructions(self) -> list[Instruction]:
         """Those of `program` at which something runs, in order."""
-        return [each for each in self._plain.instructions if each is not None]
+        return [each for each in self._resolution.instructions if each is not None]
 
     @property
     def device(self) -> torch.device:
@@ -111,15 +149,13 @@ class Executor:
         for own, known in zip(self._boxes(), other._boxes(), strict=True):
             own.layouts = dict(known.layouts)
 
-    def run(self, is_valid: Callable[[], bool] | None = None) -> None:
+    def run(self) -> None:
         """Run the program once. Afterwards slots and links are empty.
 
-        is_valid: called at the program's gate; says whether the F's before the gate are valid. Raises
-        BeginAgain if they aren't. None: the program has no gate.
         Raises what a stage raises; where a message fails, CommunicationError with the rank, the instruction
         and its number, the value and the peer; ValueError for a message whose layout has changed.
         """
-        resolution = self._plain if is_valid is None else self._with_gate(is_valid)
+        resolution = self._resolution
         slots = [_NO_MESSAGE] * (FIRST_SLOT + len(self._resolver.slots))
         position = 0
         try:
@@ -132,11 +168,9 @@ class Executor:
         except Exception as error:
             if isinstance(error, MessageChanged):
                 raise explained(error, self._workers) from None
-            at_gate, rank = position == resolution.gate, self._program.rank
-            _explain(error, resolution.instructions, position, rank, at_gate=at_gate)
+            _explain(error, resolution.instructions, position, self._program.rank)
             raise
-        finally:
-            self._is_valid = _is_always_valid
+        self.may_wait = self._dynamic_shapes
         if any(slots[FIRST_SLOT:]):
             left = [str(value) for value, slot in self._resolver.slots.items() if slots[slot]]
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
@@ -145,13 +179,15 @@ class Executor:
         """Empty the links after BeginAgain: receive what other ranks have sent before their gates."""
         rank = self._program.rank
         with communicating(f"rank {rank}, dropping the messages of a step that begins again"):
-            for sender in self._gate.dropped:
-                self._inboxes[sender].receive()
+            assert self._gate is not None
+            for each in unreceived(self._program, self._gate):
+                self._inboxes[each.peer].drop(channel_of(each.value))
             for outbox in self._outboxes.values():
                 outbox.drop()
 
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
+        self.may_wait = True
         self._pool.clear()
         for box in self._boxes():
             box.layouts.clear()
@@ -165,34 +201,13 @@ class Executor:
         yield from self._inboxes.values()
         yield from self._outboxes.values()
 
-    def _with_gate(self, is_valid: Callable[[], bool]) -> Resolution:
-        """The program with its gate, which is resolved when it is needed first."""
-        if not self._gated.functions:
-            assert self._make_gate is not None  # only a program with backwards is run with a gate
-            self._gate = self._make_gate()
-            self._gated = self._resolver.resolution(self._program, self._gate, self._pass_gate)
-        self._is_valid = is_valid
-        return self._gated
-
     def _pass_gate(self) -> None:
+        assert self._is_valid is not None  # the program has a gate
         if not self._is_valid():
             raise BeginAgain
-        for inbox in self._inboxes.values():
-            inbox.open()
 
 
-def _is_always_valid() -> bool:
-    return True
-
-
-def _explain(
-    error: Exception,
-    instructions: Sequence[Instruction | None],
-    position: int,
-    rank: int,
-    *,
-    at_gate: bool,
-) -> None:
+def _explain(error: Exception, instructions: Sequence[Instruction | None], position: int, rank: int) -> None:
     """Note the action on its error; raise another error for a message that failed, or that may not be sent.
 
     instructions: of the pass; None for what is no instruction. position: of the one that failed. rank: in the
@@ -206,14 +221,14 @@ def _explain(
         error.add_note(f"in {instruction} on rank {rank}")
         return
     speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError)
-    if speaks_for_itself or at_gate:
+    if speaks_for_itself or isinstance(instruction, PassGate):
         return
     if isinstance(error, RuntimeError):
         number = sum(each is not None for each in instructions[:position])
         if instruction is not None:
             place = f"instruction {number} of its program ({instruction})"
         else:
-            place = "its first receives" if number == 0 else "its last sends"
+            place = "its last sends"
         raise CommunicationError.at(f"rank {rank}, {place}", error) from None
     if isinstance(error, ValueError) and isinstance(instruction, Send):
         message = f"{instruction.value} from rank {rank} to rank {instruction.peer}"

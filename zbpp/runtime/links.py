@@ -2,19 +2,21 @@
 
 All messages of one channel (the x of one stage, or its g) have one layout: which tensors are None, and of the
 others dtype, shape and requires_grad. The first message of a channel has a header, which says the layout.
-From then on the sender checks each message against it before anything is sent, and the receiver posts
+From then on the sender checks each message against it before anything is sent, and the receiver can start
 receives ahead of their use. (gloo checks nothing: a buffer that is too small aborts the process, and another
 dtype gives wrong numbers without an error.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
-    receiver  header  x0  [x1] [x2]       [ ] posted ahead, as many as the plan has in flight
+    receiver  header  x0  [x1] [x2]       [ ] started ahead, where the program says so (Post)
 
-With dynamic shapes every message has a header, and only headers are posted ahead: each message costs
+Behind a header nothing can be started: it says how many tensors follow it. A Post that stands there starts
+its receive as soon as the header has come. With dynamic shapes every message has a header: each message costs
 one more latency, and on CUDA a wait of the host.
 
 The life of a receive buffer:
-1. `Inbox._post` takes it from the BufferPool and starts the receive.
-2. `Inbox.receive` waits for the message and returns the buffer, as the message that an F, B or BW takes.
+1. `Inbox.post`, an instruction of the program, takes it from the BufferPool and starts the receive.
+2. `Inbox.receive`, another instruction, waits for the message and returns the buffer, as the message that an
+   F, B or BW takes.
 3. Nothing hands it back. F keeps it for B, B may keep it for W: W's x can BE it. `BufferPool.take` gives
    it out again once nothing refers to its memory any more, which is often after W.
 
@@ -23,16 +25,16 @@ instruction of the program, waits until it has been received and drops it. In be
 in_place.py.
 
 Each link has a process group of its own: NCCL runs everything that shares a communicator in one order, so a
-receive posted ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That is
-enough for receive buffers and for sent tensors: a sent tensor is kept until that wait, and a buffer is given
-out again only to a receive that starts on the current stream behind the buffer's readers. (This has not been
-tested on several GPUs.)
+receive started ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That
+is enough for receive buffers and for sent tensors: a sent tensor is kept until that wait, and a buffer is
+given out again only to a receive that starts on the current stream behind the buffer's readers. (This has not
+been tested on several GPUs.)
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -163,13 +165,11 @@ class Outbox:
         """End a pass over the program: wait until every message has been received."""
         while self._pending:
             self.release()
-        self._num_sent = 0
 
     def drop(self) -> None:
         """End a pass that begins again: its messages are not used, and may have changed."""
         while self._pending:
             self._release()
-        self._num_sent = 0
 
     def _release(self) -> Sent:
         sent = self._pending.popleft()
@@ -199,62 +199,47 @@ class Posted(NamedTuple):
 
 @dataclass(eq=False)
 class Inbox:
-    """The receiving end of a link. peer: the sender's rank in `group`.
-
-    channels: the channel of each message of a pass, in the order in which the link carries them.
-    depth: how many messages to keep posted beside the one that is waited for; behind a header none.
-
-    If the sender may begin its pass again, `begin` says how many messages it sends until that is decided: no
-    receive of a later message is posted before `open`, since a posted receive can't be taken back.
-    """
+    """The receiving end of a link. peer: the sender's rank in `group`."""
 
     peer: int
     group: LinkGroup
     pool: BufferPool
-    channels: Sequence[Hashable]
-    depth: int
     dynamic_shapes: bool = False
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
+    _due: deque[Hashable] = field(default_factory=deque)  # channels of messages behind a header
     _posted: deque[Posted] = field(default_factory=deque)
-    _num_posted: int = 0
     _num_received: int = 0
-    _last: int = 0  # no receive is posted of this message or a later one
 
-    def begin(self, num_messages: int | None = None) -> None:
-        """Post the first receives of a pass. num_messages: until `open`; None: all."""
-        self._num_posted = self._num_received = 0
-        self._last = len(self.channels) if num_messages is None else num_messages
-        self._post_ahead()
-
-    def open(self) -> None:
-        """From now on post receives of all messages."""
-        self._last = len(self.channels)
-        self._post_ahead()
+    def post(self, channel: Hashable) -> None:
+        """Start to receive the link's next message, which belongs to the channel."""
+        self._due.append(channel)
+        self._start_due()
 
     def receive(self) -> Message:
-        """Post another receive, then wait for the next message."""
+        """Wait for the message whose receive has started first."""
         posted = self._posted.popleft()
         if posted.layout is None:
             posted = self._after_header(posted)
-        self._post_ahead()  # before the wait, which may be long
+            self._start_due()  # before the wait, which may be long
         for work in posted.works:
             work.wait()
         return posted.tensors
 
+    def drop(self, channel: Hashable) -> None:
+        """Receive the next message, whether its receive has started or not, and drop it."""
+        if not self._posted:
+            self.post(channel)
+        self.receive()
+
     def close(self) -> None:
         """Give up the messages under way, and the link."""
         self._posted.clear()
+        self._due.clear()
         del self.group
 
-    def _post_ahead(self) -> None:
-        # Behind a header nothing can be posted: it says how many tensors follow it.
-        while (
-            len(self._posted) < max(self.depth, 1)
-            and self._num_posted < self._last
-            and not (self._posted and self._posted[-1].layout is None)
-        ):
-            channel = self.channels[self._num_posted]
-            self._num_posted += 1
+    def _start_due(self) -> None:
+        while self._due and not (self._posted and self._posted[-1].layout is None):
+            channel = self._due.popleft()
             layout = None if self.dynamic_shapes else self.layouts.get(channel)
             self._posted.append(self._post(channel, layout))
 
@@ -296,13 +281,9 @@ def make_inboxes(
 ) -> dict[int, Inbox]:
     """By sender."""
     rank = program.rank
-    receives = [each for each in program.instructions if isinstance(each, Recv)]
-    boxes: dict[int, Inbox] = {}
-    for peer in sorted({each.peer for each in receives}):
-        own = int(peer > rank)  # a link's group has two ranks: 0 is the lower one
-        channels = [channel_of(each.value) for each in receives if each.peer == peer]
-        boxes[peer] = Inbox(own, links[peer, rank], pool, channels, program.in_flight[peer], dynamic_shapes)
-    return boxes
+    peers = sorted({each.peer for each in program.instructions if isinstance(each, Recv)})
+    # A link's group has two ranks: 0 is the lower one.
+    return {peer: Inbox(int(peer > rank), links[peer, rank], pool, dynamic_shapes) for peer in peers}
 
 
 def make_outboxes(

@@ -30,13 +30,14 @@ from zbpp.runtime.call import Call, NamedLosses, Result
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra, Extras
 from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.parallel.groups import close_groups, link_groups
+from zbpp.runtime.parallel.groups import close_groups, link_groups, runs_on_device
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op, Programs, Timetable, lower
+from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
 
 METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -107,6 +108,7 @@ class Rank:
         }
         pairs = self.programs["step"].links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
+        self._run_on_device = any(runs_on_device(each, device) for each in self._links.values())
         self.executors = {
             name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
         }
@@ -123,6 +125,7 @@ class Rank:
             self._links,
             self.device,
             dynamic_shapes=self.dynamic_shapes,
+            postings=ON_DEVICE if self._run_on_device else ON_HOST,
             gate=lambda: lower(timetable).gate(rank),
             extras=self.extras,
             call=name,
@@ -171,11 +174,12 @@ class Rank:
             cutter, call = self._give(call, seeds)
             if call.kind != "step":  # its shapes may be others than the last one's
                 executor.forget_layouts()
-            self.extras.begin(call)
             if settle is None:
+                executor.prepare()
+                self.extras.begin(call)
                 executor.run()
             else:
-                cutter = self._run_with_gate(executor, seeds, settle) or cutter
+                cutter = self._run_with_gate(executor, call, seeds, settle) or cutter
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
             losses = [loss for each in ended for loss in each.losses]
@@ -194,7 +198,9 @@ class Rank:
             worker.begin(feeds[stage])
         return cutter, call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
 
-    def _run_with_gate(self, executor: Executor, seeds: Mapping[int, int], settle: Settle) -> Cutter | None:
+    def _run_with_gate(
+        self, executor: Executor, call: Call, seeds: Mapping[int, int], settle: Settle
+    ) -> Cutter | None:
         """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
         self._buffers.keep()
         again: Call | None = None
@@ -204,8 +210,10 @@ class Rank:
             again = settle()
             return again is None
 
+        executor.prepare(is_valid)
+        self.extras.begin(call)
         try:
-            executor.run(is_valid)
+            executor.run()
             return None
         except BeginAgain as error:
             executor.drop_messages()
@@ -214,6 +222,7 @@ class Rank:
         assert again is not None  # it was set at the gate
         self._buffers.restore()
         cutter, again = self._give(again, seeds)
+        executor.prepare()
         self.extras.begin(again)
         executor.run()
         return cutter

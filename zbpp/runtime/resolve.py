@@ -8,6 +8,7 @@ message comes from; the slot that the result goes to (the dot stands for the mes
     instruction          function                      takes from -> gives to
     0F0                  worker.forward(0, .)          slot 0 -> slot 2
     Send x(1,0) to 1     outbox.send(("x", 1), .)      slot 2 -> slot 1
+    Post g(0,0) from 1   inbox.post(("g", 0))          slot 0 -> slot 1
     Recv g(0,0) from 1   inbox.receive()               slot 0 -> slot 3
     0B0                  worker.backward_input(0, .)   slot 3 -> slot 1
     0W0                  worker.backward_weight(0, .)  slot 0 -> slot 1
@@ -18,7 +19,7 @@ no instruction takes goes there.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
@@ -28,7 +29,19 @@ from zbpp.runtime.in_place import Handover
 from zbpp.runtime.layout import Message
 from zbpp.runtime.links import Inbox, Outbox, channel_of
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Gate, Op, Program, Recv, Reduce, Release, Send, Value, consumes, produces
+from zbpp.schedule import (
+    Action,
+    Op,
+    PassGate,
+    Post,
+    Program,
+    Recv,
+    Release,
+    Send,
+    Value,
+    consumes,
+    produces,
+)
 from zbpp.schedule.lower import Instruction
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
@@ -48,21 +61,18 @@ _OF_AN_EXTRA = Resolved(lambda message: ())
 
 
 class Resolution(NamedTuple):
-    """A program as functions. instructions: what each function was; None for what is no instruction.
-
-    gate: the place of the gate; None without one.
-    """
+    """A program as functions. instructions: what each function was; None for what is no instruction."""
 
     functions: list[Resolved]
     instructions: list[Instruction | None]
-    gate: int | None = None
 
 
 class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    extras, call: whose handlers and functions run, see extra.py.
+    extras, call: whose handlers and functions run, see extra.py. pass_gate: called at the gate of a program
+    that has one.
 
     slots: where each value waits: those that the instructions of `program` take.
     """
@@ -77,47 +87,36 @@ class Resolver:
         outboxes: Mapping[int, Outbox],
         extras: Extras,
         call: str,
+        pass_gate: Callable[[], None],
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
-        self._extras, self._call = extras, call
+        self._extras, self._call, self._pass_gate = extras, call, pass_gate
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
         self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
 
-    def resolution(
-        self, program: Program, gate: Gate | None = None, *at_gate: Callable[[], Any]
-    ) -> Resolution:
-        """The functions of a pass: those before the program, the program, those after it.
-
-        at_gate: called at the gate, if there is one.
-        """
-        instructions, place = program.instructions, 0
-        first: list[Callable[[], Any]] = []
-        for peer, inbox in self._inboxes.items():
-            first.append(inbox.begin if gate is None else partial(inbox.begin, gate.sent[peer]))
-        last: list[Callable[[], Any]] = [outbox.finish for outbox in self._outboxes.values()]
-        if gate is not None:
-            place = _place_of(gate, instructions)
+    def resolution(self, program: Program) -> Resolution:
+        """The functions of a pass: those of the program, and those after it."""
         functions, resolved = list[Resolved](), list[Instruction | None]()
         bind = self._extras.binder(self._call)
-        for work, part in ((first, instructions[:place]), (at_gate, instructions[place:]), (last, ())):
-            functions += [Resolved(_without_message(each)) for each in work]
-            resolved += [None] * len(work)
-            for each in part:
-                found = self._resolve(each)
-                bound = bind(each, None if found is None else found.function)
-                if bound is not None:
-                    function = self._handing_over(each, bound)
-                    functions.append((found or _OF_AN_EXTRA)._replace(function=function))
-                    resolved.append(each)
-        return Resolution(functions, resolved, None if gate is None else len(first) + place)
+        for each in program.instructions:
+            found = self._resolve(each)
+            bound = bind(each, None if found is None else found.function)
+            if bound is not None:
+                function = self._handing_over(each, bound)
+                functions.append((found or _OF_AN_EXTRA)._replace(function=function))
+                resolved.append(each)
+        last = [Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
+        return Resolution([*functions, *last], [*resolved, *[None] * len(last)])
 
     def _resolve(self, instruction: Instruction) -> Resolved | None:
         """The function of an instruction that the core knows; None for one of an extra."""
         match instruction:
             case Action():
                 return self._action(instruction)
+            case Post(value, peer):
+                return Resolved(_without_message(partial(self._inboxes[peer].post, channel_of(value))))
             case Recv(value, peer):
                 return Resolved(_without_message(self._inboxes[peer].receive), gives=self.slots[value])
             case Send(value, peer):
@@ -125,6 +124,8 @@ class Resolver:
                 return Resolved(send, takes=self.slots[value])
             case Release(_, peer):
                 return Resolved(_without_message(self._outboxes[peer].release))
+            case PassGate():
+                return Resolved(_without_message(self._pass_gate))
             case _:
                 return None
 
@@ -157,17 +158,6 @@ class Resolver:
         gives = [self.slots[value] for value in made if value in self.slots]
         function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
-
-
-def _place_of(gate: Gate, instructions: Sequence[Instruction]) -> int:
-    """The number of instructions before the gate: it stands before what the action behind it waits for."""
-    actions = [place for place, each in enumerate(instructions) if isinstance(each, Action)]
-    if gate.position == len(actions):
-        return len(instructions)
-    place = actions[gate.position]
-    while place and not isinstance(instructions[place - 1], Action | Send | Reduce | Release):
-        place -= 1
-    return place
 
 
 def _taken(instruction: Instruction) -> tuple[Value, ...]:

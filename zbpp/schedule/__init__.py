@@ -15,6 +15,7 @@ timeline.py         when each action and each message ran, predicted or measured
 simulate.py         timetable and costs -> timeline; refuses what can never finish
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
 families/           the field's schedules: pure functions of counts, one file per family
+posts.py            where receives start: how far ahead of their use, on gloo and on NCCL
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
 exchange.py         how long W's take at their places where they run in the exchanges of experts
 reductions.py       when each stage's gradients are complete and are summed over its replicas
@@ -28,8 +29,9 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
-from zbpp.schedule.lower import Program, Programs, Recv, Reduce, Release, Send, lower
+from zbpp.schedule.lower import Post, Program, Programs, Recv, Reduce, Release, Send, lower
 from zbpp.schedule.offload_choice import choose_offload
+from zbpp.schedule.program import PassGate
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
@@ -39,7 +41,9 @@ __all__ = [
     "Costs",
     "Gate",
     "Op",
+    "PassGate",
     "PlanError",
+    "Post",
     "Program",
     "Programs",
     "Recv",

@@ -53,8 +53,18 @@ class Send(NamedTuple):
         return f"Send {self.value} to {self.peer}"
 
 
+class Post(NamedTuple):
+    """Start to receive the next value of the link from `peer`; see posts.py."""
+
+    value: Value
+    peer: int
+
+    def __str__(self) -> str:
+        return f"Post {self.value} from {self.peer}"
+
+
 class Recv(NamedTuple):
-    """Take the next value of the link from `peer`."""
+    """Take the next value of the link from `peer`: wait for the oldest receive that has started."""
 
     value: Value
     peer: int
@@ -92,7 +102,7 @@ class Reduced(NamedTuple):
 
 
 Instruction = Hashable
-"""Action, Send, Recv, Release, Reduce, Transport; or an instruction of an extra: a value with a text."""
+"""Action, Send, Post, Recv, Release, Reduce, Transport, PassGate; or one of an extra: a value with a text."""
 # The slots around each action of a row, in the order in which they run:
 _NUM_SLOTS = 5
 _RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
@@ -101,13 +111,16 @@ _RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 class Program(NamedTuple):
     """What one rank executes, in order.
 
-    in_flight[peer]: the most values that the link from `peer` holds at a time, if F, B and W take one unit of
-    time, BW takes two, and messages take none. The runtime posts as many receives in advance.
+    Two facts of the timeline in which F, B and W take one unit of time, BW takes two, and messages take none,
+    for posts.py. in_flight[peer]: the most values that the link from `peer` holds at a time. sent: for each
+    value that comes from another rank, in the order of their sends, how many actions of this rank begin
+    before the value is sent, and by whom it is sent.
     """
 
     rank: int
     instructions: tuple[Instruction, ...]
     in_flight: dict[int, int]
+    sent: tuple[tuple[int, int], ...] = ()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions))
@@ -172,7 +185,10 @@ class Programs(Sequence[Program]):
         keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
-        program = Program(rank, tuple([instructions[i] for i in order]), in_flight)
+        sends = sorted((time, peer) for peer, link in inbound.items() for time in link.sent.tolist())
+        begun = np.searchsorted(self._timeline.starts[rank], [time for time, _ in sends]).tolist()
+        sent = tuple(zip(begun, [peer for _, peer in sends], strict=True))
+        program = Program(rank, tuple([instructions[i] for i in order]), in_flight, sent)
         return with_copies(program, self._offload[rank]) if self._offload else program
 
 
@@ -184,6 +200,7 @@ def _sort_keys(positions: Numbers, slot: int) -> Numbers:
 class _Link:
     """The messages from one rank to another, in the order of their sends.
 
+    sent: for each message the time at which it is sent in the timeline.
     sent_at: for each message the position, in the sender's row, of the action after which it is sent.
     received_at: the position, in the receiver's row, of the action before which it is received: the consumer
         of the message, or the consumer of a later message of the link, if that one runs first.
@@ -202,9 +219,8 @@ class _Link:
         consumed_at[in_sent] = used_at[in_used]
         # FIFO: a value is received before the first action that needs it or any value sent after it.
         self.received_at = np.minimum.accumulate(consumed_at[::-1])[::-1]
-        self.in_flight = _most_in_flight(
-            timeline.ends[sender][self.sent_at], timeline.starts[receiver][consumed_at]
-        )
+        self.sent = timeline.ends[sender][self.sent_at]
+        self.in_flight = _most_in_flight(self.sent, timeline.starts[receiver][consumed_at])
 
 
 def _connected(timetable: Timetable) -> set[tuple[int, int]]:

@@ -26,3 +26,10 @@ class Update(NamedTuple):
 
     def __str__(self) -> str:
         return f"Update {self.stage}"
+
+
+class PassGate(NamedTuple):
+    """Wait until the last update of the weights is known to be right: an instruction at the rank's gate."""
+
+    def __str__(self) -> str:
+        return "Gate"

@@ -1,7 +1,7 @@
 """Each action as a graph of its own: captured in the order of the program, replayed in its place.
 
 The capture is one run of an executor whose links carry nothing, and whose actions are captured instead of
-computed. So receives are posted, buffers are taken and messages are released where eager steps do so.
+computed. So receives start, buffers are taken and messages are released where eager steps do so.
 
 Messages are in the same buffers in every replay. In the capture a buffer is given out as in an eager step,
 once nothing refers to its memory any more (see BufferPool), and NotedBuffers notes which one it was. A replay
@@ -32,6 +32,7 @@ from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.passes.posts import Postings
 
 
 class GraphMaker(Protocol):
@@ -111,7 +112,7 @@ class ActionGraphs:
         self._losses: dict[Action, tuple[list[Tensor], dict[str, list[Tensor]]]] = {}
         pool = BufferPool(rank.device)
         self._given = NotedBuffers(pool)
-        received = {peer: NotedBuffers(pool) for peer in rank.executors["step"].program.in_flight}
+        received = {peer: NotedBuffers(pool) for peer in rank.executors["step"].given.in_flight}
         with maker.capturing():
             self._run_silently(rank, received)
         self.replays = self._replays()
@@ -130,8 +131,17 @@ class ActionGraphs:
         executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)
         captures = Extras([_Captures(self._capture)])
+        # Later steps start their receives at these places, or behind them: a step that may wait does.
+        postings = Postings(executor.postings.later, executor.postings.later)
         silent = Executor(
-            executor.program, rank.workers, METHODS["step"], num_stages, links, rank.device, extras=captures
+            executor.given,
+            rank.workers,
+            METHODS["step"],
+            num_stages,
+            links,
+            rank.device,
+            postings=postings,
+            extras=captures,
         )
         silent.take_layouts(executor)
         silent.receive_into(received)

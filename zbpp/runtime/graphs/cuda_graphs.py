@@ -121,8 +121,10 @@ class CudaGraphs(Feature):
             self._replay(self._captured, feeds)
 
     def end(self, call: Call, result: Result) -> None:
-        """See Extra."""
+        """See Extra. A warm-up, a capture and the first replays may wait for the device."""
         self._around.close()
+        if self._maker is not None and self._captured is None:
+            self._rank.executors["step"].may_wait = True
 
     def fail(self, error: BaseException) -> None:
         """See Extra."""

@@ -33,7 +33,7 @@ def link_groups(
 
     links: (sender, receiver), as ranks of `group`, in the same order on every rank.
     Each link has a group of its own, since NCCL runs everything that shares a communicator in one order: a
-    receive that is posted ahead would hold up a send.
+    receive that has started would hold up a send.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     prefix = broadcast(unique_name(), group)
@@ -50,6 +50,14 @@ def link_groups(
             groups[link] = HostLink(made, device) if is_staged else made
             _connect(made, sender, receiver, device=torch.device("cpu") if is_staged else device)
     return groups
+
+
+def runs_on_device(link: dist.ProcessGroup | HostLink, device: torch.device) -> bool:
+    """Whether a receive that has started occupies the device until its message is there: not on gloo."""
+    if isinstance(link, HostLink):
+        return False
+    backends = dict(each.split(":") for each in dist.get_backend_config(link).split(","))
+    return backends[device.type] != "gloo"
 
 
 def urgent_options(backend: str, timeout: timedelta) -> Any:

@@ -1,0 +1,169 @@
+"""Where receives start: a pass that gives each Recv of a program a Post, and puts the gate into the program.
+
+On gloo a receive that has started is a buffer at the host. It holds up nobody, so a rank starts as many
+receives ahead as the plan has in flight:
+
+    in_flight       Post g(0,0)  Post g(0,1)  0F0 ... 0F1  Post g(0,2)  Recv g(0,0)  0B0  0F2 ...
+
+On NCCL a receive that has started is a kernel that occupies the device until its message is there, and a send
+is a kernel until its receive has started. What waits for the whole device waits for these kernels: a first
+product, a kernel that is loaded or tuned, memory that is given back. If two neighbours wait so, each for a
+message that the other one starts behind its own wait, neither goes on. So in a step whose actions may wait
+for the device, a rank receives each value before its first action that begins, in a timeline, when the value
+has been sent. The timeline is that of lower.py: F, B and W take one unit of time, messages take none.
+
+    time            0    1    2    3    4    5
+    rank 0          0F0  0F1  0F2  0B0 ...               g(0,0) is sent at time 3, by 1B0
+    rank 1               1F0  1B0  1F1 ...               x(1,1) is sent at time 2, by 0F1
+
+    when_sent       1F0  Post x(1,1)  Recv x(1,1)  1B0  Send g(0,0)  1F1
+    too late        1F0  1B0  Send g(0,0)  Post x(1,1)  Recv x(1,1)  1F1
+
+Too late, because 1B0 may wait for the device, and 0F2 may, behind the send of x(1,1). In the first line an
+action that begins at time t waits for nothing but messages whose send and receive have started once all
+actions that begin before t have run, on any rank. So such waits can't form a circle, wherever they are.
+
+In the steps that follow nothing waits for the device. Then each receive starts one action earlier, and the
+message travels during that action:
+
+    one_ahead       Post x(1,1)  1F0  1B0  Send g(0,0)  Recv x(1,1)  1F1
+
+A rank with a gate starts no receive before the gate of a message that is sent behind the sender's gate: the
+step may begin again, and a receive that has started can't be taken back.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+from zbpp.schedule.gate import Gate
+from zbpp.schedule.lower import Instruction, Post, Program, Recv, Reduce, Release, Send
+from zbpp.schedule.program import PassGate
+from zbpp.schedule.timetable import Action
+
+Posting = Callable[[Program, Gate | None], Program]
+"""One of the three passes below."""
+
+Inserted = Mapping[int, Sequence[Instruction]]
+"""{number of actions: what comes behind so many actions, before the Recvs of the next one}."""
+
+
+def in_flight(program: Program, gate: Gate | None = None) -> Program:
+    """A program that keeps as many receives started as the plan has in flight, beside the awaited one."""
+    inserted = defaultdict[int, list[Instruction]](list)
+    for peer, receives in _receives(program).items():
+        depth = max(program.in_flight[peer], 1)
+        for number, (_, recv) in enumerate(receives):
+            position = 0 if number < depth else receives[number - depth][0]
+            inserted[_behind_gate(position, number, peer, gate)].append(Post(*recv))
+    return _assembled(program, inserted, gate)
+
+
+def one_ahead(program: Program, gate: Gate | None = None) -> Program:
+    """A program whose receives start one action before the value has been sent in the unit timeline."""
+    inserted = defaultdict[int, list[Instruction]](list)
+    for position, number, recv in _in_order_of_sends(program):
+        place = _behind_gate(max(position - 1, 0), number, recv.peer, gate)
+        inserted[place].append(Post(*recv))
+    return _assembled(program, inserted, gate)
+
+
+def when_sent(program: Program, gate: Gate | None = None) -> Program:
+    """A program that starts and takes each receive where the value has been sent in the unit timeline."""
+    inserted, before_gate = defaultdict[int, list[Instruction]](list), list[Instruction]()
+    for position, number, recv in _in_order_of_sends(program):
+        both = Post(*recv), recv
+        # A sender whose device waits comes to its gate only once all that it has sent before is received.
+        if gate is not None and position >= gate.position and number < gate.sent.get(recv.peer, 0):
+            before_gate += both
+        else:
+            inserted[_behind_gate(position, number, recv.peer, gate)] += both
+    others = tuple([each for each in program.instructions if not isinstance(each, Recv)])
+    return _assembled(program._replace(instructions=others), inserted, gate, before_gate)
+
+
+def unreceived(program: Program, gate: Gate) -> list[Recv]:
+    """The messages that are sent before their senders' gates, and that a program receives behind its own.
+
+    In the order in which a rank that begins the step again receives and drops them.
+    """
+    place = program.instructions.index(PassGate())
+    before, behind = (
+        [each for each in part if isinstance(each, Recv)]
+        for part in (program.instructions[:place], program.instructions[place:])
+    )
+    received = Counter(each.peer for each in before)
+    left = {peer: deque(each for each in behind if each.peer == peer) for peer in gate.sent}
+    num_left = {peer: number - received[peer] for peer, number in gate.sent.items()}
+    return [left[peer].popleft() for peer in gate.dropped if num_left[peer] > 0]
+
+
+def _receives(program: Program) -> dict[int, list[tuple[int, Recv]]]:
+    """By sender: each Recv with the number of actions before it."""
+    found, position = defaultdict[int, list[tuple[int, Recv]]](list), 0
+    for each in program.instructions:
+        position += isinstance(each, Action)
+        if isinstance(each, Recv):
+            found[each.peer].append((position, each))
+    return found
+
+
+def _in_order_of_sends(program: Program) -> list[tuple[int, int, Recv]]:
+    """Each Recv: the number of actions that begin before its value is sent, and its number on its link."""
+    receives, taken, found = _receives(program), Counter[int](), list[tuple[int, int, Recv]]()
+    for position, peer in program.sent:
+        found.append((position, taken[peer], receives[peer][taken[peer]][1]))
+        taken[peer] += 1
+    return found
+
+
+def _behind_gate(position: int, number: int, peer: int, gate: Gate | None) -> int:
+    """The position, moved behind the gate if the message is sent behind the sender's gate."""
+    if gate is None or number < gate.sent.get(peer, 0):
+        return position
+    return max(position, gate.position)
+
+
+def _assembled(
+    program: Program,
+    inserted: Inserted,
+    gate: Gate | None,
+    before_gate: Sequence[Instruction] = (),
+) -> Program:
+    """The program with what is inserted; at its gate PassGate, before what the next action waits for."""
+    found, between, position = list[Instruction](), list[Instruction](), 0
+
+    def end_of_between() -> None:
+        ends = [place for place, each in enumerate(between, 1) if isinstance(each, Send | Reduce | Release)]
+        last = ends[-1] if ends else 0
+        found.extend(between[:last])
+        if gate is not None and position == gate.position:
+            found.extend([*before_gate, PassGate()])
+        rest = between[last:]
+        first = next((place for place, each in enumerate(rest) if isinstance(each, Recv)), len(rest))
+        found.extend([*rest[:first], *inserted.get(position, ()), *rest[first:]])
+
+    for each in program.instructions:
+        if isinstance(each, Action):
+            end_of_between()
+            found.append(each)
+            between, position = [], position + 1
+        else:
+            between.append(each)
+    end_of_between()
+    return program._replace(instructions=tuple(found))
+
+
+class Postings(NamedTuple):
+    """Where receives start: in a step whose actions may wait for the whole device, and in other steps."""
+
+    may_wait: Posting
+    later: Posting
+
+
+ON_HOST = Postings(in_flight, in_flight)
+"""For links whose receives don't run on the device: gloo's."""
+ON_DEVICE = Postings(when_sent, one_ahead)
+"""For links whose receives are kernels: NCCL's."""
