@@ -15,7 +15,7 @@ timeline.py         when each action and each message ran, predicted or measured
 simulate.py         timetable and costs -> timeline; refuses what can never finish
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
 families/           the field's schedules: pure functions of counts, one file per family
-posts.py            where receives start: how far ahead of their use, on gloo and on NCCL
+passes/posts.py     where receives start: how far ahead of their use, on gloo and on NCCL
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
 exchange.py         how long W's take at their places where they run in the exchanges of experts
 reductions.py       when each stage's gradients are complete and are summed over its replicas
