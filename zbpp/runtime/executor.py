@@ -3,10 +3,10 @@
 See resolve.py: there each instruction becomes a function of one message, with the slot that the message
 comes from and the slot that the result goes to. `run` below is all that a step does.
 
-A program has variants: receives start where the pass needs them (zbpp/schedule/passes/posts.py), and a pass may
-have a gate (zbpp/schedule/gate.py). `prepare` chooses the variant before the pass. If the F's before the gate
-are not valid, the gate ends the pass by BeginAgain; `drop_messages` then empties the links, and the program
-can be run from its beginning.
+A program has variants: receives start where the pass needs them (zbpp/schedule/passes/posts.py), and a pass
+may have a gate (zbpp/schedule/gate.py). `prepare` chooses the variant before the pass. If the F's before the
+gate are not valid, the gate ends the pass by BeginAgain; `drop_messages` then empties the links, and the
+program can be run from its beginning.
 """
 
 from __future__ import annotations
