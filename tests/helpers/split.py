@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import WeightGrads, backward_input
+from zbpp.autograd.hooked_leaves import HookedTask
 from zbpp.autograd.weight_grads import ComputedTask
 
 Call = Callable[..., Any]
@@ -237,8 +238,10 @@ def deferred_and_computed(module: nn.Module, weight_grads: WeightGrads) -> tuple
     name_of = {id(parameter): name for name, parameter in module.named_parameters()}
     deferred, computed = set(), set()
     for task in weight_grads._tasks or ():
-        chosen = computed if isinstance(task, ComputedTask) else deferred
-        chosen.add(name_of[id(task.leaf)])
+        parts = task.tasks if isinstance(task, HookedTask) else [task]
+        for part in parts:
+            chosen = computed if isinstance(part, ComputedTask) else deferred
+            chosen.add(name_of[id(part.leaf)])
     return deferred, computed
 
 

@@ -34,7 +34,7 @@ def _nodes(uses: Iterable[WeightUse]) -> list[Any]:
 def run_chains(
     leaf: Tensor, at_head: dict[Edge, Tensor], direct: Tensor | None, uses: Iterable[WeightUse]
 ) -> Tensor:
-    """The gradient of a leaf. The leaf's tensor hooks run at the end.
+    """The gradient of a leaf.
 
     at_head: the gradient at the upper end of each chain. direct: the sum of the gradients that start at the
     leaf itself. uses: those of the leaf.

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from zbpp.autograd.capture import version_of
-from zbpp.autograd.gradient_guard import has_own_hooks
 from zbpp.autograd.node_roles import leaf_tensor
 from zbpp.autograd.storages import storages_of
 from zbpp.autograd.weight_grads import FunctionTask, Task
@@ -42,27 +41,16 @@ class Collector:
         self.input_grads: list[Gradients] = []
 
     def may_defer(self, leaf: Tensor) -> bool:
-        """Whether W may compute this leaf's gradient.
-
-        B itself has to return it if the leaf is an input. If the leaf has tensor hooks, they must see the
-        whole gradient at once.
-        """
-        return not has_own_hooks(leaf) and not self._is_input(leaf)
-
-    def must_return(self, leaf: Tensor) -> bool:
-        """Whether a leaf that is no input has tensor hooks, which must see the whole gradient at once."""
-        return has_own_hooks(leaf) and not self._is_input(leaf)
-
-    def _is_input(self, leaf: Tensor) -> bool:
-        return any(leaf is each for each in self.inputs)
+        """Whether W may compute this leaf's gradient: B itself has to return it if the leaf is an input."""
+        return not any(leaf is each for each in self.inputs)
 
     def added_to(
-        self, grads: Gradients, tasks: list[Task]
-    ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
-        """The input gradients and tasks that B found, with the collected ones; and `large`."""
+        self, grads: list[Tensor | None], tasks: list[Task]
+    ) -> tuple[list[Tensor | None], list[Task]]:
+        """The input gradients and tasks that B found, with the collected ones."""
         if self.input_grads:
             grads = [*map(_sum, zip(grads, *self.input_grads, strict=True))]
-        return tuple(grads), tasks + self.tasks, self.large
+        return grads, tasks + self.tasks
 
 
 def apart(tasks: list[Task], large: list[Tensor]) -> tuple[list[Task], list[Task]]:
@@ -101,8 +89,8 @@ def defer(ctx: Any, weight: Tensor, compute: Callable[..., Tensor], *tensors: Te
     """Put off the gradient of a weight until W; called in the backward of a custom autograd Function.
 
     The Function's backward returns the result as that weight's gradient. Under `backward_input` the result is
-    None, and W adds `compute(*tensors)` to `.grad`. In a plain backward, or if the weight is no leaf or has
-    tensor hooks, the result is the gradient itself.
+    None, and W adds `compute(*tensors)` to `.grad`. In a plain backward, or if the weight is no leaf, the
+    result is the gradient itself.
     weight: as forward got it, or as `ctx.saved_tensors` unpacks it. compute may use no tensors but `tensors`,
     which are kept until W.
 

@@ -21,10 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from zbpp.autograd.hooks import Internal
 from zbpp.autograd.storages import tensors_inside
 
 
-class GradientGuard:
+class GradientGuard(Internal):
     """The gradients that sites and leaves were given so far, each with its version at that moment.
 
     leaves: those that B computes gradients of.
@@ -75,9 +76,3 @@ def _version_of(gradient: Tensor) -> int:
     if type(gradient) is Tensor:
         return gradient._version
     return sum([each._version for each in (gradient, *tensors_inside(gradient))])
-
-
-def has_own_hooks(leaf: Tensor) -> bool:
-    """Whether a leaf has tensor hooks besides those of a GradientGuard."""
-    keys: Iterable[Any] = leaf._backward_hooks or ()
-    return any(type(key) is not GradientGuard for key in keys)

@@ -38,7 +38,7 @@ from zbpp.autograd.capture import (
     unpack,
     version_of,
 )
-from zbpp.autograd.hooks import has_node_hooks
+from zbpp.autograd.hooks import has_node_hooks, hooked_nodes
 from zbpp.autograd.node_roles import FUNCTION_NODES_LIVE, role_of_type, view_of_type
 from zbpp.autograd.rules import Rule, capture_of_subclass
 from zbpp.autograd.views import MATRIX_TRANSPOSE, View
@@ -81,6 +81,7 @@ class Survey(NamedTuple):
     has_sums: bool  # whether a leaf has several uses, or a chain that computes, or is of a subclass
     computed_in_b: dict[Any, Tensor]  # the other leaves, with their tensors
     functions: list[Any]  # nodes of Python autograd Functions; such a node is the Function's ctx
+    hooked: dict[int, Any]  # of the leaves with hooks: id -> leaf
 
 
 Candidate = tuple[Any, Rule, tuple[int, ...]]
@@ -115,6 +116,7 @@ def survey(
     if wanted is not None:
         # An empty leaf may be the dummy of a checkpoint or compiled call that uses a wanted leaf.
         leaves = {leaf: each for leaf, each in leaves.items() if id(each) in wanted or not each.numel()}
+    hooked = hooked_nodes(leaves.values(), leaves)
     sites: list[Node] = []
     uses: list[WeightUse] = []
     walked = stops, revisited, set(revisited)
@@ -123,7 +125,13 @@ def survey(
         deferred = set(sites)
         biases = [bias for bias in biases if bias[0] in deferred]
         has_sums = _defer(biases, leaves, walked, sites, uses) or has_sums
-    return new_tuple(Survey, (sites, uses, has_sums, leaves, functions))
+    return new_tuple(Survey, (sites, uses, has_sums, leaves, functions, hooked))
+
+
+def leaves_below(roots: Iterable[Edge]) -> list[Tensor]:
+    """The leaves of the graph below `roots`."""
+    nodes, _ = _walk(roots, frozenset())
+    return [node.variable for node, role in nodes if role == "leaf"]
 
 
 def _walk(roots: Iterable[Edge], stops: frozenset[Edge]) -> tuple[list[tuple[Any, Any]], list[Any]]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from zbpp.autograd.hooks import Internal
 
 
 def total_of(leaf: Tensor) -> Tensor | None:
@@ -34,3 +40,51 @@ def grad_dtype(leaf: Tensor) -> torch.dtype:
 def new_gradient(leaf: Tensor) -> Tensor:
     """Uninitialised memory for a gradient, in the leaf's layout."""
     return torch.empty_like(leaf, dtype=grad_dtype(leaf))
+
+
+@contextmanager
+def set_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, the leaves have no `main_grad`, and `.grad` begins with None; afterwards both are back."""
+    before: list[tuple[Any, Tensor | None, Tensor | None]] = [
+        (leaf, leaf.grad, getattr(leaf, "main_grad", None)) for leaf in leaves
+    ]
+    for leaf, _, main in before:
+        leaf.grad = None
+        if main is not None:
+            leaf.main_grad = None
+    try:
+        yield
+    finally:
+        for leaf, grad, main in before:
+            leaf.grad = grad
+            if main is not None:
+                leaf.main_grad = main
+
+
+class _ToMainGrad(Internal):
+    """The first post-accumulate hook of a leaf: moves what autograd has put into `.grad` to `main_grad`."""
+
+    def __call__(self, leaf: Any) -> None:
+        if leaf.grad is not None:
+            leaf.main_grad.add_(leaf.grad)
+            leaf.grad = None
+
+
+@contextmanager
+def engine_adds_to_main_grad(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, a backward adds the gradient of a leaf with a `main_grad` there; its `.grad` stays as it is.
+
+    Users' post-accumulate hooks find the sum in `main_grad`, and None in `.grad`.
+    """
+    mine = [leaf for leaf in leaves if getattr(leaf, "main_grad", None) is not None]
+    before = [(leaf, leaf.grad, leaf._post_accumulate_grad_hooks or {}) for leaf in mine]
+    for leaf, _, hooks in before:
+        leaf.grad = None
+        move = _ToMainGrad()
+        leaf._post_accumulate_grad_hooks = {move: move, **hooks}
+    try:
+        yield
+    finally:
+        for leaf, grad, hooks in before:
+            leaf.grad = grad
+            leaf._post_accumulate_grad_hooks = hooks

@@ -1,26 +1,57 @@
-"""Graphs that hold a reentrant torch checkpoint: B runs one plain backward, and nothing is left for W.
+"""Graphs that hold a reentrant checkpoint: B runs one plain backward, and nothing but hooks is left for W.
 
-Such a checkpoint (`use_reentrant=True`) calls `torch.autograd.backward` in its own backward, and refuses to
-run inside `torch.autograd.grad`. The split's pass is such a call.
+Such a checkpoint (torch's with `use_reentrant=True`, or a library's own) calls `torch.autograd.backward` in
+its own backward, and refuses to run inside `torch.autograd.grad`. The split's pass is such a call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Iterator, Sequence
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from zbpp.autograd.graph import Edge
+from zbpp.autograd.graph import Edge, Survey
+from zbpp.autograd.hooked_leaves import grouped
+from zbpp.autograd.hooks import hooked_nodes, without_hooks
+from zbpp.autograd.leaf_grad import engine_adds_to_main_grad, set_aside
 from zbpp.autograd.node_roles import is_leaf, leaf_tensor
+from zbpp.autograd.references import references
+from zbpp.autograd.weight_grads import ComputedTask, Task
+
+
+class _ReentrantOfType(dict[type, bool]):
+    """type of a Function's node -> whether its backward asks autograd if a checkpoint may run in this pass.
+
+    Autograd's answer is no inside `torch.autograd.grad`. Only a Function that needs a plain backward asks.
+    """
+
+    def __missing__(self, cls: Any) -> bool:
+        backward = inspect.unwrap(cls._forward_cls.backward)
+        code = getattr(backward, "__code__", None)
+        self[cls] = code is not None and any("_is_checkpoint_valid" in names for names in _names(code))
+        return self[cls]
+
+
+def _names(code: CodeType) -> Iterator[tuple[str, ...]]:
+    """The names that a function refers to, and those of the functions inside it."""
+    yield code.co_names
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _names(each)
+
+
+_reentrant_of_type = _ReentrantOfType()
 
 
 def is_reentrant(node: Any) -> bool:
     """Whether this is the node of a reentrant checkpoint."""
-    return type(node).__name__ == "CheckpointFunctionBackward"
+    return _reentrant_of_type[type(node)]
 
 
 def whole_backward(
@@ -29,15 +60,18 @@ def whole_backward(
     inputs: tuple[Any, ...],
     edges: dict[int, Edge],
     wanted: set[int] | None,
+    found: Survey,
     *,
     keep: bool,
-) -> tuple[Tensor | None, ...]:
-    """Run a plain backward, and return the gradients of the inputs, whose own `.grad` stays as it was.
+) -> tuple[tuple[Tensor | None, ...], list[Task]]:
+    """Run a plain backward. Returns the gradients of the inputs, and the tasks of leaves with hooks.
 
     keep: whether another pass will follow. edges: position of an input -> its edge. wanted: the ids of the
-    parameters that the caller named.
-    Raises ValueError if only a part of the graph is asked for: a plain backward stops at leaves only, and it
-    adds to the `.grad` of all of them. Raises RuntimeError inside another B, in the recompute of a block.
+    parameters that the caller named. found: what the walk has found.
+    The gradient of a leaf without hooks is added to its `main_grad` or `.grad` now; inputs' own stay as they
+    were. Raises ValueError if only a part of the graph is asked for: a plain backward stops at leaves only,
+    and it adds to the gradients of all of them. Raises RuntimeError inside another B, in the recompute of a
+    block.
     """
     if not torch.autograd._is_checkpoint_valid():
         raise RuntimeError(
@@ -53,18 +87,41 @@ def whole_backward(
     handles = [
         node.register_prehook(partial(catch, position, output)) for position, (node, output) in edges.items()
     ]
-    leaves = [each for each in inputs if isinstance(each, Tensor) and each.is_leaf]
-    before = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
     try:
-        torch.autograd.backward(roots, root_grads, retain_graph=keep)
+        tasks = _backward(roots, root_grads, [each for each in inputs if _is_leaf(each)], found, keep=keep)
     finally:
-        for leaf, grad in zip(leaves, before, strict=True):
-            leaf.grad = grad
         for handle in handles:
             handle.remove()
-    return tuple(caught.get(position) for position in range(len(inputs)))
+    return tuple(caught.get(position) for position in range(len(inputs))), tasks
+
+
+def _is_leaf(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_leaf
+
+
+def _backward(
+    roots: Sequence[Any], root_grads: list[Tensor], inputs: list[Tensor], found: Survey, *, keep: bool
+) -> list[Task]:
+    """The plain backward. The gradients of leaves with hooks become tasks, so that W runs their hooks."""
+    leaves = _leaves(found)
+    hooked = hooked_nodes(leaves)
+    own = [leaf_tensor(node) for node in hooked.values()]
+    with without_hooks(hooked.values()), set_aside([*own, *inputs]), engine_adds_to_main_grad(leaves):
+        torch.autograd.backward(roots, root_grads, retain_graph=keep)
+        tasks: list[Task] = [
+            ComputedTask(leaf, leaf.grad, leaf.grad._version) for leaf in own if leaf.grad is not None
+        ]
+    reached = {id(each.leaf) for each in tasks} | found.hooked.keys()
+    return grouped(tasks, {key: node for key, node in hooked.items() if key in reached})
+
+
+def _leaves(found: Survey) -> list[Tensor]:
+    """The leaves of the graph, and those that its Functions refer to: a checkpoint's function uses some."""
+    known = [*found.computed_in_b.values(), *(each.leaf for each in found.uses)]
+    for each in references([list(vars(node).values()) for node in found.functions]):
+        known += each.parameters() if isinstance(each, nn.Module) else [each]
+    leaves = {id(each): each for each in known if each.is_leaf and each.requires_grad}
+    return [*leaves.values()]
 
 
 def _refuse_part_of_graph(edges: dict[int, Edge], wanted: set[int] | None) -> None:

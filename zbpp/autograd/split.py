@@ -38,7 +38,8 @@ from zbpp.autograd.chains import share_chains
 from zbpp.autograd.collector import Collector
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
-from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.hooked_leaves import grouped
+from zbpp.autograd.hooks import num_hooks_made, without_hooks
 from zbpp.autograd.node_roles import changes_no_gradient, node_name
 from zbpp.autograd.reentrant import is_reentrant, whole_backward
 from zbpp.autograd.weight_grads import (
@@ -119,16 +120,22 @@ def split(
     except RuntimeError as error:
         raise _in_our_words(error) from error
     if found.functions and any(map(is_reentrant, found.functions)):
-        return whole_backward(roots, root_grads, inputs, edges, wanted, keep=keep), [], []
+        return *whole_backward(roots, root_grads, inputs, edges, wanted, found, keep=keep), []
     if keep:
         share_chains(found.uses)
     collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
-    captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
+    with without_hooks(node for node in found.hooked.values() if node in found.computed_in_b):
+        captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
-    tasks = _tasks(found, captured)
-    return (tuple(grads), tasks, []) if collector is None else collector.added_to(grads, tasks)
+    tasks = _tasks(found, captured, wanted)
+    if collector is not None:
+        grads, tasks = collector.added_to(grads, tasks)
+    if found.hooked or collector is not None:
+        hooked = {key: node for key, node in found.hooked.items() if wanted is None or key in wanted}
+        tasks = grouped(tasks, hooked)
+    return tuple(grads), tasks, [] if collector is None else collector.large
 
 
 def _captured(
@@ -191,7 +198,7 @@ def _refuse_added(found: Survey) -> None:
         )
 
 
-def _tasks(found: Survey, captured: Iterator[Tensor | None]) -> list[Task]:
+def _tasks(found: Survey, captured: Iterator[Tensor | None], wanted: set[int] | None) -> list[Task]:
     """The tasks of W. As in plain autograd, a node that no gradient reached adds nothing."""
     uses = [
         new_tuple(UseTask, (use, dy, use.version + dy._version))
@@ -200,7 +207,7 @@ def _tasks(found: Survey, captured: Iterator[Tensor | None]) -> list[Task]:
     ]
     tasks: list[Task] = tasks_per_leaf(uses) if found.has_sums else uses
     for leaf, gradient in zip(found.computed_in_b.values(), captured, strict=True):
-        if gradient is not None:
+        if gradient is not None and (wanted is None or id(leaf) in wanted):
             tasks.append(new_tuple(ComputedTask, (leaf, gradient, gradient._version)))
     return tasks
 

@@ -13,7 +13,7 @@ will read, and W raises ChangedInPlace if a count has grown since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -23,22 +23,27 @@ from torch import Tensor
 from zbpp.autograd.capture import AddOfParts, tensors_in, version_of
 from zbpp.autograd.chains import like_output, run_chains
 from zbpp.autograd.graph import Edge, WeightUse
-from zbpp.autograd.hooks import run_hooks, run_post_accumulate_hooks
 from zbpp.autograd.leaf_grad import add_to_grad, new_gradient, total_of
 from zbpp.autograd.rules import name_of
 from zbpp.autograd.storages import storages_of
 
 
 class Task(Protocol):
-    """What W has to do for one leaf; for a compiled call, `leaf` is the first of several."""
+    """What W has to do for one leaf. A task for several leaves has a method `leaves`, too."""
 
     @property
     def leaf(self) -> Tensor: ...
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that are held for this task."""
 
-    def accumulate(self) -> Tensor:
-        """Add to the leaf's gradient; returns the leaf."""
+    def accumulate(self) -> None:
+        """Add to the leaf's gradient."""
+
+
+def leaves_of(task: Task) -> Iterable[Tensor]:
+    """The leaves whose gradients a task computes."""
+    leaves = getattr(task, "leaves", None)
+    return (task.leaf,) if leaves is None else leaves()
 
 
 class ChangedInPlace(RuntimeError):
@@ -107,7 +112,7 @@ class UseTask(NamedTuple):
             total = view.apply(total)
         add(total, held, dy, fresh)
 
-    def accumulate(self) -> Tensor:
+    def accumulate(self) -> None:
         (leaf, held, add, _, views, _, _), dy, version = self
         now = dy._version
         for each in held:
@@ -115,11 +120,10 @@ class UseTask(NamedTuple):
         if now != version:
             raise self._changed()
         total = total_of(leaf)
-        if total is None or views or leaf._backward_hooks:
+        if total is None or views:
             _accumulate(leaf, [self])
         else:  # nearly every task comes here: add_to without views, inlined
             add(total, held, dy, False)
-        return leaf
 
 
 class SumTask(NamedTuple):
@@ -132,13 +136,12 @@ class SumTask(NamedTuple):
         for use in self.uses:
             yield from use.tensors()
 
-    def accumulate(self) -> Tensor:
+    def accumulate(self) -> None:
         leaf, uses = self
         if any(each.use.views is None for each in uses):
             add_to_grad(leaf, _through_chains(leaf, uses))
         else:
             _accumulate(leaf, uses)
-        return leaf
 
 
 def tasks_per_leaf(uses: list[UseTask]) -> list[Task]:
@@ -158,9 +161,7 @@ def _placed(task: UseTask) -> UseTask:
 
 
 def _accumulate(leaf: Tensor, uses: list[UseTask]) -> None:
-    if leaf._backward_hooks:
-        add_to_grad(leaf, run_hooks(leaf, _sum_of(leaf, uses)))
-    elif (total := total_of(leaf)) is not None:
+    if (total := total_of(leaf)) is not None:
         for use in uses:
             use.add_to(total, False)
     else:
@@ -178,10 +179,7 @@ def _sum_of(leaf: Tensor, uses: list[UseTask]) -> Tensor:
 
 
 def _through_chains(leaf: Tensor, uses: list[UseTask]) -> Tensor:
-    """Sum the gradients where the uses' chains begin, then let autograd run each chain once.
-
-    The leaf's tensor hooks run at the end of it.
-    """
+    """Sum the gradients where the uses' chains begin, then let autograd run each chain once."""
     at_head: dict[Edge, Tensor] = {}
     for each in uses:
         use, dy, _ = each
@@ -199,7 +197,7 @@ def _through_chains(leaf: Tensor, uses: list[UseTask]) -> Tensor:
 
 
 class ComputedTask(NamedTuple):
-    """A leaf whose gradient B has computed. B has also run its tensor hooks: W only adds to `.grad`."""
+    """A leaf whose gradient B has computed: W only adds it."""
 
     leaf: Tensor
     gradient: Tensor
@@ -208,12 +206,11 @@ class ComputedTask(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         yield self.gradient
 
-    def accumulate(self) -> Tensor:
+    def accumulate(self) -> None:
         leaf, gradient, version = self
         if gradient._version != version:
             raise _changed(leaf, "the gradient that B computed,", gradient, _CLONE_GRADIENT)
         add_to_grad(leaf, gradient)
-        return leaf
 
 
 class FunctionTask(NamedTuple):
@@ -227,7 +224,7 @@ class FunctionTask(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         yield from self.held
 
-    def accumulate(self) -> Tensor:
+    def accumulate(self) -> None:
         if version_of(self.held) != self.version:
             raise _changed(
                 self.leaf,
@@ -235,8 +232,7 @@ class FunctionTask(NamedTuple):
                 None,
                 "clone it before it is changed, or pass a clone to defer",
             )
-        add_to_grad(self.leaf, run_hooks(self.leaf, self.compute(*self.held)))
-        return self.leaf
+        add_to_grad(self.leaf, self.compute(*self.held))
 
 
 class WeightGrads:
@@ -263,8 +259,8 @@ class WeightGrads:
         return (tensor for task in self._tasks or () for tensor in task.tensors())
 
     def leaves(self) -> Iterator[Tensor]:
-        """The parameters that W adds to; for a compiled call, only the first one."""
-        return (task.leaf for task in self._tasks or ())
+        """The parameters that W adds to."""
+        return (leaf for task in self._tasks or () for leaf in leaves_of(task))
 
     def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:
         """Take W apart: (key, the W of the parameters with this key). This object is empty afterwards."""
@@ -287,13 +283,13 @@ class WeightGrads:
         tasks = self._tasks or []
         with torch.set_grad_enabled(False):
             while tasks and not is_over():
-                _run_first(tasks)
+                tasks.pop(0).accumulate()
 
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.
 
-        Post-accumulate-grad hooks fire, once per parameter. Raises RuntimeError at a second call, and
-        ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
+        The hooks of a parameter run once, when its whole gradient is there. Raises RuntimeError at a second
+        call, and ChangedInPlace, a RuntimeError, if a tensor that W reads was changed in place since B.
         """
         if self._tasks is None:
             raise RuntimeError(
@@ -303,14 +299,4 @@ class WeightGrads:
         tasks, self._tasks = self._tasks, None
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             while tasks:
-                _run_first(tasks)
-
-
-def _run_first(tasks: list[Task]) -> None:
-    """Run the first task and drop it. After the last task of a leaf run the leaf's post-accumulate hooks.
-
-    torch.autograd.grad doesn't fire these hooks, so W does.
-    """
-    leaf = tasks.pop(0).accumulate()  # pop: the task's tensors are freed now, before any hook runs
-    if leaf._post_accumulate_grad_hooks and all(task.leaf is not leaf for task in tasks):
-        run_post_accumulate_hooks(leaf)
+                tasks.pop(0).accumulate()  # pop: the task's tensors are freed as soon as it is done

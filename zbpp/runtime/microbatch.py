@@ -13,6 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
+from zbpp.autograd.arguments import edge_of
+from zbpp.autograd.graph import leaves_below
+from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import kind_of
 
 _PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
@@ -104,11 +107,15 @@ class Cutter:
         return bool(self._leaves)
 
     def backward(self) -> None:
-        """Run the backward of the caller's graph, from the gradients that the leaves have collected."""
+        """Run the backward of the caller's graph, from the gradients that the leaves have collected.
+
+        As W does, it adds the gradient of a parameter with a `main_grad` there.
+        """
         reached = [(tensor, leaf.grad) for tensor, leaf in self._leaves if leaf.grad is not None]
         if reached:
             tensors, grads = zip(*reached, strict=True)
-            torch.autograd.backward(tensors, grads)
+            with engine_adds_to_main_grad(leaves_below(map(edge_of, tensors))):
+                torch.autograd.backward(tensors, grads)
 
     def _nested(self, name: str, value: Any) -> list[Any]:
         leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)

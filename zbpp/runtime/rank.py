@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, NamedLosses, Result
 from zbpp.runtime.executor import BeginAgain, Executor
@@ -35,6 +36,7 @@ from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers
+from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op, Programs, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
@@ -101,6 +103,14 @@ class Rank:
             stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
             for stage, module in stages.items()
         }
+        self._shared_hooks = SharedHooks(
+            {
+                stage: (module, *([loss_fn] if stage == last and isinstance(loss_fn, nn.Module) else []))
+                for stage, module in stages.items()
+            }
+        )
+        for stage in self._shared_hooks.stages:
+            self.workers[stage].shared_hooks = self._shared_hooks
         self.programs = {
             "step": lower(timetable),
             "evaluate": lower(timetable.forward_only()),
@@ -174,12 +184,15 @@ class Rank:
             cutter, call = self._give(call, seeds)
             if call.kind != "step":  # its shapes may be others than the last one's
                 executor.forget_layouts()
-            if settle is None:
-                executor.prepare()
-                self.extras.begin(call)
-                executor.run()
-            else:
-                cutter = self._run_with_gate(executor, call, seeds, settle) or cutter
+            self._shared_hooks.begin()
+            # A backward that runs inside of a stage adds where W adds.
+            with engine_adds_to_main_grad(self.trained()):
+                if settle is None:
+                    executor.prepare()
+                    self.extras.begin(call)
+                    executor.run()
+                else:
+                    cutter = self._run_with_gate(executor, call, seeds, settle) or cutter
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
             losses = [loss for each in ended for loss in each.losses]
@@ -238,6 +251,7 @@ class Rank:
         """Drop what is left of a call in the stages."""
         for worker in self.workers.values():
             worker.abandon()
+        self._shared_hooks.abandon()
 
     def _fail(self, error: BaseException) -> None:
         """Drop the microbatches of a failed call. A pipeline that other processes wait for ends here."""

@@ -38,6 +38,7 @@ from zbpp.runtime.boundary import (
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.in_place import explained_in_b, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
+from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.stage_api import own_loss
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
@@ -89,6 +90,7 @@ class StageWorker:
         self.run_w: RunW = WeightGrads.accumulate
         self.around_w: AroundW | None = None
         self.head_at_once = False
+        self.shared_hooks: SharedHooks | None = None
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self.feed = NO_FEED  # what this call gives to the stage
@@ -192,6 +194,7 @@ class StageWorker:
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
             self._accumulate(weight_grads)
+        self._end_w(microbatch)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
@@ -199,7 +202,12 @@ class StageWorker:
         grads, weight_grads = self._backward(microbatch, message)
         if weight_grads is not None:
             self._accumulate(weight_grads)
+        self._end_w(microbatch)
         return grads
+
+    def _end_w(self, microbatch: int) -> None:
+        if self.shared_hooks is not None:
+            self.shared_hooks.end_w(self.index, microbatch)
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
         """Run the split backward of a microbatch; message: per output of F its gradient, None if it has none.
@@ -222,6 +230,8 @@ class StageWorker:
             if explained is None:
                 raise
             raise explained from None
+        if self.shared_hooks is not None:
+            self.shared_hooks.keep(deferred, microbatch)
         if large and self.head_at_once:
             deferred, at_once = apart(deferred, large)
             large.clear()  # W frees what it has used

@@ -23,7 +23,8 @@ from torch.utils._pytree import TreeSpec
 
 from zbpp.autograd.collector import collector_of, refuse_create_graph
 from zbpp.autograd.compiled.inductor import Boxed
-from zbpp.autograd.hooks import run_hooks
+from zbpp.autograd.hooked_leaves import grouped
+from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.leaf_grad import add_to_grad, grad_dtype, total_of
 from zbpp.autograd.weight_grads import ChangedInPlace
 
@@ -187,16 +188,17 @@ def _put_off(ctx: Any, task: CompiledTask) -> None:
         return
     collector = collector_of(ctx)
     wanted = {id(leaf) for leaf in task.leaves() if leaf.requires_grad}  # a leaf may be frozen since F
-    if collector is None:
-        task._replace(wanted=wanted).accumulate()
+    if collector is not None and collector.wanted is not None:
+        wanted &= collector.wanted
+    hooked = hooked_nodes([leaf for leaf in task.leaves() if id(leaf) in wanted])
+    if collector is not None:
+        task = task._replace(module_tensors=_needed_in_w(task))
+    tasks = grouped([task._replace(wanted=wanted)], hooked)
+    if collector is not None:
+        collector.tasks += tasks
         return
-    wanted = wanted if collector.wanted is None else wanted & collector.wanted
-    task = task._replace(wanted=wanted, module_tensors=_needed_in_w(task))
-    collector.tasks.append(task)
-    # WeightGrads fires a leaf's hooks after the last task of that leaf, and knows one leaf per task.
-    collector.tasks += [
-        HookTask(leaf) for leaf in task.leaves() if getattr(leaf, "_post_accumulate_grad_hooks", None)
-    ]
+    for each in tasks:
+        each.accumulate()
 
 
 def _needed_in_w(task: CompiledTask) -> list[Any]:
@@ -216,7 +218,7 @@ class CompiledTask(NamedTuple):
 
     @property
     def leaf(self) -> Tensor:
-        """The first of the trained parameters; HookTasks stand for the others."""
+        """The first of the trained parameters."""
         return self.module_tensors[self.split.w.trained[0]]
 
     def leaves(self) -> Iterator[Tensor]:
@@ -225,7 +227,7 @@ class CompiledTask(NamedTuple):
     def tensors(self) -> Iterator[Tensor]:
         yield from self.held
 
-    def accumulate(self) -> Tensor:
+    def accumulate(self) -> None:
         w = self.split.w
         self.shared.check()
         totals, added_later = [], []
@@ -242,29 +244,15 @@ class CompiledTask(NamedTuple):
             w.run(values)
         for leaf, gradient in added_later:
             if _is_wanted(leaf, self.wanted):
-                _add_new(leaf, run_hooks(leaf, gradient))
-        return self.leaf
-
-
-class HookTask(NamedTuple):
-    """Computes nothing: it makes WeightGrads fire the hooks of a leaf whose gradient a CompiledTask adds."""
-
-    leaf: Tensor
-
-    def tensors(self) -> Iterator[Tensor]:
-        return iter(())
-
-    def accumulate(self) -> Tensor:
-        return self.leaf
+                _add_new(leaf, gradient)
 
 
 def _can_add_to(total: Tensor, leaf: Any, wanted: set[int] | None) -> bool:
-    """Whether W's graph may add to this `.grad`: it has the compiled layout, and no hook must run before."""
+    """Whether W's graph may add to this `.grad`: it has the compiled layout, and there is no main_grad."""
     return (
         total.dtype is leaf.dtype
         and total.layout is torch.strided
         and total.stride() == leaf.stride()
-        and not leaf._backward_hooks
         and not hasattr(leaf, "main_grad")
         and _is_wanted(leaf, wanted)
     )

@@ -11,45 +11,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import Tensor, nn
 
-from zbpp.autograd.gradient_guard import has_own_hooks
+from zbpp.autograd.hooks import has_own_hooks
+from zbpp.autograd.references import references
 
 SMALL = 64 * 1024
 """A buffer of at most so many bytes is copied."""
 
 _Table = dict[str, Tensor | None]
-
-
-def references(thing: Any) -> Iterator[nn.Module | Tensor]:
-    """The modules and tensors that a callable refers to.
-
-    Searched are the callable itself, the object of a method, closures, bound arguments, and lists, tuples and
-    dicts of these.
-    """
-    pending: list[Any] = [thing]
-    seen: set[int] = set()
-    for each in pending:  # the list grows during the loop
-        if id(each) in seen:
-            continue
-        seen.add(id(each))
-        match each:
-            case Tensor() | nn.Module():
-                yield each
-            case MethodType():
-                pending += [each.__func__, each.__self__]
-            case partial():
-                pending += [each.func, *each.args, *each.keywords.values()]
-            case FunctionType():
-                pending += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
-            case list() | tuple():
-                pending += each
-            case dict():
-                pending += each.values()
 
 
 class ForwardState:
@@ -71,9 +43,9 @@ class ForwardState:
         self._versions = [(each, version(each)) for each in used]
 
     def hooked(self) -> list[Tensor]:
-        """The trainable leaves that have hooks."""
+        """The trainable leaves that have hooks; hooks of their nodes alone don't count."""
         leaves = {id(each): each for each, _ in self._versions if each.requires_grad and each.is_leaf}
-        return [each for each in leaves.values() if each._post_accumulate_grad_hooks or has_own_hooks(each)]
+        return [each for each in leaves.values() if has_own_hooks(each)]
 
     @contextmanager
     def restored(self) -> Iterator[None]:

@@ -10,7 +10,7 @@ Auxiliary losses (auxiliary.py) that the block reports become further outputs of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.forward_ad import _set_fwd_grad_enabled
 
 from zbpp.autograd.collector import collector_of, refuse_create_graph
-from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.hooks import node_of, num_hooks_made, without_hooks
+from zbpp.autograd.leaf_grad import set_aside
 from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.models.forward_state import ForwardState, version
 from zbpp.autograd.models.structures import Structure, flatten, hidden_tensors
@@ -193,21 +194,17 @@ class _Checkpoint(torch.autograd.Function):
             return (None, None, *_plain_backward(roots, root_grads, tensors, ctx.call.hooked))
         # A tensor that fn closes over may have hooks from before.
         is_hooked = is_hooked or collector.is_hooked
-        # The B around this one sums the gradients of a leaf with tensor hooks, then runs these once.
-        returned = [leaf if collector.must_return(leaf) else None for leaf in ctx.call.hooked]
         # A tensor that fn closes over may also have been computed from the inputs of the B around this one.
-        inputs = (*tensors, *returned, *collector.inputs)
+        inputs = (*tensors, *collector.inputs)
         # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
         keep = collector.keep
-        with _without_hooks(leaf for leaf in returned if leaf is not None):
-            grads, tasks, large = split(
-                roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep
-            )
+        grads, tasks, large = split(
+            roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep
+        )
         collector.tasks += tasks
         collector.large += large
-        num_own = len(tensors) + len(returned)
-        collector.input_grads.append(grads[num_own:])
-        return (None, None, *grads[:num_own])
+        collector.input_grads.append(grads[len(tensors) :])
+        return (None, None, *grads[: len(tensors)], *(None for _ in ctx.call.hooked))
 
 
 def _refuse_changed(tensors: list[Tensor], versions: list[int]) -> None:
@@ -246,31 +243,10 @@ def _refuse_hidden(leaves: list[Any]) -> None:
 def _plain_backward(
     roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], hooked: list[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the tensors and of the hooked leaves, whose `.grad` and hooks are left alone."""
-    before = [(leaf, leaf.grad) for leaf in hooked]
-    for leaf in hooked:
-        leaf.grad = None
-    try:
-        with _without_hooks(hooked):
-            torch.autograd.backward(roots, root_grads)
+    """Gradients of the tensors and of the hooked leaves, whose gradients so far and hooks are left alone."""
+    with without_hooks([*map(node_of, hooked)]), set_aside(hooked):
+        torch.autograd.backward(roots, root_grads)
         return [None if each is None else each.grad for each in (*tensors, *hooked)]
-    finally:
-        for leaf, grad in before:
-            leaf.grad = grad
-
-
-@contextmanager
-def _without_hooks(leaves: Iterable[Tensor]) -> Iterator[None]:
-    """Take off the hooks of these leaves; put them back at the end."""
-    before = [(leaf, leaf._backward_hooks, leaf._post_accumulate_grad_hooks) for leaf in leaves]
-    for leaf, *_ in before:
-        leaf._backward_hooks = None
-        leaf._post_accumulate_grad_hooks = {}  # autograd does not accept None for no hooks
-    try:
-        yield
-    finally:
-        for leaf, hooks, post_accumulate in before:
-            leaf._backward_hooks, leaf._post_accumulate_grad_hooks = hooks, post_accumulate
 
 
 def _without_graph(output: Tensor, begin: int) -> Tensor:

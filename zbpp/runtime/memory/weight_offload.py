@@ -40,6 +40,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd import WeightGrads, auxiliary_loss, auxiliary_losses
 from zbpp.autograd.capture import PackedTensor, unpack
+from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
@@ -298,7 +299,7 @@ class Block:
         for parameter, home in zip(self.parameters, self.homes, strict=True):
             if (parameter.shape, parameter.dtype) != (home.shape, home.dtype):
                 wrong = "got another shape or dtype after OffloadedWeights was made: change these before"
-            elif parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            elif parameter.requires_grad and hooked_nodes([parameter]):
                 wrong = "has a hook, which would not find the weight's values on the device: remove the hook"
             elif getattr(parameter, "main_grad", None) is not None:
                 wrong = "has a main_grad, which offloaded weights can't have: remove it"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.autograd.hooks import has_node_hooks, hooked_nodes
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler
@@ -218,10 +219,11 @@ class Reductions(Feature):
                 "delete main_grad, and write mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, "
                 "reduce_dtype=torch.float32) for float32 gradients of 16-bit weights"
             )
-        if any(each._post_accumulate_grad_hooks for each in parameters if not is_sharded(each)):
+        if self._groups and _have_hooks_on_sums([each for each in parameters if not is_sharded(each)]):
             raise ValueError(
-                "a parameter has a hook by register_post_accumulate_grad_hook, which would run in W, before "
-                "the gradient is reduced over replicas and tied copies: read gradients after step() instead"
+                "a parameter has a hook by register_post_accumulate_grad_hook or on its AccumulateGrad node, "
+                "which would run in W, before the gradient is reduced over replicas: read gradients after "
+                "step() instead"
             )
 
 
@@ -241,6 +243,17 @@ def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
         dist.broadcast(values, group=group, group_src=0)
         for buffer, part in zip(buffers, values.split([each.numel() for each in buffers]), strict=True):
             buffer.copy_(part.view(buffer.shape))
+
+
+def _have_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether one of the parameters has a hook that runs when its gradient has been added up."""
+    trained = [each for each in parameters if each.requires_grad]
+    hooked = hooked_nodes(trained)
+    return any(
+        each._post_accumulate_grad_hooks or has_node_hooks(hooked[id(each)])
+        for each in trained
+        if id(each) in hooked
+    )
 
 
 def _parameters(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:

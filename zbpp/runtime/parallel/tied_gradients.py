@@ -11,14 +11,15 @@ before, by FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
+from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
-from zbpp.job.agreement import broadcast, check_agreement
+from zbpp.job.agreement import broadcast, check_agreement, gather
 from zbpp.runtime.parallel.groups import close_groups, group_of, unique_name
 from zbpp.runtime.parallel.mesh import copy_from
 from zbpp.runtime.parallel.reduce import AllReduce
@@ -71,14 +72,20 @@ class TiedGradients:
     def check(self) -> None:
         """Called before a step's first F.
 
-        Before the first step AgreementError is raised, on all ranks that have copies, if copies have
-        gradients of different dtypes, or if some of them are frozen.
+        Raises ValueError for hooks on copies, before the first step on all ranks that have copies. Before the
+        first step AgreementError is raised there, too, if copies have gradients of different dtypes, or if
+        some of them are frozen.
         """
         if not self._is_checked:
             for each in self._shared:
                 kinds = {text_of(tie): _kind(parameter) for tie, parameter in each.parameters.items()}
                 check_agreement("gradients of tied parameters", kinds, each.group, each.ranks)
+                _refuse_hooks(
+                    name for names in gather(_hooked(each.parameters), each.group) for name in names
+                )
             self._is_checked = True
+        for each in self._shared:
+            _refuse_hooks(_hooked(each.parameters))
 
     def begin(self) -> None:
         """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps."""
@@ -119,6 +126,20 @@ def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
 
 def _parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
     return next(stages[stage].get_parameter(name) for stage, name in tie if stage in stages)
+
+
+def _hooked(parameters: Mapping[Tie, nn.Parameter]) -> list[str]:
+    hooked = hooked_nodes([each for each in parameters.values() if each.requires_grad])
+    return [text_of(tie) for tie, each in parameters.items() if id(each) in hooked]
+
+
+def _refuse_hooks(names: Iterable[str]) -> None:
+    if found := next(iter(names), ""):
+        raise ValueError(
+            f"{found} are tied, are on different ranks, and have a hook, which would see the gradient of one "
+            "copy only: remove the hook and read the gradient after step(), or choose a schedule that puts "
+            "these stages on one rank, such as zb_v"
+        )
 
 
 def _kind(parameter: nn.Parameter) -> str:
