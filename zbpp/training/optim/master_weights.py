@@ -102,9 +102,8 @@ class MasterWeights:
         if outside:
             raise RuntimeError(
                 f"a parameter of shape {tuple(outside[0].shape)} has a gradient in .grad, which its master "
-                "never gets: a plain backward reached it, and only W adds to main_grad. Checkpoint with "
-                "zbpp.checkpoint or use_reentrant=False; let a stage hold a module that runs before the "
-                "pipeline, or give MasterWeights none of its parameters"
+                "never gets: a backward outside of pipeline.step reached it, and only a step adds to "
+                "main_grad: let the pipeline compute the loss, or give MasterWeights none of these parameters"
             )
 
     def _check_weights(self) -> None:

@@ -1,0 +1,144 @@
+"""Hooks on parameters: every kind, wherever the parameter is used, called as in a plain backward."""
+
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import nn
+
+from helpers.leaf_hooks import KINDS, Seen, assert_same, assert_same_calls, total_of
+from helpers.split import double, float64
+from zbpp import backward_input, checkpoint
+from zbpp.autograd import defer
+from zbpp.autograd.compiled import compile_stage
+
+M = 2
+
+
+def plainly(fn, x):
+    return fn(x)
+
+
+def reentrant(fn, x):
+    return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=True)
+
+
+class Waits(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
+
+
+class DropsGradient(torch.autograd.Function):
+    """Gives its weight no gradient."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, dy):
+        return dy, None
+
+
+class Net(nn.Module):
+    """One parameter, or one layer, and how it is used."""
+
+    def __init__(self, use, how=plainly):
+        super().__init__()
+        self.layer, self.weight = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.use, self.how = use, how
+
+    def forward(self, x):
+        return self.use(self, torch.tanh(x))
+
+
+def once(net, x):
+    return net.layer(x) * net.weight
+
+
+def block(net, x):
+    return net.how(lambda x: torch.tanh(net.layer(x)) * net.weight, x)
+
+
+# {name: (use, how in the split, how in the plain backward)}. Torch runs the hooks of a reentrant checkpoint's
+# parameters once per checkpoint; zbpp as if there were no checkpoint.
+USES = {
+    "waits for W, and computed in B": (once, plainly),
+    "twice at sites": (lambda net, x: net.layer(torch.tanh(net.layer(x))) * net.weight, plainly),
+    "at a site, and computed in B": (lambda net, x: net.layer(x) + net.layer.weight.sum(0), plainly),
+    "through a chain that computes": (lambda net, x: F.linear(x, net.layer.weight * 2) * net.weight, plainly),
+    "a Function defers it": (lambda net, x: Waits.apply(net.layer(x), net.weight), plainly),
+    "gets no gradient": (lambda net, x: DropsGradient.apply(net.layer(x), net.weight), plainly),
+    "in a checkpoint": (block, checkpoint),
+    "in a checkpoint and outside": (lambda net, x: block(net, net.layer(x)) * net.weight, checkpoint),
+    "in two checkpoints": (lambda net, x: block(net, block(net, x)), checkpoint),
+    "in a checkpoint of checkpoints": (
+        lambda net, x: checkpoint(lambda x: block(net, x), x) if net.how is checkpoint else block(net, x),
+        checkpoint,
+    ),
+    "in a reentrant checkpoint": (lambda net, x: block(net, net.layer(x)), reentrant),
+    "compiled": (once, "compiled"),
+}
+
+
+COMPILED = {("several", False), ("several", True), ("node prehook", False), ("any", False)}  # others: seconds
+
+
+def run(kind, use, how, *, has_main_grad):
+    """(the calls of hooks, the gradients of inputs, the sums of the parameters' gradients)."""
+    torch.manual_seed(0)
+    with float64():
+        net = Net(use, plainly if how == "compiled" else how or plainly)
+        seen = Seen()
+        if how == "compiled":
+            compile_stage(net, backend="eager")
+    seen.register(kind, net)
+    if has_main_grad:
+        for parameter in net.parameters():
+            parameter.main_grad = torch.zeros_like(parameter)
+    inputs = [double(5, 4, seed=microbatch).requires_grad_() for microbatch in range(M)]
+    outputs = [net(x) for x in inputs]
+    grads, later = [], []
+    for x, output in zip(inputs, outputs, strict=True):
+        if how is None:
+            output.backward(double(5, 4, seed=9))
+            grads.append(x.grad)
+        else:
+            (grad,), weight_grads = backward_input(output, double(5, 4, seed=9), [x])
+            grads.append(grad)
+            later.append(weight_grads)
+    for weight_grads in later:
+        weight_grads.accumulate()
+    if has_main_grad:
+        assert all(parameter.grad is None for parameter in net.parameters())
+    return seen.calls, grads, [total_of(parameter) for parameter in net.parameters()]
+
+
+@pytest.mark.parametrize("name", USES)
+def test_hooks_of_parameters_run_as_in_a_plain_backward(name):
+    """Every kind of hook, with and without a main_grad: as often, with the same values, same gradients."""
+    use, how = USES[name]
+    for kind, has_main_grad in itertools.product(KINDS, (False, True)):
+        if how == "compiled" and (kind, has_main_grad) not in COMPILED:
+            continue
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            expected = run(kind, use, None, has_main_grad=False)
+            found = run(kind, use, how, has_main_grad=has_main_grad)
+        try:
+            assert_same_calls(found[0], expected[0], kind, has_main_grad=has_main_grad)
+            assert_same(found[1], expected[1])
+            assert_same(found[2], expected[2], has_main_grad=has_main_grad)
+        except AssertionError as error:
+            error.add_note(f"{kind}, main_grad: {has_main_grad}")
+            raise
