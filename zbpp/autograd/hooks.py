@@ -96,10 +96,17 @@ class TakenOff(OrderedDict[Any, Any]):
 
 def has_own_hooks(leaf: Tensor) -> bool:
     """Whether a leaf has tensor hooks or post-accumulate hooks of somebody else than zbpp."""
-    if isinstance(leaf._backward_hooks, TakenOff):
-        return True
-    keys: Iterable[Any] = (*(leaf._backward_hooks or ()), *(leaf._post_accumulate_grad_hooks or ()))
-    return any(not isinstance(key, Internal) for key in keys)
+    hooks = leaf._backward_hooks
+    return isinstance(hooks, TakenOff) or _has_own(hooks) or has_post_accumulate_hooks(leaf)
+
+
+def has_post_accumulate_hooks(leaf: Tensor) -> bool:
+    """Whether a leaf has post-accumulate hooks of somebody else than zbpp."""
+    return _has_own(leaf._post_accumulate_grad_hooks)
+
+
+def _has_own(hooks: Iterable[Any] | None) -> bool:
+    return bool(hooks) and any(not isinstance(key, Internal) for key in hooks or ())
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.autograd.hooks import has_node_hooks, hooked_nodes
+from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler
@@ -250,7 +250,7 @@ def _have_hooks_on_sums(parameters: Iterable[nn.Parameter]) -> bool:
     trained = [each for each in parameters if each.requires_grad]
     hooked = hooked_nodes(trained)
     return any(
-        each._post_accumulate_grad_hooks or has_node_hooks(hooked[id(each)])
+        has_post_accumulate_hooks(each) or has_node_hooks(hooked[id(each)])
         for each in trained
         if id(each) in hooked
     )
