@@ -21,6 +21,7 @@ _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
+        "job",
         "schedule",
         "planning",
         "autograd",

@@ -25,13 +25,16 @@
     stage_api    the contract between zbpp and a user's model
     streams      the streams of a GPU
 
-The public names are loaded when they are first used: `import zbpp` imports no torch.
+The public names are loaded when they are first used: `import zbpp` imports no torch. It sets two variables of
+the environment, unless they are set, which CUDA reads when it is used first: see job/cuda_settings.py.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from zbpp.job.cuda_settings import set_environment as _set_environment
 
 if TYPE_CHECKING:
     from zbpp.autograd import (
@@ -155,6 +158,8 @@ __all__ = [
     "split_sequential",
     "trace_stages",
 ]
+
+_set_environment()
 
 
 def __getattr__(name: str) -> Any:

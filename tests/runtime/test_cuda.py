@@ -1,5 +1,7 @@
 """What scripts/gpu_check.py does not see of a GPU: waits of the host, allocations. Not run anywhere yet."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -32,7 +34,9 @@ def batch():
 
 
 def step_without_waits(pipeline, x, target):
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, that the mode is a prototype
+        torch.cuda.set_sync_debug_mode("error")
     try:
         return pipeline.step(x, target=target)
     finally:

@@ -6,6 +6,7 @@ None of this has run on a GPU: helpers/recorded_streams.py says what is recorded
 from collections import Counter, deque
 from datetime import timedelta
 from queue import Queue
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -289,11 +290,13 @@ def test_links_on_nccl_have_streams_of_high_priority(monkeypatch):
     class Group:
         class Options:
             is_high_priority_stream, _timeout = False, None
+            config = SimpleNamespace(max_ctas=None)
 
     monkeypatch.setattr(dist, "ProcessGroupNCCL", Group, raising=False)
     limit = timedelta(seconds=5)
     options = urgent_options("nccl", limit)
     assert options.is_high_priority_stream is True
+    assert options.config.max_ctas == 8
     assert options._timeout == limit  # torch warns of another one
     assert urgent_options("gloo", limit) is None
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.job.joining import job_store, join, versions
 
 
@@ -54,6 +55,7 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     chosen = _device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
+        use_expandable_segments()
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
         return
@@ -73,10 +75,6 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
 def _device(name: str) -> torch.device:
     """This process's device; "auto" is CUDA if every process of this machine gets a device of its own."""
-    # If NCCL's first receive runs before the first kernel is loaded, lazy loading waits for that receive.
-    os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-    # A waiting receive holds up all streams that share its hardware queue; by default there are 8 queues.
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if name not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device={name!r}: write cpu, cuda or auto")
     needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()

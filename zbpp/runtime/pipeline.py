@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
 from zbpp.job.agreement import gather
+from zbpp.job.cuda_settings import check_launches, use_expandable_segments
 from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
@@ -30,6 +31,7 @@ from zbpp.runtime.arguments import (
     timetable_of,
 )
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
+from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
 from zbpp.runtime.parallel.experts import ExpertParallel
@@ -123,6 +125,8 @@ class Pipeline:
         self._made_group = group_of_this_process() if is_alone else None
         self.place = given if self._made_group is None else Place(None, self._made_group)
         self.group = self.place.pipeline
+        if timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
+            check_launches()
         check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
         model = model_of(stages)
@@ -162,6 +166,9 @@ class Pipeline:
             self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss
         )
         self._take(SameCalls())
+        if self._rank.receives_on_device and self.device.type == "cuda":
+            use_expandable_segments()
+            self._take(FullDevice())
         self._take(*brought_by(self.stages.values()))
         if EXPERT in self.place.expert_groups:
             self._take(ExpertParallel())

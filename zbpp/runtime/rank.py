@@ -69,6 +69,7 @@ class Rank:
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
     `rebind`. num_steps: see Pipeline. is_alone: whether no other process takes part in a call.
+    receives_on_device: whether a receive that has started occupies the device.
     over: why no call may follow; empty until then.
 
     An extra may set two more. lost: what a failed call has destroyed beside its messages, which ends the
@@ -118,7 +119,7 @@ class Rank:
         }
         pairs = self.programs["step"].links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
-        self._run_on_device = any(runs_on_device(each, device) for each in self._links.values())
+        self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
         self.executors = {
             name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
         }
@@ -135,7 +136,7 @@ class Rank:
             self._links,
             self.device,
             dynamic_shapes=self.dynamic_shapes,
-            postings=ON_DEVICE if self._run_on_device else ON_HOST,
+            postings=ON_DEVICE if self.receives_on_device else ON_HOST,
             gate=lambda: lower(timetable).gate(rank),
             extras=self.extras,
             call=name,

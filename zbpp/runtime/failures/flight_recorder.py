@@ -68,7 +68,8 @@ class FlightRecorder(Observer):
         self._call, self._has_failed, self._stacks = "before the first call", False, ""
         self._ring.append(("outside", "", monotonic()))
         if not rank.is_alone:
-            self._watchdog = Watchdog(self, rank.timeout)
+            quiet = _SHARE * rank.timeout if rank.receives_on_device else rank.timeout + _GRACE
+            self._watchdog = Watchdog(self, quiet)
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
@@ -162,25 +163,28 @@ class FlightRecorder(Observer):
 
 _INTERVAL = 0.5  # s
 _GRACE = 1.0  # s after the timeout: by then the ranks that waited for this one have given up
+_SHARE = 0.5  # of the timeout, on NCCL: at the timeout torch's watchdog ends the process
 _PATIENCE = 5.0  # s that `close` waits for the thread, which may write to a disk
 
 
 class Watchdog:
-    """A thread that lets a recorder write its file when its rank has done nothing for `timeout` seconds.
+    """A thread that lets a recorder write its file when its rank has done nothing for `quiet` seconds.
 
     A rank that waits for a message gives up at its timeout, and raises an error. A rank that loops in its own
     code raises nothing, and no signal but SIGKILL ends a rank that waits in gloo. Then the other ranks fail,
-    and torchelastic ends this process after its grace. Before that, the thread writes the rank's record.
+    and torchelastic ends this process after its grace. Before that, the thread writes the rank's record. On
+    NCCL torch's own watchdog ends the process, a timeout after an operation was queued: the record is written
+    before. (This has not been run on a GPU.)
 
     Code that never gives up Python's lock keeps this thread from running: that rank leaves no record. Between
     calls a rank may be busy for longer, with a checkpoint for example: its file is removed again when the
     rank goes on.
     """
 
-    def __init__(self, recorder: FlightRecorder, timeout: float) -> None:
+    def __init__(self, recorder: FlightRecorder, quiet: float) -> None:
         # A weak reference: a pipeline that is dropped without `close` ends its thread, too.
         self._recorder = weakref.ref(recorder)
-        self._timeout = timeout
+        self._quiet = quiet
         self._closed, self._is_written = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="zbpp-watchdog", daemon=True)
         self._thread.start()
@@ -201,7 +205,7 @@ class Watchdog:
 
     def _look_at(self, recorder: FlightRecorder) -> None:
         *_, begun = recorder.newest
-        is_quiet = monotonic() - begun > self._timeout + _GRACE
+        is_quiet = monotonic() - begun > self._quiet
         if is_quiet and not self._is_written:
             recorder.write()
         elif self._is_written and not is_quiet:

@@ -6,8 +6,10 @@ group leaves its addresses there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -23,6 +25,8 @@ from zbpp.runtime.host_links import HostLink, needs_host_link
 if TYPE_CHECKING:
     from zbpp.runtime.parallel.mesh import Place
 
+_MAX_CTAS = 8  # blocks of a kernel that sends or receives; NCCL's own number is 16 to 32 over NVLink
+
 
 def link_groups(
     group: dist.ProcessGroup | None, links: Iterable[tuple[int, int]], timeout: float, device: torch.device
@@ -31,25 +35,39 @@ def link_groups(
 
     device: where messages are. On gloo a group whose messages are on a GPU is wrapped in a HostLink.
 
-    links: (sender, receiver), as ranks of `group`, in the same order on every rank.
+    links: (sender, receiver), as ranks of `group`, the same on every rank. They are connected in rounds: in
+    each round a rank waits for one other rank at most, so neighbours need two rounds, whatever their number.
     Each link has a group of its own, since NCCL runs everything that shares a communicator in one order: a
     receive that has started would hold up a send.
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     prefix = broadcast(unique_name(), group)
-    # If all ranks of the job are here, all take part: then NCCL may split a communicator off the job's own.
-    make = _group_by_all if len(ranks) == dist.get_world_size() else _group_by_its_ranks
     groups: dict[tuple[int, int], dist.ProcessGroup | HostLink] = {}
-    for link in links:
+    for link in in_rounds(links):
         sender, receiver = (ranks[end] for end in link)
         name = f"{prefix}/{link[0]}_to_{link[1]}"
         limit = timedelta(seconds=timeout)
-        made = make(sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit))
+        made = _group_by_its_ranks(
+            sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit)
+        )
         if made is not None:
             is_staged = needs_host_link(made, device)
             groups[link] = HostLink(made, device) if is_staged else made
             _connect(made, sender, receiver, device=torch.device("cpu") if is_staged else device)
     return groups
+
+
+def in_rounds(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The links, in an order in which pairs of ranks that have no rank in common come together.
+
+    The pairs 0-1, 2-3, 4-5 come first, then 1-2, 3-4: each pair in the first round that both ranks are free.
+    """
+    rounds: dict[tuple[int, ...], int] = {}
+    links = sorted(links, key=sorted)
+    for pair in (tuple(sorted(link)) for link in links):
+        taken = {number for other, number in rounds.items() if other != pair and {*other} & {*pair}}
+        rounds.setdefault(pair, next(each for each in count() if each not in taken))
+    return sorted(links, key=lambda link: rounds[tuple(sorted(link))])
 
 
 def runs_on_device(link: dist.ProcessGroup | HostLink, device: torch.device) -> bool:
@@ -64,13 +82,16 @@ def urgent_options(backend: str, timeout: timedelta) -> Any:
     """The options of a group whose messages are urgent; None for a backend that knows no priorities.
 
     NCCL then takes its streams from those of high priority: a message's kernel gets the next multiprocessor
-    that is free, before the rest of a large product. torch warns if the options' timeout isn't the group's.
+    that is free, before the rest of a large product. A kernel that waits for the other rank occupies its
+    multiprocessors: max_ctas limits their number. torch warns if the options' timeout isn't the group's.
     """
     if backend != "nccl":
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
     options._timeout = timeout
+    if hasattr(options, "config"):
+        options.config.max_ctas = _MAX_CTAS
     return options
 
 
@@ -146,14 +167,6 @@ def unique_name() -> str:
     return f"zbpp/{uuid4().hex}"
 
 
-def _group_by_all(
-    ranks: list[int], name: str, timeout: timedelta, options: Any = None
-) -> dist.ProcessGroup | None:
-    """A process group of these ranks, None on the others; called by every rank of the job."""
-    made = dist.new_group(ranks, timeout=timeout, pg_options=options, group_desc=name)
-    return made if dist.get_rank() in ranks else None
-
-
 def _group_by_its_ranks(
     ranks: list[int], name: str, timeout: timedelta, options: Any = None, backend: str | None = None
 ) -> dist.ProcessGroup | None:
@@ -162,25 +175,42 @@ def _group_by_its_ranks(
     This is `dist.new_group(use_local_synchronization=True)` with a unique name. torch's name is the number of
     open groups: after some were closed a name comes again, and a new group would find the addresses of the
     earlier one in the store.
+
+    If the job's own group is bound to a device (`init_process_group(device_id=...)`), torch would split the
+    communicator off the job's own, which all ranks of the job have to do together, and some are not here. So
+    the group is made as if nothing were bound.
     """
     if dist.get_rank() not in ranks:
         return None
     places = {rank: place for place, rank in enumerate(ranks)}
     own_backend, store = c10d._world.pg_map[c10d._get_default_group()]
     made: dist.ProcessGroup
-    made, _ = c10d._new_process_group_helper(
-        len(ranks),
-        places[dist.get_rank()],
-        ranks,
-        backend or own_backend,
-        store,
-        name,  # type: ignore[arg-type]  # a NewType of str, which not every torch has
-        backend_options=options,
-        timeout=timeout,
-        group_desc=name,
-    )
+    with _without_bound_device():
+        made, _ = c10d._new_process_group_helper(
+            len(ranks),
+            places[dist.get_rank()],
+            ranks,
+            backend or own_backend,
+            store,
+            name,  # type: ignore[arg-type]  # a NewType of str, which not every torch has
+            backend_options=options,
+            timeout=timeout,
+            group_desc=name,
+        )
     c10d._world.pg_group_ranks[made] = places
     return made
+
+
+@contextmanager
+def _without_bound_device() -> Iterator[None]:
+    """Let the job's own group be bound to no device for a while."""
+    job = c10d._get_default_group()
+    bound = job.bound_device_id
+    job.bound_device_id = None
+    try:
+        yield
+    finally:
+        job.bound_device_id = bound
 
 
 def _connect(group: dist.ProcessGroup, sender: int, receiver: int, *, device: torch.device) -> None:
