@@ -28,12 +28,13 @@ from zbpp.checkpoints import CheckpointError
 from zbpp.commands import command_line, compare
 from zbpp.commands import train as commands_train
 from zbpp.data import text_data
-from zbpp.job.world import world
+from zbpp.job.world import DeviceError, world
 from zbpp.launch import RankDeath, RankError, Refusal, on_ranks
 from zbpp.models.gpt import Gpt
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render.style import headline
 from zbpp.run import app, results
+from zbpp.run import plan as plans
 from zbpp.run import trainer as trainer_parts
 from zbpp.schedule import PlanError, to_csv
 
@@ -483,6 +484,36 @@ def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeyp
             config = compose("train", overrides=[*MLP, *TINY, "parallel.num_processes=2", f"run_dir={run}"])
         with pytest.raises(Refusal, match=words):
             commands_train._train(configs.Composed.of(config))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "words"),
+    [
+        (["schedule.timetable=nowhere.txt"], configs.ConfigError, "nowhere.txt"),
+        (["schedule=zb_auto", "schedule.costs=nowhere.json"], configs.ConfigError, "nowhere.json"),
+        (["schedule=zb_auto", "schedule.memory_limit=much"], PlanError, "much"),
+        (["schedule=zb_h1", "schedule.stages_per_rank=2"], PlanError, "leave stages_per_rank out"),
+        (["schedule=zb_h1", "schedule.memory_limit=0.5"], PlanError, "memory"),
+        (["schedule.name=zb_h9"], PlanError, "zb_h9"),
+        (["schedule.replan=zb_h9"], configs.ConfigError, "zb_h9"),
+        (["parallel.device=cuda"], DeviceError, "torch sees"),
+        (["parallel.replicate=3"], configs.ConfigError, "replicate"),
+        (["+optimizer.build._target_=nowhere.Adam", "optimizer=custom"], configs.ConfigError, "nowhere"),
+        (["data._target_=zbpp.data.nowhere"], configs.ConfigError, "nowhere"),
+    ],
+)
+def test_what_the_config_alone_shows_is_refused_before_a_model_is_made(
+    tmp_path, monkeypatch, alone, overrides, error, words
+):
+    def made(*_, **__):
+        raise AssertionError("the model is made")
+
+    monkeypatch.setattr(plans, "build_model", made)
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        config = compose("train", overrides=[*MLP, f"run_dir={tmp_path}/run", *overrides])
+    with pytest.raises(error, match=words):
+        app.check_before_start(configs.Composed.of(config).tree, 2)
+    assert list(tmp_path.iterdir()) == []
 
 
 # ---------------------------------------------------------------- run folders

@@ -17,6 +17,7 @@ from helpers.split import assert_close
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
 from zbpp.models.hf import HuggingFace
+from zbpp.models.hf import model as hf_model
 from zbpp.models.layers import token_loss
 from zbpp.stage_api import PipelineModel
 
@@ -238,8 +239,19 @@ class Embedding(LlamaModel):
 )
 def test_a_family_that_nobody_has_tried_is_refused_instead_of_cut_wrongly(monkeypatch, name, part, message):
     monkeypatch.setattr(modeling_llama, name, part)
+    monkeypatch.setattr(hf_model, "_tried", {})  # the library is another one here
     with pytest.raises(ValueError, match=message):
         model_of("llama").build_stage(0, 2)
+
+
+def test_a_cut_is_tried_once_however_many_models_and_stages_are_made(monkeypatch, caplog):
+    """`zbpp train -n 4` said so per stage, `zbpp memory` fifteen times."""
+    monkeypatch.setattr(hf_model, "_tried", {})
+    with caplog.at_level("INFO", "zbpp.models.hf.model"):
+        for index in (0, 1):
+            model_of("llama").build_stage(index, 2)
+        model_of("llama").layer_counts(2)
+    assert caplog.text.count("tried on a small copy") == 1
 
 
 TIED = {

@@ -75,10 +75,18 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
 def _device(name: str) -> torch.device:
     """This process's device; "auto" is CUDA if every process of this machine gets a device of its own."""
+    needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    check_device(name, needed)
+    if name == "cpu" or torch.cuda.device_count() < needed:
+        return torch.device("cpu")
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+
+
+def check_device(name: str, needed: int) -> None:
+    """Raise DeviceError if device=cuda, and this machine has no device for each of so many processes."""
     if name not in ("cpu", "cuda", "auto"):
         raise ValueError(f"device={name!r}: write cpu, cuda or auto")
-    needed, found = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
-    if name == "cuda" and found < needed:
+    if name == "cuda" and (found := torch.cuda.device_count()) < needed:
         built = "" if torch.version.cuda else " and is built without CUDA"
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
@@ -87,6 +95,3 @@ def _device(name: str) -> torch.device:
             f"device=cuda: {needed} process(es) here, but torch sees {found} CUDA device(s){limited}{built}; "
             f"{fewer}write device=cpu"
         )
-    if name == "cpu" or found < needed:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

@@ -6,6 +6,7 @@ nothing here asks what a schedule is called. The files beside it build one part 
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,13 +22,12 @@ from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.errors import CommunicationError, is_out_of_memory
 from zbpp.job.joining import of_first_start, rank_and_size
-from zbpp.job.world import World, world
-from zbpp.planning import takes_costs
+from zbpp.job.world import World, check_device, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, build_stages, layers_per_stage
-from zbpp.run.plan import check_layers, costs_of, note_on_microbatches, planned, title_of
+from zbpp.run.plan import check_plan, costs_of, note_on_microbatches, planned, title_of
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
@@ -55,6 +55,7 @@ def train(composed: Composed) -> dict[str, Any]:
     composed = _in_first_folder(composed)
     config: TrainConfig = composed.tree
     rank, num_processes = _place_in_job(config.parallel.num_processes)
+    check_device(config.parallel.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     plan, parts = None, None
     with out_of_memory_explained(rank):
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
@@ -103,12 +104,9 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
     A plan that takes a search is not made here.
     """
     check_config(config)
+    check_device(config.parallel.device, num_processes)
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
-    num_ranks, schedule = pipeline_ranks(config.parallel, num_processes), config.schedule
-    if schedule.timetable is not None or not takes_costs(schedule.name):
-        planned(config, num_ranks)
-    else:
-        check_layers(build_model(config.model, config.seed, config.finetune), schedule, num_ranks)
+    check_plan(config, pipeline_ranks(config.parallel, num_processes))
 
 
 # ---------------------------------------------------------------- before the ranks join

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from zbpp.planning import (
     plan,
     read_costs,
     read_memory_limit,
+    takes_costs,
 )
 from zbpp.planning.plan import stages_per_rank
 from zbpp.run.model import build_model, layers_per_stage
@@ -27,27 +29,49 @@ from zbpp.training.replan import Replan
 
 def planned(config: TrainConfig, num_ranks: int) -> Timetable:
     """The timetable of a run, whose model has a layer for each stage. Raises PlanError or ConfigError."""
-    check_layers(build_model(config.model, config.seed, config.finetune), config.schedule, num_ranks)
-    return build_timetable(config.schedule, num_ranks, config.num_microbatches)
+    return check_plan(config, num_ranks) or build_timetable(
+        config.schedule, num_ranks, config.num_microbatches
+    )
+
+
+def check_plan(config: TrainConfig, num_ranks: int) -> Timetable | None:
+    """The timetable; None if it takes a search, which is not made here. Raises PlanError or ConfigError.
+
+    What the config alone shows is refused before the model is made, and before a search.
+    """
+    schedule, timetable = config.schedule, None
+    _check_replan(schedule.replan)
+    if schedule.timetable is not None or not takes_costs(schedule.name):
+        timetable = build_timetable(schedule, num_ranks, config.num_microbatches)
+    else:
+        _plan_options(schedule, num_ranks)
+    check_layers(build_model(config.model, config.seed, config.finetune), schedule, num_ranks)
+    return timetable
 
 
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
     """Plan by the schedule's name, as `zbpp plan` does, or read its file. Raises PlanError or ConfigError."""
-    _check_replan(schedule.replan)
-    try:
-        if schedule.timetable is not None:
+    if schedule.timetable is not None:
+        with _naming_files():
             return plan_from_file(schedule, num_ranks, num_microbatches)
+    options = _plan_options(schedule, num_ranks)
+    return plan(schedule.name, num_ranks, num_microbatches or NUM_MICROBATCHES, **options)
+
+
+def _plan_options(schedule: ScheduleConfig, num_ranks: int) -> dict[str, Any]:
+    """The keyword arguments of `plan`. Raises PlanError or ConfigError."""
+    with _naming_files():
         costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
-        shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
-        num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
-        return plan(
-            schedule.name,
-            num_ranks,
-            num_microbatches or NUM_MICROBATCHES,
-            costs=costs.per_stage(num_stages, num_ranks),
-            memory_limit=read_memory_limit(schedule.memory_limit, costs),
-            **shape,
-        )
+    shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
+    num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
+    limit = read_memory_limit(schedule.memory_limit, costs)
+    return {"costs": costs.per_stage(num_stages, num_ranks), "memory_limit": limit, **shape}
+
+
+@contextmanager
+def _naming_files() -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(f"schedule: {error}; name a file that zbpp plan or zbpp measure wrote") from error
 

@@ -143,24 +143,37 @@ class HuggingFace:
 
     def _cut(self, num_stages: int) -> Cut:
         if num_stages not in self._cuts:
-            start = time.perf_counter()
-            self._cuts[num_stages] = find_cut(
-                self._config,
-                lambda num_layers: split_layers(num_layers, num_stages, self._layers_per_stage),
-                self._seed,
-            )
+            self._cuts[num_stages] = _tried_cut(self._config, num_stages, self._layers_per_stage, self._seed)
             if self._head == "recompute" and not self._cuts[num_stages].head:
                 raise ValueError(
                     f"{self._kind}: head=recompute can't be, since {self._cuts[num_stages].no_head}: write "
                     "head=whole"
                 )
-            seconds = time.perf_counter() - start
-            _log.info("%s in %d stages: tried on a small copy, %.1f s", self._kind, num_stages, seconds)
         return self._cuts[num_stages]
 
     @property
     def _kind(self) -> str:
         return str(self._config.model_type)
+
+
+_tried: dict[tuple[Any, ...], Cut] = {}
+"""Cuts by all that they depend on. A command makes its model several times, and ranks that are forks find
+here what the first process has tried."""
+
+
+def _tried_cut(
+    config: PretrainedConfig, num_stages: int, layers_per_stage: Sequence[int] | None, seed: int
+) -> Cut:
+    """The cut of a model, tried on a small copy. Raises ValueError as `find_cut` does."""
+    kernels = getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
+    layers = None if layers_per_stage is None else tuple(layers_per_stage)
+    key = (type(config), config.to_json_string(use_diff=False), *kernels, num_stages, layers, seed)
+    if key not in _tried:
+        start = time.perf_counter()
+        _tried[key] = find_cut(config, lambda count: split_layers(count, num_stages, layers_per_stage), seed)
+        seconds = time.perf_counter() - start
+        _log.info("%s in %d stages: tried on a small copy, %.1f s", config.model_type, num_stages, seconds)
+    return _tried[key]
 
 
 def _check_sources(path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:
