@@ -3,43 +3,89 @@
 import re
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
-
-from zbpp.planning import SCHEDULES
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench_split
 import cluster_check
-import gpu_check
+from gpu_check import main, parts
+from gpu_check.page import Here, Page
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-def test_the_gpu_check_writes_the_rows_of_its_parts(tmp_path, capsys):
-    arguments = ["split", "schedules", "--device", "cpu", "--small", "--out", str(tmp_path)]
-    assert gpu_check.main(arguments) == 0
-    text = (tmp_path / "gpu_cpu.txt").read_text()
-    assert text == capsys.readouterr().out
-    assert "after B / after F" in text
-    for name in SCHEDULES:
-        assert re.search(rf"\n.* {name}: losses unlike plain's +zbpp 0   <= 0 met\n.* unlike 0 +by 0 ", text)
-    assert "NOT COMPLETE" not in text
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_gpu_check_fills_its_page_on_a_cpu(tmp_path):
+    """Each part in its small form; ranks compute what one process computes, through host memory."""
+    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cpu", "--small"]
+    options = ["--out", str(tmp_path), "--seconds", "800"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=880)
+    page = (tmp_path / "page.md").read_text()
+    assert done.returncode == 0, page
+    assert [*re.findall(r"^(\w+): fine, [\d.]+ s$", page, re.M)] == [part.name for part in main.PARTS]
+    rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|(.*)\|$", page, re.M)
+    unlike = [row for row in rows if "unlike" in row[0]]
+    assert len(unlike) > 20
+    assert all(row[3].strip() == "ok" for row in unlike)
+    assert any("zb_v, random delays" in row[0] for row in unlike)
 
 
-def test_a_limit_that_is_missed_and_a_part_that_raises_are_the_exit_status(tmp_path, monkeypatch, capsys):
-    def part(settings, value):
-        yield bench_split.Row("a", "b", {"zbpp": value, "plain": 9.0}, limit=0.85)
-        if value == 0:
-            raise ValueError("c")
+def do(code):
+    """Runs a part that is this Python code."""
+    return lambda part: [sys.executable, "-c", code.format(limit=part.limit)]
 
-    for value, status in ((0.84, 0), (0.86, 1), (float("nan"), 1), (0, 1)):
-        monkeypatch.setitem(gpu_check.PARTS, "offload", partial(part, value=value))
-        assert gpu_check.main(["offload", "--device", "cpu", "--small", "--out", str(tmp_path)]) == status
-    assert capsys.readouterr().out.endswith("NOT COMPLETE: ValueError: c\n")
+
+@pytest.mark.parametrize(
+    ("code", "limit", "says"),
+    [
+        ("print('a row')", 60, "a row\n\na: fine"),
+        ("print('a row', flush=True); import os; os.abort()", 60, "a row\n\na: FAILED: ended by SIGABRT"),
+        ("print('a row'); raise ValueError('b')", 60, "ValueError: b"),
+        (
+            "import faulthandler, time; faulthandler.dump_traceback_later({limit} - 4); time.sleep(99)",
+            5,
+            'File "<string>", line 1 in <module>',
+        ),
+    ],
+)
+def test_a_crash_or_a_hang_costs_one_part_and_says_where(tmp_path, code, limit, says):
+    part = parts.Part("a", limit)
+    is_fine = parts.run_part(part, do(code)(part), tmp_path / "1-a.md")
+    text = (tmp_path / "1-a.md").read_text()
+    assert says in text
+    assert is_fine == ("fine" in text)
+    assert ("STOPPED at its limit of 5 s" in text) == (limit == 5)
+
+
+def test_the_last_parts_are_left_out_and_nothing_erases_another_page(tmp_path):
+    both = [parts.Part("a", 60), parts.Part("b", 60)]
+    assert parts.run_parts(both, do("print('first')"), tmp_path, title="T", seconds=60) == 0
+    assert parts.run_parts(both, do("print('second')"), tmp_path, title="T", seconds=5) == 2
+    assert parts.run_parts(both[:1], do("print('third')"), tmp_path, title="T", seconds=60) == 0
+    page = (tmp_path / "page.md").read_text()
+    assert re.findall("first|LEFT OUT|third", page) == ["first", "first", "LEFT OUT", "LEFT OUT", "third"]
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["1-a.md", "2-b.md", "3-a.md", "4-b.md", "5-a.md", "page.md"]
+
+
+def test_a_prediction_stands_in_its_row_before_the_figure_is_measured(capsys):
+    page = Page(Here(torch.device("cpu"), True, 60.0))
+
+    def measured():
+        assert capsys.readouterr().out.endswith("| what | 3 ms, why, at most 5 ms | ")
+        return 6.0
+
+    page.figure("what", "ms", measured, floor=3.0, why="why", most=5.0)
+    page.check("fails", lambda: 1 / 0)
+    assert capsys.readouterr().out == (
+        "6 ms | MISSED |\n| fails | 0 | FAILED: ZeroDivisionError: division by zero | |\n"
+    )
+    assert page.num_failed == 2
 
 
 @pytest.mark.parametrize(
@@ -51,7 +97,7 @@ def test_a_limit_that_is_missed_and_a_part_that_raises_are_the_exit_status(tmp_p
 )
 def test_wrong_arguments_of_the_gpu_check_are_one_line(arguments, text, capsys):
     with pytest.raises(SystemExit, match="2"):
-        gpu_check.main(arguments)
+        main.main(arguments)
     assert text in capsys.readouterr().err
 
 

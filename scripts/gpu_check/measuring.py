@@ -1,0 +1,92 @@
+"""Times, bytes and differences, measured alike by all parts."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from gpu_check.page import Here
+from zbpp.runtime.measure.live_tensors import live_bytes
+
+MIB, GIB = 2**20, 2**30
+
+
+def ms_of(here: Here, run: Callable[[], object], *, rounds: int = 7) -> float:
+    """The median time (ms) of a run on the device; two runs before are not counted."""
+    return phases_ms(here, {"": run}, rounds=rounds)[""]
+
+
+def phases_ms(here: Here, phases: Mapping[str, Callable[[], object]], *, rounds: int = 7) -> dict[str, float]:
+    """Each phase's median time (ms) on the device, the phases run in turn; two rounds are not counted."""
+    rounds = here.choose(rounds, 2)
+    found: dict[str, list[float]] = {name: [] for name in phases}
+    for _ in range(rounds + here.choose(2, 1)):
+        for name, run in phases.items():
+            begin = _now(here)
+            run()
+            found[name].append(_between(here, begin, _now(here)))
+    return {name: median(times[-rounds:]) for name, times in found.items()}
+
+
+def host_ms_of(here: Here, run: Callable[[], object], *, rounds: int = 7) -> float:
+    """The median time (ms) until the host goes on; the device is idle at the start of each run."""
+    times = []
+    for _ in range(here.choose(rounds, 2) + 1):
+        here.synchronize()
+        begin = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - begin)
+    here.synchronize()
+    return 1e3 * median(times[1:])
+
+
+def peak_mib(here: Here, run: Callable[[], object]) -> float:
+    """The most live bytes (MiB) in a run, over those before it."""
+    return live_bytes(run, here.device).highest / MIB
+
+
+def error_of(found: Tensor, exact: Tensor) -> float:
+    """The norm of the error over the norm of the exact value."""
+    return float((found.double() - exact.double()).norm() / exact.double().norm())
+
+
+def digest(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
+    """A hash of each tensor's bits."""
+    found = {}
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            flat = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
+            found[name] = hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+    return found
+
+
+def unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> int:
+    """How many names have different values, or are in one of the mappings only."""
+    return sum(some.get(name) != others.get(name) for name in some.keys() | others.keys())
+
+
+def gradients(modules: Mapping[int, nn.Module]) -> dict[str, Tensor]:
+    """{parameter's name: its gradient} of all stages."""
+    named = (each for module in modules.values() for each in module.named_parameters())
+    return {name: parameter.grad for name, parameter in named if parameter.grad is not None}
+
+
+def _now(here: Here) -> Any:
+    if not here.is_cuda:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(here: Here, begin: Any, end: Any) -> float:
+    if not here.is_cuda:
+        return float(1e3 * (end - begin))
+    end.synchronize()
+    return float(begin.elapsed_time(end))

@@ -1,0 +1,242 @@
+"""2 and 4 ranks on one GPU, by links through host memory: do they compute what one process computes?
+
+Every case in float64 is compared with one rank to the last bit (losses, gradients), and with plain autograd
+to rounding. Delays sleep at random, on the host and on the device, before each F and in each B.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from gpu_check.local_ranks import on_ranks
+from gpu_check.measuring import digest, gradients, unlike
+from gpu_check.page import Here, Page
+from zbpp import ActivationOffload, Costs, CudaGraphs, Pipeline, Timetable, plan
+from zbpp.autograd import recompute
+from zbpp.autograd.compiled import compile_stage
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+
+M, ROWS, TIME, VOCAB = 8, 16, 16, 61
+NUM_STEPS = 5  # CUDA graphs are captured in the third
+TOLERANCE = 1e-9
+SIZES: dict[str, int] = {"vocab_size": VOCAB, "num_layers": 8, "sequence_length": TIME}
+UNEVEN = Costs(f=1.0, b=1.3, w=0.7, comm=0.2)
+
+
+class Case(NamedTuple):
+    """model: a key of MODELS. variant: what is done beside training. same_as: whose bits it must have."""
+
+    name: str
+    model: str = "gpt"
+    schedule: str = "zb_h1"
+    variant: str = ""
+    same_as: str = "one rank"
+
+
+class Run(NamedTuple):
+    """What one rank has of a run. error: the largest difference from plain autograd, relative."""
+
+    losses: list[float]
+    bits: dict[str, str]
+    error: float
+
+
+def model_of(name: str, here: Here) -> Any:
+    hidden = here.choose(64, 16)
+    if name == "tie":
+        return Llama(**SIZES, hidden_size=hidden, num_heads=4, num_kv_heads=2, tie_embeddings=True)
+    dropout = 0.1 if name == "dropout" else 0.0
+    return Gpt(**SIZES, hidden_size=hidden, num_heads=4, dropout=dropout)
+
+
+def cases(num_ranks: int, here: Here) -> Iterator[Case]:
+    """The cases of a job."""
+    if here.is_small and num_ranks == 4:
+        yield Case("zb_v, random delays", schedule="zb_v", variant="delays")
+        return
+    for schedule in ("zb_h1", "zb_v", "interleaved_1f1b", "searched"):
+        yield Case(schedule, schedule=schedule)
+        if not here.is_small:
+            yield Case(f"{schedule}, random delays", schedule=schedule, variant="delays")
+        if here.is_cuda:
+            yield Case(f"{schedule}, CUDA graphs", schedule=schedule, variant="graphs")
+    # One rank adds the gradients of both places in another order than two ranks.
+    yield Case("a tie of the first and the last stage", "tie", same_as="")
+    yield Case("dropout, 1f1b", "dropout", "1f1b", same_as="")
+    yield Case("dropout, zb_h1", "dropout", "zb_h1", same_as="dropout, 1f1b")
+    yield Case("recompute", variant="recompute")
+    yield Case("offload", variant="offload")
+    if num_ranks == 2:
+        yield Case("compiled", variant="compiled", same_as="")
+
+
+def run(page: Page) -> None:
+    here = page.here
+    alone = {name: trained(Case("one rank", model, "gpipe"), 0, 1, here) for name, model in ALONE.items()}
+    for name, found in alone.items():
+        page.figure(f"{name}: difference from plain autograd", "", lambda e=found.error: e, most=TOLERANCE)
+    for num_ranks in (2, 4):
+        page.say(f"{num_ranks} ranks; unlike: losses and gradients with other bits than one rank's")
+        known = {name: (found.losses, found.bits) for name, found in alone.items()}
+        results = on_ranks(num_ranks, on_rank, here, num_ranks)
+        for case in cases(num_ranks, here):
+            _row(page, case, known, results)
+
+
+ALONE = {"one rank": "gpt", "one rank, a tie": "tie"}
+Known = dict[str, tuple[list[float], dict[str, str]]]
+
+
+def _row(page: Page, case: Case, known: Known, results: Iterator[list[Run]]) -> None:
+    """Write the next result of a job."""
+    found: list[Run] = []
+
+    def error() -> float:
+        found.extend(next(results))
+        return max(each.error for each in found)
+
+    limit = None if case.model == "dropout" else TOLERANCE
+    page.figure(f"{case.name}: difference from plain autograd", "", error, most=limit)
+    if not found:
+        return
+    losses = [loss for each in found for loss in each.losses]
+    bits = {name: value for each in found for name, value in each.bits.items()}
+    known[case.name] = losses, bits
+    if case.same_as:
+        expected, expected_bits = known[case.same_as]
+        page.check(
+            f"{case.name}: unlike",
+            lambda: sum(a != b for a, b in zip(losses, expected, strict=True)) + unlike(bits, expected_bits),
+        )
+
+
+def on_rank(rank: int, here: Here, num_ranks: int) -> Iterator[Run]:
+    """All cases on one rank."""
+    for case in cases(num_ranks, here):
+        print(f"rank {rank}: {case.name}", file=sys.stderr, flush=True)
+        yield trained(case, rank, num_ranks, here)
+
+
+class Prepared:
+    """A model whose stages are in float64 on the device, and changed by a case's variant."""
+
+    def __init__(self, model: Any, change: Callable[[nn.Module], None], here: Here) -> None:
+        self.model, self.loss, self.tied = model, model.loss, model.tied
+        self._change, self._here = change, here
+
+    def build_stage(self, index: int, num_stages: int) -> nn.Module:
+        stage: nn.Module = self.model.build_stage(index, num_stages).to(self._here.device, torch.float64)
+        self._change(stage)
+        return stage
+
+
+def trained(case: Case, rank: int, num_ranks: int, here: Here) -> Run:
+    """The losses and gradients of the last of some equal steps."""
+    model, timetable = model_of(case.model, here), timetable_of(case.schedule, num_ranks)
+    change, extras = VARIANTS[case.variant]
+    x, target = (each.to(here.device) for each in batch())
+    args = (x,) if timetable.rank_of[0] == rank else ()
+    given: dict[str, Any] = {"target": target} if timetable.rank_of[-1] == rank else {}
+    prepared = Prepared(model, change, here)
+    with Pipeline(prepared, timetable, extras=extras(), device=here.device) as pipeline:
+        for _ in range(NUM_STEPS if case.variant == "graphs" else 2):
+            for stage in pipeline.stages.values():
+                stage.zero_grad(set_to_none=False)
+            torch.manual_seed(0)
+            pipeline.num_steps = 0  # the same dropout in each step
+            losses = [loss.item() for loss in pipeline.step(*args, **given)]
+        own = {name: each.clone() for name, each in gradients(pipeline.stages).items()}
+    return Run(losses, digest(own), 0.0 if case.model == "dropout" else _error(losses, own, model, here))
+
+
+def timetable_of(schedule: str, num_ranks: int) -> Timetable:
+    if schedule == "searched":
+        return plan("zb_auto", num_ranks, M, costs=UNEVEN, time_limit=2.0, seed=0)
+    return plan(schedule, num_ranks, M)
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    drawn = torch.randint(VOCAB, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(0))
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
+def _error(losses: list[float], own: Mapping[str, Tensor], model: Any, here: Here) -> float:
+    """The largest difference from plain autograd: of losses, and of each gradient by its norm."""
+    whole = model.build_stage(0, 1).to(here.device, torch.float64)
+    x, target = (each.to(here.device).chunk(M) for each in batch())
+    expected = []
+    for inputs, targets in zip(x, target, strict=True):
+        loss = model.loss(whole(inputs), targets)
+        (loss / M).backward()
+        expected.append(loss.item())
+    named = {name: each.grad for name, each in whole.named_parameters()}
+    least = 1e-6 * max(float(each.norm()) for each in named.values() if each is not None)
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False)]  # most ranks have none
+    for name, gradient in own.items():
+        plain = named[TIED.get(name, name) if named.get(name) is None else name]
+        errors.append(float((gradient - plain).norm()) / max(float(plain.norm()), least))
+    return max(errors)
+
+
+TIED = {"head.weight": "embedding.weight"}
+
+# ---- What is done beside training
+
+
+def _delayed(stage: nn.Module) -> None:
+    stage.register_forward_pre_hook(lambda module, args: tuple(map(_Delay.apply, args)))
+
+
+def _recomputed(stage: nn.Module) -> None:
+    for name, layer in stage.named_children():
+        if name.startswith("layer"):
+            recompute(layer)
+
+
+def _compiled(stage: nn.Module) -> None:
+    is_cuda = next(stage.parameters()).is_cuda
+    compile_stage(stage, whole=False, backend="inductor" if is_cuda else "eager")
+
+
+def _offload() -> list[Any]:
+    return [ActivationOffload(costs=Costs(f=2, b=2, w=2, host=0.1), least_bytes=1)]
+
+
+# {name: (changes a stage, makes the extras)}
+VARIANTS: dict[str, tuple[Callable[[nn.Module], None], Callable[[], list[Any]]]] = {
+    "": (lambda stage: None, list),
+    "delays": (_delayed, list),
+    "graphs": (lambda stage: None, lambda: [CudaGraphs()]),
+    "recompute": (_recomputed, list),
+    "offload": (lambda stage: None, _offload),
+    "compiled": (_compiled, list),
+}
+
+
+class _Delay(torch.autograd.Function):
+    """x as it is; sleeps in forward and in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        _sleep(x)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        _sleep(dy)
+        return dy
+
+
+def _sleep(tensor: Tensor) -> None:
+    own = random.Random(time.perf_counter_ns())  # the model's generators stay as they are
+    time.sleep(own.random() * 2e-3)
+    if tensor.is_cuda:
+        torch.cuda._sleep(int(own.random() * 2e6))  # about 1 ms
