@@ -11,7 +11,8 @@ import torch
 from gpu_check.measuring import MIB, digest, gradients, unlike
 from gpu_check.page import Here, Page
 from gpu_check.stages import MIDDLE, SMALL, Sizes, llama_stages, token_batch, token_loss
-from zbpp import CudaGraphs, Pipeline, plan
+from zbpp.planning import plan
+from zbpp.runtime import CudaGraphs, Pipeline
 from zbpp.runtime.measure import Recorder, StepRecord
 
 M, NUM_STEPS, CAPTURED = 4, 8, 2  # the step that is captured

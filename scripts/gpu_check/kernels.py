@@ -10,11 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-import zbpp
 from gpu_check.measuring import MIB, digest, error_of, ms_of, peak_mib, unlike
 from gpu_check.page import Page
 from gpu_check.stages import LLAMA_8B, SMALL, Sizes
-from zbpp import Pipeline, backward_input, plan
+from zbpp.autograd import backward_input
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline, clip_grad_norm_
 
 Run = Callable[[], dict[str, Tensor]]  # the results by name
 
@@ -158,7 +159,7 @@ def norm(page: Page) -> None:
     with Pipeline({0: stage}, plan("1f1b", 1, 1), F.mse_loss) as pipeline:
 
         def clipped() -> dict[str, Tensor]:
-            return {"norm": zbpp.clip_grad_norm_(pipeline, 1e30).reshape(1)}
+            return {"norm": clip_grad_norm_(pipeline, 1e30).reshape(1)}
 
         floor = here.ms(nbytes=stage.weight.nbytes)
         rows(page, "clip_grad_norm_", clipped, {"norm": exact}, floor=floor, why="bytes read once", nbytes=8)

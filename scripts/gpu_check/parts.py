@@ -39,7 +39,7 @@ def run_parts(
     end, num_failed = time.monotonic() + seconds, 0
     for part in parts:
         left = end - time.monotonic()
-        path = _new_file(out, part.name)
+        path = new_file(out, part.name)
         if left < _LEAST:
             path.write_text(f"## {part.name}\n\nLEFT OUT: {left:.0f} s of {seconds:.0f} s are left\n")
             num_failed += 1
@@ -94,7 +94,7 @@ def write_page(out: Path, title: str) -> None:
     whole.replace(out / "page.md")  # a reader finds the old page or the new one
 
 
-def _new_file(out: Path, name: str) -> Path:
+def new_file(out: Path, name: str) -> Path:
     """3-split.md: a file that is not there yet."""
     numbers = [int(path.stem.partition("-")[0]) for path in out.glob("[0-9]*.md")]
     return out / f"{max(numbers, default=0) + 1}-{name}.md"

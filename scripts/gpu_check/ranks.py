@@ -18,11 +18,13 @@ from torch import Tensor, nn
 from gpu_check.local_ranks import on_ranks
 from gpu_check.measuring import digest, gradients, unlike
 from gpu_check.page import Here, Page
-from zbpp import ActivationOffload, Costs, CudaGraphs, Pipeline, Timetable, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.planning import plan
+from zbpp.runtime import ActivationOffload, CudaGraphs, Pipeline
+from zbpp.schedule import Costs, Timetable
 
 M, ROWS, TIME, VOCAB = 8, 16, 16, 61
 NUM_STEPS = 5  # CUDA graphs are captured in the third

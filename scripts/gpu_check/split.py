@@ -13,7 +13,7 @@ from torch import Tensor
 from gpu_check.measuring import error_of, ms_of, peak_mib, phases_ms
 from gpu_check.page import Page
 from gpu_check.stages import LLAMA_8B, SMALL, Sizes, blocks, saved_mib, stage_of, x_and_dy
-from zbpp.autograd.rules import add_product
+from zbpp.autograd.adding import add_product
 
 
 def run(page: Page) -> None:

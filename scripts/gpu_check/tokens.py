@@ -16,7 +16,8 @@ import torch
 from gpu_check.local_ranks import on_ranks
 from gpu_check.page import Here, Page
 from gpu_check.stages import LLAMA_1B, SMALL, Sizes, llama_stages, token_batch, token_loss
-from zbpp import Pipeline, plan
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline
 
 M, NUM_STEPS = 8, 4
 

@@ -24,12 +24,12 @@ _MODES = {
     "lazy": {"CUDA_MODULE_LOADING": "LAZY"},
     "eager": {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
 }
-_SLEEP, _LONG_SLEEP = 0.6, 8.0  # s; the longer one where something is compiled
+SLEEP, _LONG_SLEEP = 0.6, 8.0  # s; the longer one where something is compiled
 
 
 def run(page: Page) -> None:
     if _MODE in os.environ:
-        return _Waits(page).all()
+        return Waits(page).all()
     script = str(Path(__file__).resolve().parent.parent / "gpu_check.py")
     options = ["--device", page.here.device.type, *(["--small"] if page.here.is_small else [])]
     for mode, environment in _MODES.items():
@@ -46,7 +46,7 @@ def run(page: Page) -> None:
     return None
 
 
-class _Waits:
+class Waits:
     """The calls, in an order in which each is the first of its kind in this process."""
 
     def __init__(self, page: Page) -> None:
@@ -93,7 +93,7 @@ class _Waits:
         else:
             self.page.skip("Inductor and Triton", "no triton here")
 
-    def ask(self, what: str, predicted: str, call: Callable[[], Any], sleep: float = _SLEEP) -> None:
+    def ask(self, what: str, predicted: str, call: Callable[[], Any], sleep: float = SLEEP) -> None:
         """One call while a kernel sleeps."""
 
         def measure() -> str:

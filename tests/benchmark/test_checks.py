@@ -11,9 +11,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 
 import bench_split
-import cluster_check
+from cluster_check import rows, training
 from gpu_check import main, parts
 from gpu_check.page import Here, Page
+
+from zbpp.job.world import World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
@@ -101,29 +103,31 @@ def test_wrong_arguments_of_the_gpu_check_are_one_line(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
-def test_two_ranks_on_cpus_fill_the_table_of_the_cluster_check(tmp_path):
+@pytest.mark.slow
+def test_two_ranks_on_cpus_fill_the_page_of_the_cluster_check(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["meshes", "hang", "--device", "cpu", "--small", "--out", str(tmp_path)]
+    options = ["waits", "meshes", "hang", "--device", "cpu", "--small", "--out", str(tmp_path)]
     done = subprocess.run(
-        [*command, str(SCRIPTS / "cluster_check.py"), *options], capture_output=True, text=True, timeout=120
+        [*command, str(SCRIPTS / "cluster_check.py"), *options], capture_output=True, text=True, timeout=220
     )
-    assert done.returncode == 0, done.stderr
-    table = (tmp_path / "cluster.txt").read_text()
-    assert table == done.stdout
-    lines = table.splitlines()
-    assert lines[-1] == "none FAILED"
-    assert lines[-2].split("s  ")[-1].startswith("rank 1 stopped and was named after")
-    equal = [line for line in lines if "losses as plain autograd's" in line]
-    assert len(equal) == 6  # with 2 replicas, 2 shards, 2 tensor-parallel ranks
+    page = (tmp_path / "page.md").read_text()
+    assert done.returncode == 0, page + done.stderr
+    assert re.findall(r"^(\w+): fine, [\d.]+ s$", page, re.M) == ["waits", "meshes", "hang"]
+    assert "rank 1 stopped and was named after" in page
+    assert page.count("losses as plain autograd's") == 6  # 2 replicas, 2 shards, 2 tensor-parallel ranks
+    assert page.count("does not wait: ") >= 10
 
 
-def test_a_row_that_raises_is_failed(tmp_path, monkeypatch):
+def test_a_row_that_raises_is_failed(monkeypatch, capsys):
     with pytest.raises(ValueError, match=r"differ from plain autograd's \[1.0\] by 1.0e-10"):
-        cluster_check.compared([1.0 + 1e-10], [1.0])
-    monkeypatch.setattr(cluster_check, "gather", lambda mine: [mine, "ValueError: b"])
-    table = cluster_check.Table(tmp_path / "a")
-    table.row("meshes", "x", lambda: "fine")
-    assert "FAILED: rank 1: ValueError: b" in (tmp_path / "a").read_text()
+        training.compared([1.0 + 1e-10], [1.0])
+    monkeypatch.setattr(rows, "gather", lambda mine: [mine, "ValueError: b"])
+    check = rows.Check(World(0, 2, torch.device("cpu")), rows.Timeouts(), True, Path())
+    check.row("x", lambda: "fine", "predicted")
+    assert re.search(
+        r"\| x \| predicted \| [\d.]+ s \| FAILED: rank 1: ValueError: b \|", capsys.readouterr().out
+    )
+    assert check.num_failed == 1
 
 
 def test_the_split_keeps_less_than_f_and_torchs_more_and_w_leaves_nothing(capsys):
