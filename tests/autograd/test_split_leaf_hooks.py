@@ -8,11 +8,12 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import nn
+from torch.autograd.graph import register_multi_grad_hook
 
 from helpers.leaf_hooks import KINDS, Seen, assert_same, assert_same_calls, total_of
 from helpers.split import double, float64
 from zbpp import backward_input, checkpoint
-from zbpp.autograd import defer
+from zbpp.autograd import defer, hooks
 from zbpp.autograd.compiled import compile_stage
 
 M = 2
@@ -24,6 +25,27 @@ def plainly(fn, x):
 
 def reentrant(fn, x):
     return torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=True)
+
+
+class Repeats(torch.autograd.Function):
+    """A library's reentrant checkpoint: like torch's, it refuses to run inside of .grad()."""
+
+    @staticmethod
+    def forward(ctx, fn, x):
+        ctx.fn = fn
+        ctx.save_for_backward(x)
+        return fn(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy):
+        if not torch.autograd._is_checkpoint_valid():
+            raise RuntimeError("not compatible with .grad()")
+        x = ctx.saved_tensors[0].detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.fn(x)
+        torch.autograd.backward(y, dy)
+        return None, x.grad
 
 
 class Waits(torch.autograd.Function):
@@ -87,6 +109,7 @@ USES = {
         checkpoint,
     ),
     "in a reentrant checkpoint": (lambda net, x: block(net, net.layer(x)), reentrant),
+    "in a library's checkpoint": (lambda net, x: block(net, net.layer(x)), Repeats.apply),
     "compiled": (once, "compiled"),
 }
 
@@ -142,3 +165,40 @@ def test_hooks_of_parameters_run_as_in_a_plain_backward(name):
         except AssertionError as error:
             error.add_note(f"{kind}, main_grad: {has_main_grad}")
             raise
+
+
+def test_a_multi_grad_hook_over_a_parameter_and_an_activation_is_refused():
+    layer, x = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+    y = layer(x)
+    register_multi_grad_hook([layer.weight, y], lambda grads: None)
+    with pytest.raises(ValueError, match="a parameter and a tensor that was computed"):
+        backward_input(torch.tanh(y).sum(), None, [x])
+
+
+def test_a_module_without_hooks_is_searched_for_hooks_once(monkeypatch):
+    """Until somebody in the process registers another hook."""
+    layer, x, looked = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), []
+    look = hooks.has_own_hooks
+    monkeypatch.setattr(hooks, "has_own_hooks", lambda leaf: looked.append(leaf) or look(leaf))
+
+    def step():
+        before = len(looked)
+        backward_input(layer(x).sum(), None, [x])[1].accumulate()
+        return len(looked) - before
+
+    assert [step(), step(), step()] == [2, 0, 0]
+    calls = []
+    handle = nn.Parameter(torch.ones(1)).register_hook(lambda grad: grad)
+    layer.bias.register_hook(calls.append)
+    assert [step(), step(), len(calls)] == [2, 1, 2]
+    handle.remove()
+
+
+def test_an_empty_parameter_that_was_not_asked_for_gets_no_gradient_and_no_hook():
+    """An empty leaf may be the dummy of a checkpoint, so the pass goes there."""
+    layer, empty, calls = nn.Linear(4, 4), nn.Parameter(torch.empty(0)), []
+    empty.register_hook(calls.append)
+    y = torch.cat([checkpoint(layer, torch.ones(2, 4)).flatten(), empty * 2])
+    backward_input(y.sum(), None, (), [layer.weight])[1].accumulate()
+    assert layer.weight.grad is not None
+    assert (empty.grad, layer.bias.grad, calls) == (None, None, [])

@@ -8,7 +8,6 @@ Without hooks each W adds its part to `.grad`, and nothing is kept.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -23,18 +22,19 @@ from zbpp.autograd.weight_grads import Task
 class SharedHooks:
     """Keeps the parts of such gradients, from the W of one stage to the last W of the microbatch.
 
-    stages: of the rank, those that share parameters among them; the loss is part of the last stage.
+    The argument: the modules of the rank's stages; the loss is part of the last stage. stages: those that
+    share a parameter with another one.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
-        self._parameters = {
-            stage: {each for module in modules for each in module.parameters()}
-            for stage, modules in stages.items()
-        }
-        counts = Counter(each for own in self._parameters.values() for each in own)
-        shared = {each for each, count in counts.items() if count > 1}
+        found: dict[nn.Parameter, set[int]] = {}
+        for stage, modules in stages.items():
+            for each in (each for module in modules for each in module.parameters()):
+                found.setdefault(each, set()).add(stage)
+        self._stages_of = {each: frozenset(own) for each, own in found.items()}
+        shared = {each: own for each, own in self._stages_of.items() if len(own) > 1}
         self._shared = set(map(id, shared))
-        self.stages = {stage for stage, own in self._parameters.items() if not own.isdisjoint(shared)}
+        self.stages = set().union(*shared.values())
         self._kept: dict[int, dict[Node, Tensor | None]] = {}  # by microbatch
         self._ended: dict[int, set[int]] = {}  # microbatch -> the stages whose W has run
         self._num_hooks = -1
@@ -43,16 +43,17 @@ class SharedHooks:
         """Called before a step. Raises ValueError for a multi-grad hook over parameters of several stages."""
         if self._num_hooks == num_hooks_made():
             return
-        stages: dict[int, set[int]] = {}
-        for stage, own in self._parameters.items():
-            for hook in (hook for each in own for hook in multi_grad_hooks(each)):
-                stages.setdefault(id(hook.lock), set()).add(stage)
-        for found in stages.values():
+        watched: dict[int, set[frozenset[int]]] = {}
+        for parameter, stages in self._stages_of.items():
+            for hook in multi_grad_hooks(parameter):
+                watched.setdefault(id(hook.lock), set()).add(stages)
+        for found in watched.values():
             if len(found) > 1:
+                names = ", ".join(map(str, sorted(frozenset[int]().union(*found))))
                 raise ValueError(
-                    "a hook by register_multi_grad_hook watches parameters of the stages "
-                    f"{', '.join(map(str, sorted(found)))}, whose gradients are ready at different times: "
-                    "register one hook per stage, without the parameters that stages share"
+                    f"a hook by register_multi_grad_hook watches parameters of the stages {names}, whose "
+                    "gradients are ready at different times: register a hook for each stage, and one for the "
+                    "parameters that stages share"
                 )
         self._num_hooks = num_hooks_made()
 
