@@ -15,9 +15,11 @@ split.py, graph.py, rules.py and weight_grads.py, in this order.
     chains.py          chains that compute: a cast of a weight, say, which W runs by autograd
     leaf_grad.py       where a leaf's gradients are summed: `.grad` or `main_grad`
     storages.py        the storages of a tensor, of sparse tensors and DTensors too
-    hooks.py           users' hooks: whether there are any, and running those that W has to run
+    hooks.py           users' hooks: which leaves have some, and taking them off for a while
+    hooked_leaves.py   leaves with hooks: the engine takes what W has summed to the leaf's own node
     gradient_guard.py  notices Python code that changes a captured gradient during B
     reentrant.py       graphs with a reentrant checkpoint: one plain backward instead of the split
+    references.py      the modules and tensors that a Python callable refers to
     collector.py       `defer`: how the backward of an autograd Function puts off a gradient
     explain.py         `explain`: what B would do with each weight
 

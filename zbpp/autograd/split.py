@@ -76,15 +76,15 @@ def backward_input(
     pass has a WeightGrads of its own; their W's may run in any order, before or after later passes. The last
     pass, without keep, frees the saved tensors. Without a last pass the graph lives as long as the outputs.
 
-    Tensor hooks run, on leaves and on tensors that were computed from inputs. Two kinds don't run: hooks on
-    views of a deferred weight (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle
-    of a graph, a parameter that is used both before and after that input may get the gradient of both uses,
-    as from torch.autograd.grad.
+    Hooks run: those of leaves in W, the others in B. Two kinds don't run: hooks on views of a deferred weight
+    (`w.t()`), and hooks on the nodes of such views. If an input lies in the middle of a graph, a parameter
+    that is used both before and after that input may get the gradient of both uses, as from
+    torch.autograd.grad.
 
     Returns (gradients, one per input, None where none flows; WeightGrads). No `.grad` changes until
     `WeightGrads.accumulate()`. Without keep the graph's saved tensors are freed, as by backward(). A graph
-    that holds a reentrant torch checkpoint takes one plain backward instead: then every `.grad` is complete
-    before W.
+    that holds a reentrant checkpoint takes one plain backward instead: then the gradients of all leaves
+    without hooks are complete before W.
 
     Raises ValueError for arguments that don't fit, before anything runs; RuntimeError for a graph that an
     earlier backward has gone through; ChangedInPlace, a RuntimeError, if a Function's backward or a hook
@@ -124,6 +124,7 @@ def split(
     if keep:
         share_chains(found.uses)
     collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
+    # W runs the hooks of leaves: B captures the gradients that come before them.
     with without_hooks(node for node in found.hooked.values() if node in found.computed_in_b):
         captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
