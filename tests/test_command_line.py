@@ -207,3 +207,28 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
         raise KeyboardInterrupt
     assert ended.value.code == 130
     assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
+def test_help_on_a_choice_shows_its_keys_with_defaults_and_what_they_mean(tmp_path, monkeypatch, capsys):
+    """Nothing showed them but the YAML files, which an installed package hides."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own_model_file.py").write_text("class Own:\n    def __init__(self, size, depth=3): pass\n")
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text("# Mine.\n_target_: own_file.my_data\nshare: 0.5  # of all\n")
+    command_line.run(print, "train", "what it does", ["--help", "model=huggingface", "data=chat"])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for words in (
+        "model.path=null a folder with config.json and safetensors",
+        "model.config.num_hidden_layers=8",
+        "+model.layers_per_stage=null",
+        "data.held_out=0.05 the share that is evaluated on",
+        "steps=100",
+    ):
+        assert words.split() in lines
+    own = ["model._target_=own_model_file.Own", "data=mine", "--config-dir", str(tmp_path), "-h"]
+    command_line.run(print, "train", "what it does", own)
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert {"Keys of model=own_model_file.Own:", "model.size=???", "model.depth=3", "Mine."} <= set(lines)
+    assert "data.share=0.5                     of all" in lines
+    command_line.run(print, "train", "what it does", ["--help"])
+    assert "Keys of" not in capsys.readouterr().out

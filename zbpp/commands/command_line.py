@@ -51,7 +51,8 @@ def run(
     given = list(sys.argv[1:] if given is None else given)
     with _ended_in_order():
         if {"-h", "--help"} & set(given):
-            print(help_text(name, str(description)))
+            sys.path.insert(0, os.getcwd())  # for classes of the user's
+            print(help_text(name, str(description), given))
         else:
             sys.argv = [f"zbpp {name}", *arguments(given, name)]  # where Hydra looks
             sys.path.insert(0, os.getcwd())  # for classes of the user's, as `python -m zbpp` does

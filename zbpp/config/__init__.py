@@ -8,13 +8,13 @@ from zbpp.config.compose import (
     Composed,
     command,
     composition_error,
-    config_folder,
     flat,
     help_text,
     read_run_config,
     register,
     typed,
 )
+from zbpp.config.folder import config_folder
 from zbpp.config.instantiate import check_node, instantiate_node, naming, partial_of_node
 from zbpp.config.train import (
     NUM_MICROBATCHES,

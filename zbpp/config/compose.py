@@ -10,7 +10,7 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
 
+from zbpp.config.choice_help import choice_help
 from zbpp.config.commands import BenchConfig, ExplainConfig, MeasureConfig
+from zbpp.config.folder import config_folder
 from zbpp.config.train import TrainConfig
 from zbpp.ranges import ConfigError, help_of
 
@@ -123,13 +125,6 @@ def _size_in(file: Path, *names: str) -> int | None:
         return found[0] if found else None
     except (OSError, ValueError, AttributeError, TypeError):
         return None  # what is wrong with the file is said where it is loaded
-
-
-def config_folder() -> Path:
-    """configs/ of the repository if there is one, else the copy inside the installed package."""
-    package = Path(__file__).resolve().parents[1]
-    in_repository = package.parent / "configs"
-    return in_repository if (in_repository / "train.yaml").is_file() else package / "configs"
 
 
 # ---------------------------------------------------------------- the forms of a composed config
@@ -264,14 +259,19 @@ def read_run_config(path: Path) -> dict[str, Any]:
 # ---------------------------------------------------------------- help
 
 
-def help_text(name: str, description: str) -> str:
-    """What a command does, the groups that its config chooses from, and its keys with their help."""
+def help_text(name: str, description: str, given: Sequence[str] = ()) -> str:
+    """What a command does, the groups that its config chooses from, and its keys with their help.
+
+    given: arguments; for those that choose from a group (model=huggingface), the choice's keys come first.
+    """
     text = (config_folder() / f"{name}.yaml").read_text()
     groups = re.findall(r"^  - (\w+): (\w+)(.*)$", text, flags=re.M)
+    of_choices = [part for group, *_ in groups for part in choice_help(group, given)]
     return "\n".join(
         [
             description.strip(),
             "",
+            *of_choices,
             "Choices (group=choice; these are the defaults):",
             "",
             *(
@@ -283,6 +283,11 @@ def help_text(name: str, description: str) -> str:
             "",
             *(_line(key, each) for key, each in keys_of(_KINDS[name]) if each.default != "???"),
             "",
+            *(
+                []
+                if of_choices
+                else [f"zbpp {name} --help model=NAME data=NAME shows the keys of these choices."]
+            ),
             "--config-dir FOLDER adds choices of yours: FOLDER/model/mine.yaml for model=mine.",
             "--cfg job prints the resulting config; -m key=a,b runs the command with key=a, then with key=b.",
             "--hydra-help shows more options. They stand behind the keys.",

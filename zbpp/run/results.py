@@ -29,7 +29,8 @@ def write_results(
 ) -> None:
     """Write what the run has left: the weights, the summary. Collective."""
     if config.save_weights:
-        _write_weights(config, path, trainer)
+        with trainer.averaged():
+            _write_weights(config, path, trainer)
     if is_rank_0:
         _write_summary(path, title, summary, trainer, loggers)
 

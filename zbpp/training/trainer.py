@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,6 +155,7 @@ class Trainer:
         """
         self.leaving = self._update.wish = self._agreed = None
         self.first_step = self.next_step
+        self._tell_optimizer("train")
         while self.next_step < num_steps and self.leaving is None:
             yield from self._run_step(self.next_step, num_steps=num_steps)
             self._check_values()
@@ -242,14 +243,35 @@ class Trainer:
 
         {} without held-out data.
         """
-        return evaluate_held_out(
-            self.pipeline,
-            self._batches,
-            self.data.num_evaluation_batches,
-            self.data.num_evaluation_rest,
-            self.metrics,
-            after_step=self.next_step,
-        )
+        with self.averaged():
+            return evaluate_held_out(
+                self.pipeline,
+                self._batches,
+                self.data.num_evaluation_batches,
+                self.data.num_evaluation_rest,
+                self.metrics,
+                after_step=self.next_step,
+            )
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """A context in which a schedule-free optimizer has its averages in place of the weights.
+
+        Evaluations and saved weights are made of them. Other optimizers have one kind of weights.
+        """
+        self._tell_optimizer("eval")
+        try:
+            yield
+        finally:
+            self._tell_optimizer("train")
+
+    def _tell_optimizer(self, mode: str) -> None:
+        """Call `train` or `eval` of an optimizer that has both."""
+        method = getattr(self.optimizer, mode, None)
+        if callable(method):
+            method()
+            if self.masters is not None:
+                self.masters.cast()
 
     def _step(self, step: int) -> list[Metrics]:
         """Train on one batch; returns the metrics of all steps whose outcome is known by now."""

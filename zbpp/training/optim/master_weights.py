@@ -86,6 +86,11 @@ class MasterWeights:
         changed from outside.
         """
         self._check_gradients()
+        self.cast()
+
+    @torch.no_grad()
+    def cast(self) -> None:
+        """`update` after something else than a step has changed the masters."""
         self._check_weights()
         weights = [_local(parameter) for parameter in self._masters]
         if weights:
