@@ -20,8 +20,8 @@ SCRIPT = Path(__file__).resolve().parent.parent / "gpu_check.py"
 
 # A part is the function `run` of the module of its name. The most important ones come first.
 PARTS = (
-    Part("waits", 80),
-    Part("ranks", 120),
+    Part("waits", 100),
+    Part("ranks", 140),
     Part("split", 70),
     Part("graphs", 45),
     Part("compiled", 70),
@@ -78,7 +78,6 @@ def run(options: argparse.Namespace) -> int:
     if options.device == "cuda":
         torch.cuda.set_device(0)
         device = torch.device("cuda", 0)
-        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)

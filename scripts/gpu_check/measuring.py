@@ -66,6 +66,11 @@ def digest(tensors: Mapping[str, Tensor | None]) -> dict[str, str]:
     return found
 
 
+def has_same_bits(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are equal to the last bit, on the device."""
+    return torch.equal(*(each.detach().contiguous().view(torch.uint8) for each in (one, other)))
+
+
 def unlike(some: Mapping[str, Any], others: Mapping[str, Any]) -> int:
     """How many names have different values, or are in one of the mappings only."""
     return sum(some.get(name) != others.get(name) for name in some.keys() | others.keys())

@@ -146,5 +146,5 @@ class Page:
             self.num_failed += 1
             first_line = str(error).strip().partition("\n")[0].replace("|", "/")[:160]
             print(f"FAILED: {type(error).__name__}: {first_line} | |", flush=True)
-        if self.here.is_cuda and not self.here.is_small:
-            torch.cuda.empty_cache()  # what a row that failed has left
+            if self.here.is_cuda:
+                torch.cuda.empty_cache()  # it may have run out of memory

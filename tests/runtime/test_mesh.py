@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.processes import run_ranks
 from helpers.toy_lm import ToyLm, batch, rows_of
@@ -147,9 +148,20 @@ def sparse_on_one(rank):
         return str(error)
 
 
+def shards_on_a_gpu(rank):
+    """What a process says of a stage on a GPU in a mesh of CPUs: FSDP2 would move it there without a word."""
+    with FakeTensorMode():
+        stage = nn.ParameterList([nn.Parameter(torch.empty(4, device="cuda"))])
+    try:
+        Pipeline({0: stage}, plan("1f1b", 1, 2), F.mse_loss, mesh=make_mesh(shard=2))
+    except ValueError as error:
+        return str(error)
+
+
 def all_of_two_replicas(rank):
     return {what: two_replicas(rank, what) for what in ("fine", "summed", "added")} | {
-        "sparse": sparse_on_one(rank)
+        "sparse": sparse_on_one(rank),
+        "on a GPU": shards_on_a_gpu(rank),
     }
 
 
@@ -163,6 +175,7 @@ def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refuse
     assert first["fine"]["1.norm.num_batches_tracked"] == 6
     for found in (first, second):
         assert "2 of stage 0 makes sparse gradients" in found["sparse"]
+        assert 'write make_mesh(..., device_type="cuda")' in found["on a GPU"]
         assert "parameters were added or replaced after the Pipeline was made" in found["added"]
 
 

@@ -23,7 +23,7 @@ from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
 from zbpp.runtime.parallel.groups import unique_name
-from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Place, is_spread, planned_by_rank_0
+from zbpp.runtime.parallel.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
 from zbpp.runtime.parallel.shard_stages import refusal_of
 from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.parallel.ties import Tie, agree_on_ties
@@ -297,7 +297,7 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
             "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
             "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
         )
-    refusal = refusal_of(module, place)
+    refusal = refusal_of(module, place) or _wrong_mesh(module, place)
     if refusal:
         raise ValueError(f"stage {index} {refusal}")
     if EXPERT not in place.expert_groups and any(map(is_spread, module.parameters())):
@@ -307,6 +307,19 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
         )
     if place.num_data_parts > 1:
         _check_dense(index, module)
+
+
+def _wrong_mesh(stage: nn.Module, place: Place) -> str:
+    """What is wrong with a stage on a GPU and a mesh of CPUs, or nothing: FSDP2 and DTensor move weights."""
+    mesh = place.mesh
+    if mesh is None or mesh.device_type != "cpu" or not {SHARD, TENSOR} & place.groups.keys():
+        return ""
+    if all(each.device.type == "cpu" for each in stage.parameters()):
+        return ""
+    return (
+        "is not on the CPU, where the mesh is, and shards go where the mesh is: write make_mesh(..., "
+        'device_type="cuda")'
+    )
 
 
 def _check_dense(index: int, stage: nn.Module) -> None:
