@@ -37,6 +37,12 @@ def grad_dtype(leaf: Tensor) -> torch.dtype:
     return getattr(leaf, "grad_dtype", None) or leaf.dtype
 
 
+def sum_dtype(leaf: Tensor) -> torch.dtype:
+    """The dtype that the leaf's gradients are summed in: that of its `main_grad`, or the one of `.grad`."""
+    main: Tensor | None = getattr(leaf, "main_grad", None)
+    return grad_dtype(leaf) if main is None else main.dtype
+
+
 def new_gradient(leaf: Tensor) -> Tensor:
     """Uninitialised memory for a gradient, in the leaf's layout."""
     return torch.empty_like(leaf, dtype=grad_dtype(leaf))

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zbpp.autograd.compiled.adding import ADD_PRODUCT, ADD_ROWS
 from zbpp.autograd.compiled.fx_graphs import (
     call,
     extract,
@@ -178,19 +179,19 @@ def _size(node: Node) -> int | None:
     return None if tensor is None else tensor.numel()
 
 
-# ---- W adds to the gradients: a product is added in place, without a temporary
+# ---- W adds to the gradients: a product is added in place, without a temporary, also to a wider gradient
 
 # a product of matrices -> the operation that adds such a product to a tensor in place
 _ADDING: dict[Any, Any] = {aten.mm.default: aten.addmm_.default, aten.bmm.default: aten.baddbmm_.default}
 
 
-def add_in_place(w: GraphModule, parameters: Sequence[Node]) -> None:
+def add_in_place(w: GraphModule, parameters: Sequence[Node], dtypes: Sequence[torch.dtype]) -> None:
     """Give the graph one more input per result, to which it adds the result. It then returns nothing.
 
-    parameters: the new inputs have the shapes, types and strides of these nodes.
+    parameters: the new inputs have the shapes and strides of these nodes, and the dtypes of `dtypes`.
     """
     gradients = results(w)
-    totals = _new_inputs(w, parameters)
+    totals = _new_inputs(w, parameters, dtypes)
     for total, gradient in zip(totals, gradients, strict=True):
         for term, turned in contributions(gradient):
             _add(w.graph, total, term, turned)
@@ -199,14 +200,15 @@ def add_in_place(w: GraphModule, parameters: Sequence[Node]) -> None:
     w.recompile()
 
 
-def _new_inputs(w: GraphModule, like: Sequence[Node]) -> list[Node]:
+def _new_inputs(w: GraphModule, like: Sequence[Node], dtypes: Sequence[torch.dtype]) -> list[Node]:
     inputs = placeholders(w)
     behind = inputs[-1].next if inputs else next(iter(w.graph.nodes))
     made = []
     with w.graph.inserting_before(behind):
-        for position, each in enumerate(like):
+        for position, (each, dtype) in enumerate(zip(like, dtypes, strict=True)):
             made.append(w.graph.placeholder(f"total_{position}"))
-            made[-1].meta["val"] = each.meta["val"].detach()
+            value = each.meta["val"].detach()
+            made[-1].meta["val"] = value.new_empty_strided(value.shape, value.stride(), dtype=dtype)
     return made
 
 
@@ -215,12 +217,12 @@ def _add(graph: Graph, total: Node, term: Node, turned: bool) -> None:
     where = term.next
     while where.op == "placeholder":
         where = where.next
-    same_type = term.meta["val"].dtype == total.meta["val"].dtype
     with graph.inserting_before(where):
-        if same_type and term.target in _ADDING:
+        if term.target in _ADDING:
             _add_product(graph, total, term, turned)
-        elif same_type and term.target is aten.embedding_dense_backward.default and _is_simple(term):
-            _add_rows(graph, total, *term.args[:2], turned=turned)
+        elif term.target is aten.embedding_dense_backward.default and not term.args[4]:  # by frequency
+            rows, tokens, _, padding, _ = term.args
+            call(graph, ADD_ROWS, total, rows, tokens, padding, turned)
         else:
             value = _transposed(graph, term) if turned else term
             call(graph, aten.copy_.default, total, call(graph, aten.add.Tensor, total, value))
@@ -230,21 +232,8 @@ def _add_product(graph: Graph, total: Node, term: Node, turned: bool) -> None:
     left, right = term.args
     if turned:  # (a b)^T = b^T a^T
         left, right = (_transposed(graph, each) for each in (right, left))
-    call(graph, _ADDING[term.target], total, left, right)
-
-
-def _is_simple(embedding: Node) -> bool:
-    """Whether the embedding has no padding index and is not scaled by frequency."""
-    _, _, _, padding, by_frequency = embedding.args
-    return bool(padding == -1 and not by_frequency)
-
-
-def _add_rows(graph: Graph, total: Node, dy: Any, indices: Any, *, turned: bool) -> None:
-    """turned: each token has a column of the parameter, not a row, as in LoRA of an embedding."""
-    rows = call(graph, aten.reshape.default, dy, [-1, dy.meta["val"].shape[-1]])
-    tokens = call(graph, aten.reshape.default, indices, [-1])
-    added = _transposed(graph, rows) if turned else rows
-    call(graph, aten.index_add_.default, total, 1 if turned else 0, tokens, added)
+    is_wider = term.meta["val"].dtype != total.meta["val"].dtype
+    call(graph, ADD_PRODUCT if is_wider else _ADDING[term.target], total, left, right)
 
 
 def _transposed(graph: Graph, node: Any) -> Node:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from typing import Any, NamedTuple
 
@@ -31,8 +31,11 @@ from zbpp.autograd.compiled.fx_graphs import (
 from zbpp.autograd.compiled.inductor import Backend, build
 
 
-def build_split(joint: Joint, backend: Backend) -> CompiledSplit:
-    """Cut the backward graph and compile all three graphs. Raises CaptureError if that can't be done."""
+def build_split(joint: Joint, backend: Backend, sum_dtypes: Mapping[str, torch.dtype]) -> CompiledSplit:
+    """Cut the backward graph and compile all three graphs. Raises CaptureError if that can't be done.
+
+    sum_dtypes: for each parameter, the dtype that its gradients are summed in.
+    """
     names = _names(joint)
     _refuse_changed(joint, names)
     f = _f_graph(joint, names, backend)
@@ -43,7 +46,7 @@ def build_split(joint: Joint, backend: Backend) -> CompiledSplit:
     free = {node for node in placeholders(joint.backward) if names.b.get(node.name, inf) < len(names.tensors)}
     cut = cut_backward(joint.backward, [*to_inputs.values()], [*to_weights.values()], free)
     values = _described(joint, names)
-    w = _w_graph(joint, names, cut, to_inputs, to_weights, len(values), backend)
+    w = _w_graph(joint, names, cut, to_inputs, to_weights, len(values), backend, sum_dtypes)
     return CompiledSplit(
         tensors=names.tensors,
         names=(*values, *(f"the gradient that B returned for argument {each}" for each in to_inputs)),
@@ -92,12 +95,14 @@ def _w_graph(
     to_weights: dict[str, Node],
     num_values: int,
     backend: Backend,
+    sum_dtypes: Mapping[str, torch.dtype],
 ) -> WGraph:
     """num_values: the size of B's pool. In CompiledSplit.names, the pool precedes the gradients of B."""
     tensors = tuple(names.b[node.name] for node in placeholders(cut.w)[len(cut.held) :])
     returned = tuple(place for place, node in enumerate(to_inputs.values()) if is_held(node, cut.held))
     by_name = dict(zip(joint.sources, placeholders(joint.forward), strict=True))
-    add_in_place(cut.w, [by_name[name] for name in to_weights])
+    dtypes = tuple(sum_dtypes[name] for name in to_weights)
+    add_in_place(cut.w, [by_name[name] for name in to_weights], dtypes)
     number = names.tensors.index
     return WGraph(
         # trusted: guards check the strides of arguments and of the module's tensors, F and B make the other
@@ -105,6 +110,7 @@ def _w_graph(
         run=build(cut.w, backend, trusted=True),
         tensors=tensors,
         trained=tuple(map(number, to_weights)),
+        sum_dtypes=dtypes,
         computed_in_b=frozenset(number(name) for name, node in to_weights.items() if is_held(node, cut.held)),
         shared=(*_held_inputs(names, cut), *(num_values + place for place in returned), *tensors),
         returned=returned,

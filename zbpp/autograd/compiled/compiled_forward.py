@@ -21,6 +21,7 @@ from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
 from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.autograd.explain import NOT_COMPILED
+from zbpp.autograd.leaf_grad import sum_dtype
 
 _log = logging.getLogger(__name__)
 
@@ -53,13 +54,16 @@ def signature(value: Any) -> Hashable:
 
 
 def structure_of(module: nn.Module) -> Hashable:
-    """Names, shapes, types and ties of a module's parameters and buffers."""
+    """Names, shapes, types and ties of a module's parameters and buffers, and the types of gradients."""
     places: dict[int, int] = {}  # tied tensors share one place
     tensors = [
         *module.named_parameters(remove_duplicate=False),
         *module.named_buffers(remove_duplicate=False),
     ]
-    return tuple((name, places.setdefault(id(each), len(places)), signature(each)) for name, each in tensors)
+    return tuple(
+        (name, places.setdefault(id(each), len(places)), signature(each), sum_dtype(each))
+        for name, each in tensors
+    )
 
 
 def compile_stage(
@@ -152,7 +156,8 @@ class _Compiler(NamedTuple):
         start = time.perf_counter()
         self.say(f"{name}: compiling")
         graphs, guards = capture(module, call, args, kwargs, self.budget)
-        known.append(GuardedSplit(guards, build_split(graphs, self.backend)))
+        dtypes = {name: sum_dtype(each) for name, each in module.named_parameters()}
+        known.append(GuardedSplit(guards, build_split(graphs, self.backend, dtypes)))
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
         return known[-1]
 

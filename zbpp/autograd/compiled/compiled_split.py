@@ -61,6 +61,7 @@ class WGraph(NamedTuple):
     run: Boxed
     tensors: tuple[int, ...]
     trained: tuple[int, ...]  # parameters among the module's tensors
+    sum_dtypes: tuple[torch.dtype, ...]  # of the gradients, for each of `trained`
     computed_in_b: frozenset[int]  # of these: the parameters whose gradients B computes, and W only adds
     # The inputs of W that other code may change in place, so that their versions are checked: values of B's
     # pool, gradients that B returns, and the module's tensors. As places in CompiledSplit.names.
@@ -231,10 +232,10 @@ class CompiledTask(NamedTuple):
         w = self.split.w
         self.shared.check()
         totals, added_later = [], []
-        for leaf in self.leaves():
-            total = leaf.grad
-            if total is None or not _can_add_to(total, leaf, self.wanted):
-                total = torch.zeros_like(leaf, requires_grad=False)
+        for leaf, dtype in zip(self.leaves(), w.sum_dtypes, strict=True):
+            total = total_of(leaf)
+            if total is None or not _can_add_to(total, leaf, dtype, self.wanted):
+                total = torch.zeros_like(leaf, dtype=dtype, requires_grad=False)
                 added_later.append((leaf, total))
             totals.append(total)
         values = [*self.held, *(self.module_tensors[place] for place in w.tensors), *totals]
@@ -247,13 +248,12 @@ class CompiledTask(NamedTuple):
                 _add_new(leaf, gradient)
 
 
-def _can_add_to(total: Tensor, leaf: Any, wanted: set[int] | None) -> bool:
-    """Whether W's graph may add to this `.grad`: it has the compiled layout, and there is no main_grad."""
+def _can_add_to(total: Tensor, leaf: Any, dtype: torch.dtype, wanted: set[int] | None) -> bool:
+    """Whether W's graph may add to this tensor: it has the compiled layout and dtype."""
     return (
-        total.dtype is leaf.dtype
+        total.dtype is dtype
         and total.layout is torch.strided
         and total.stride() == leaf.stride()
-        and not hasattr(leaf, "main_grad")
         and _is_wanted(leaf, wanted)
     )
 

@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule
 
+from zbpp.autograd.compiled.adding import ADD_PRODUCT, ADD_ROWS
 from zbpp.autograd.compiled.dynamo import CaptureError
 from zbpp.autograd.compiled.fx_graphs import is_random
 
@@ -114,8 +115,8 @@ def _teach_inductor() -> None:
     """Make Inductor call the operations that add in place, and the one that `decompositions` leaves whole."""
     from torch._inductor.lowering import fallback_handler, lowerings
 
-    for operation in (aten.addmm_, aten.baddbmm_, aten.index_add_):
-        lowerings.setdefault(operation.default, partial(_call_in_place, operation.default))
+    for operation in (aten.addmm_.default, aten.baddbmm_.default, ADD_PRODUCT, ADD_ROWS):
+        lowerings.setdefault(operation, partial(_call_in_place, operation))
     kept = aten.embedding_dense_backward.default
     lowerings.setdefault(kept, fallback_handler(kept, add_to_fallback_set=False))
 
@@ -126,9 +127,10 @@ def _call_in_place(operation: Any, *args: Any) -> Any:
     from torch._inductor.virtualized import V
 
     result = FallbackKernel.create(operation, *args)
-    kernel = next(each for each in reversed(V.graph.operations) if isinstance(each, FallbackKernel))
-    # Calling the tensor's method takes a quarter of the time of a call through torch.ops.
-    kernel.python_kernel_name = f"torch.Tensor.{operation.overloadpacket.__name__}"
+    if operation.namespace == "aten":
+        kernel = next(each for each in reversed(V.graph.operations) if isinstance(each, FallbackKernel))
+        # Calling the tensor's method takes a quarter of the time of a call through torch.ops.
+        kernel.python_kernel_name = f"torch.Tensor.{operation.overloadpacket.__name__}"
     return result
 
 
