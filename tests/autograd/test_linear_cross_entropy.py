@@ -10,6 +10,8 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import float64
 from zbpp import backward_input, checkpoint, linear_cross_entropy, make_mesh
+from zbpp.autograd.models import linear_cross_entropy as head
+from zbpp.autograd.models import loss_kernels as kernels
 from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
 from zbpp.autograd.weight_grads import ChangedInPlace
 from zbpp.runtime.measure.live_tensors import LiveTensors
@@ -104,6 +106,68 @@ def test_chunks_may_be_half_a_mib_and_have_a_size():
     for size in (0, -1, float("nan")):
         with pytest.raises(ValueError, match=r"chunk_mib=.*: give MiB above 0"):
             linear_cross_entropy(x, weight, target, chunk_mib=size)
+
+
+# ---------------------------------------------------------------- one kernel per pass, as on a GPU
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1}, {"z_loss": 0.01}], ids=str)
+@FORMS
+def test_the_kernels_functions_round_as_torch_does(keep_logits, options, monkeypatch):
+    """On the CPU, one operation after the other; a GPU runs the same functions compiled."""
+    for name, value in {"has_kernels": lambda logits: True, "compiled": lambda function: function}.items():
+        monkeypatch.setattr(head, name, value)
+    x, weight, target = drawn(torch.bfloat16)
+    found = by_split(linear_cross_entropy(x, weight, target, keep_logits=keep_logits, **options), x, weight)
+    plain = by_torch(x, weight, target, **options)
+    exact = by_torch(x, weight, target, torch.float64, **options)
+    for mine, other, right in zip(found, plain, exact, strict=True):
+        assert (mine - right).norm() <= 1.05 * (other - right).norm()
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Inductor's own
+def test_the_functions_compile_and_write_over_the_logits_by_one_kernel():
+    """A softmax in the function was a second pass over the logits; Inductor's CPU code for it failed."""
+    from torch._inductor import metrics
+
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(32, 1000, generator=generator).bfloat16()
+    labels, scale = torch.randint(1000, (32, 1), generator=generator), torch.full((32, 1), 0.5)
+    losses, lse = kernels.compiled(kernels.losses_and_lse)(logits, labels, 0.0)
+    torch.testing.assert_close(
+        losses[:, 0], F.cross_entropy(logits.float(), labels[:, 0], reduction="none"), rtol=1e-5, atol=1e-5
+    )
+    rest = labels, -torch.ones(32, 1), scale, lse, 0.0
+    expected = torch.empty_like(logits)
+    kernels.write_gradient(logits, expected, *rest)
+    metrics.reset()
+    kernels.compiled(kernels.write_gradient)(logits, logits, *rest)
+    assert metrics.generated_kernel_count <= 1  # 0: from Inductor's cache
+    torch.testing.assert_close(logits, expected)
+
+
+def test_a_compiler_that_fails_leaves_the_functions_uncompiled(monkeypatch, caplog):
+    def failing(function):
+        def run(*args):
+            raise RuntimeError("no C compiler")
+
+        return run
+
+    monkeypatch.setattr(torch, "compile", failing)
+    kernels.compiled.cache_clear()
+    negative = kernels.compiled(torch.neg)
+    assert [negative(torch.ones(())).item() for _ in range(2)] == [-1.0, -1.0]
+    assert [each.getMessage() for each in caplog.records] == [
+        "neg runs uncompiled: torch.compile fails: no C compiler"
+    ]
+    kernels.compiled.cache_clear()
+
+
+@pytest.mark.parametrize("number, rows", [(1, 132), (130, 132), (133, 132), (264, 264), (1000, 924)])
+def test_a_gpu_gets_rows_for_all_its_multiprocessors(number, rows, monkeypatch):
+    monkeypatch.setattr(kernels, "num_multiprocessors", lambda device: 132)
+    assert kernels.whole_waves(number, torch.device("cuda")) == rows
+    assert kernels.whole_waves(number, torch.device("cpu")) == number
 
 
 # ---------------------------------------------------------------- composition

@@ -7,6 +7,7 @@
     sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
     python_generators.py  Python's and numpy's random generators, restored
     linear_cross_entropy.py  a language model's head and its loss, without logits in float32
+    loss_kernels.py       the loss as one compiled kernel per pass, for 16-bit logits on a GPU
     exchange.py           a layer of experts that are spread over processes: rows sent there and back
 
 A recompute is an autograd Function, which finds the B around it by the collector (../collector.py). Sharded

@@ -26,6 +26,13 @@ from torch import Tensor
 from zbpp.autograd.adding import add_or_copy, add_product
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
 from zbpp.autograd.collector import collector_of, refuse_create_graph
+from zbpp.autograd.models.loss_kernels import (
+    compiled,
+    has_kernels,
+    losses_and_lse,
+    whole_waves,
+    write_gradient,
+)
 from zbpp.autograd.models.sharded import (
     WordShard,
     is_on_mesh,
@@ -57,10 +64,11 @@ def linear_cross_entropy(
     logsumexp(logits) is added to each loss. Returns losses in the shape of target, in float32 at least.
 
     keep_logits: whether the logits stay from F to B, and their gradient from B to W, in the dtype of x. If
-    not, F and W compute them, chunk_mib MiB in float32 at a time: 4 products instead of 3, and little
-    memory. W then reads the weight, too. In 16 bits without keep_logits, the gradient of x is rounded twice,
-    and W sums the weight's gradient in float32 memory of the weight's shape, unless the weight has a
-    main_grad. A backward with create_graph=True is refused.
+    not, F and W compute them, chunk_mib MiB in float32 at a time (on a GPU at least a token for each
+    multiprocessor): 4 products instead of 3, and little memory. W then reads the weight, too. In 16 bits
+    without keep_logits, the gradient of x is rounded twice, and W sums the weight's gradient in float32
+    memory of the weight's shape, unless the weight has a main_grad. A backward with create_graph=True is
+    refused.
 
     weight may be a DTensor. If it is sharded along the words, label_smoothing is refused; else
     keep_logits=False is. Raises ValueError for what is refused, and for a target of another shape.
@@ -132,13 +140,29 @@ class _Loss(NamedTuple):
     shard: WordShard | None = None
 
     def forward(self, logits: Tensor, target: Tensor) -> tuple[Tensor, ...]:
-        """Four columns [T, 1]: the losses, and what `backward` needs for losses whose gradient is 1."""
+        """Five columns [T, 1]: the losses, and what `backward` needs for losses whose gradient is 1."""
         labels = target[:, None]
         is_ignored = is_elsewhere = labels == self.ignored
         if self.shard is not None:
             labels = labels - self.shard.first
             is_elsewhere = is_ignored | (labels < 0) | (labels >= logits.shape[1])
         labels = labels.masked_fill(is_elsewhere, 0)
+        losses, lse = self._losses_and_lse(logits, labels)
+        own_lse, scale = lse, torch.ones_like(losses)
+        if self.shard is not None:
+            losses, lse, scale = _over_ranks(self.shard, losses.masked_fill(is_elsewhere, torch.inf), lse)
+        if self.z_loss:
+            losses = losses + self.z_loss * lse.square()
+            scale = scale * (1 + 2 * self.z_loss * lse)
+        at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
+        scale = scale.masked_fill_(is_ignored, 0)
+        return losses.masked_fill(is_ignored, 0), labels, at_target, scale, own_lse
+
+    def _losses_and_lse(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The losses and the logsumexp of each token over the words that there are, [T, 1]."""
+        if has_kernels(logits):
+            found: tuple[Tensor, Tensor] = compiled(losses_and_lse)(logits, labels, self.smoothing)
+            return found
         losses, lse = logits.new_empty((2, *labels.shape), dtype=_precise(logits))
         for memory, z, some_labels, some_losses, some_lse in self._some(logits, labels, losses, lse):
             torch.log_softmax(z, -1, dtype=memory.dtype, out=memory)
@@ -147,21 +171,17 @@ class _Loss(NamedTuple):
             torch.neg(at_label, out=some_losses)
             if self.smoothing:
                 some_losses.lerp_(-memory.mean(1, keepdim=True), self.smoothing)
-        scale = torch.ones_like(losses)
-        if self.shard is not None:
-            losses, lse, scale = _over_ranks(self.shard, losses.masked_fill(is_elsewhere, torch.inf), lse)
-        if self.z_loss:
-            losses = losses + self.z_loss * lse.square()
-            scale = scale * (1 + 2 * self.z_loss * lse)
-        at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
-        return losses.masked_fill(is_ignored, 0), labels, at_target, scale.masked_fill_(is_ignored, 0)
+        return losses, lse
 
     def backward(self, logits: Tensor, dz: Tensor, *columns: Tensor) -> None:
         """Write (softmax + at_target at the label) * scale to dz, which may be the logits.
 
         In 16 bits only the result is rounded: softmax - 1 of a token that is nearly sure would be 0.
         """
-        for memory, z, some_dz, labels, at_target, scale in self._some(logits, dz, *columns):
+        if has_kernels(logits):
+            compiled(write_gradient)(logits, dz, *columns, self.smoothing)
+            return
+        for memory, z, some_dz, labels, at_target, scale, _ in self._some(logits, dz, *columns):
             torch.softmax(z, -1, dtype=memory.dtype, out=memory)
             if self.smoothing:
                 memory.add_(at_target * (self.smoothing / z.shape[1]))
@@ -172,7 +192,8 @@ class _Loss(NamedTuple):
         """Some rows of all these at a time, behind memory for the logits of these rows in float32."""
         dtype, (num_tokens, num_words) = _precise(logits), logits.shape
         most = min(self.chunk, _CPU_CACHE) if logits.device.type == "cpu" else self.chunk
-        number = min(num_tokens, max(1, most // (num_words * dtype.itemsize)))
+        number = max(1, most // (num_words * dtype.itemsize))
+        number = min(num_tokens, whole_waves(number, logits.device))
         memory = logits.new_empty(number, num_words, dtype=dtype)
         for rows in _rows(number, logits, *of_tokens):
             yield memory[: len(rows[0])], *rows
@@ -222,13 +243,13 @@ class _LossesOfLogits(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         refuse_create_graph("linear_cross_entropy", "write torch's cross_entropy in")
-        logits, labels, at_target, scale = ctx.saved_tensors
+        logits, labels, at_target, scale, lse = ctx.saved_tensors
         collector = collector_of(ctx)
         may_overwrite = collector is not None and not collector.keep and _is_last_holder(logits)
         dz = logits if may_overwrite else torch.empty_like(logits)
         if collector is not None:
             collector.large.append(dz)
-        ctx.loss.backward(logits, dz, labels, at_target, scale * dy.unsqueeze(1))
+        ctx.loss.backward(logits, dz, labels, at_target, scale * dy.unsqueeze(1), lse)
         return dz, None, None
 
 
@@ -313,7 +334,8 @@ def _products(loss: _Loss, weight: Tensor, x: Tensor, *of_tokens: Tensor) -> Ite
 
 def _tokens_at_a_time(loss: _Loss, weight: Tensor, x: Tensor) -> int:
     num_words = len(weight) if loss.shard is None else loss.shard.most
-    return min(len(x), max(1, loss.chunk // (num_words * _precise(x).itemsize)))
+    number = max(1, loss.chunk // (num_words * _precise(x).itemsize))
+    return min(len(x), whole_waves(number, x.device))
 
 
 def _add_gradient(loss: _Loss, target: Tensor, held: HeldTensors, dy: Tensor, fresh: bool) -> None:
@@ -321,8 +343,8 @@ def _add_gradient(loss: _Loss, target: Tensor, held: HeldTensors, dy: Tensor, fr
 
     Like the product of all tokens, the sum is rounded once: the terms are added in float32.
     """
-    weight, x, labels, at_target, scale = held
-    columns = labels, at_target, scale * dy[:, None]
+    weight, x, labels, at_target, scale, lse = held
+    columns = labels, at_target, scale * dy[:, None], lse
     is_exact = target.dtype == _precise(target) or _tokens_at_a_time(loss, weight, x) >= len(x)
     total = target if is_exact else torch.empty_like(target, dtype=_precise(target))
     is_empty = fresh or not is_exact
