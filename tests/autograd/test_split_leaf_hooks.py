@@ -175,6 +175,20 @@ def test_a_multi_grad_hook_over_a_parameter_and_an_activation_is_refused():
         backward_input(torch.tanh(y).sum(), None, [x])
 
 
+LAYER = nn.Linear(4, 4)
+
+
+def test_a_reentrant_checkpoint_adds_to_the_main_grad_of_a_global_module():
+    """The gradient went to .grad. Torch's checkpoint holds a function, which has the module as a global."""
+    weight, x = LAYER.weight, torch.randn(2, 4, requires_grad=True)
+    weight.main_grad = torch.zeros(4, 4, dtype=torch.float64)
+    y = reentrant(lambda x: torch.tanh(LAYER(x)), x)
+    backward_input(y.sum(), None, [x])[1].accumulate()
+    (expected,) = torch.autograd.grad(torch.tanh(LAYER(x)).sum(), weight)
+    torch.testing.assert_close(weight.main_grad, expected.double())
+    assert weight.grad is None
+
+
 def test_a_module_without_hooks_is_searched_for_hooks_once(monkeypatch):
     """Until somebody in the process registers another hook."""
     layer, x, looked = nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True), []

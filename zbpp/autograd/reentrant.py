@@ -118,7 +118,7 @@ def _backward(
 def _leaves(found: Survey) -> list[Tensor]:
     """The leaves of the graph, and those that its Functions refer to: a checkpoint's function uses some."""
     known = [*found.computed_in_b.values(), *(each.leaf for each in found.uses)]
-    for each in references([list(vars(node).values()) for node in found.functions]):
+    for each in references([list(vars(node).values()) for node in found.functions], with_globals=True):
         known += each.parameters() if isinstance(each, nn.Module) else [each]
     leaves = {id(each): each for each in known if each.is_leaf and each.requires_grad}
     return [*leaves.values()]

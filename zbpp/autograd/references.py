@@ -10,11 +10,11 @@ from typing import Any
 from torch import Tensor, nn
 
 
-def references(thing: Any) -> Iterator[nn.Module | Tensor]:
+def references(thing: Any, *, with_globals: bool = False) -> Iterator[nn.Module | Tensor]:
     """The modules and tensors that a callable refers to.
 
     Searched are the callable itself, the object of a method, closures, bound arguments, and lists, tuples and
-    dicts of these.
+    dicts of these; with_globals: also the modules and tensors among a function's global variables.
     """
     pending: list[Any] = [thing]
     seen: set[int] = set()
@@ -31,6 +31,9 @@ def references(thing: Any) -> Iterator[nn.Module | Tensor]:
                 pending += [each.func, *each.args, *each.keywords.values()]
             case FunctionType():
                 pending += [cell.cell_contents for cell in each.__closure__ or () if cell != CellType()]
+                if with_globals:
+                    used = (each.__globals__.get(name) for name in each.__code__.co_names)
+                    pending += [value for value in used if isinstance(value, nn.Module | Tensor)]
             case list() | tuple():
                 pending += each
             case dict():
