@@ -27,6 +27,7 @@ same of all that W reads. If Python code changes a gradient while B's pass runs,
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -125,7 +126,8 @@ def split(
         share_chains(found.uses)
     collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
     # W runs the hooks of leaves: B captures the gradients that come before them.
-    with without_hooks(node for node in found.hooked.values() if node in found.computed_in_b):
+    hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
+    with without_hooks(hooked) if hooked else nullcontext():
         captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
@@ -134,8 +136,8 @@ def split(
     if collector is not None:
         grads, tasks = collector.added_to(grads, tasks)
     if found.hooked or collector is not None:
-        hooked = {key: node for key, node in found.hooked.items() if wanted is None or key in wanted}
-        tasks = grouped(tasks, hooked)
+        asked = {key: node for key, node in found.hooked.items() if wanted is None or key in wanted}
+        tasks = grouped(tasks, asked)
     return tuple(grads), tasks, [] if collector is None else collector.large
 
 
