@@ -34,6 +34,10 @@ stage that no model builds declares what it shares with other stages: `stage.tie
 "embedding.weight")} where several have the name.
 Tied parameters have one shape and dtype, and all of them are frozen or none is; else they are refused.
 
+A loss that is a mean over targets says how many a microbatch has: mark it by `mean_over_tokens`, or by
+`mean_over(count)`. Then each target of a step weighs the same, however they are spread over microbatches and
+replicas. Without a mark each microbatch weighs the same.
+
 Random numbers that forward draws (dropout) are seeded by (seed, step, stage, microbatch): they are the same
 under every schedule and in every recompute, but not with another number of stages. So a model with dropout
 has the same losses under all schedules of one cut; a model without dropout also under all cuts.
@@ -45,6 +49,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
+
+from zbpp.error_text import kind_of
 
 
 @runtime_checkable
@@ -65,7 +71,8 @@ class PipelineModel(Protocol):
     def loss(self, output: Tensor, target: Tensor) -> Tensor | Mapping[str, Tensor]:
         """The scalar mean loss of one microbatch; `output` is the last stage's.
 
-        Or {name: scalar}: the loss is their sum, and each is logged under its name. No name is "loss".
+        Or {name: scalar}: the loss is their sum, and each is logged under its name. No name is "loss". Or
+        (sum, count), of a loss that is marked by `mean_over`.
         """
         ...
 
@@ -80,6 +87,38 @@ def widens_itself(function: Function) -> Function:
     """
     function.widens_itself = True  # type: ignore[attr-defined]  # a function takes attributes
     return function
+
+
+IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
+
+
+def num_tokens(target: Any) -> Tensor:
+    """How many targets there are in labels: whole numbers, of which -100 is none."""
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+        raise ValueError(
+            f"{kind_of(target)} has targets that mean_over_tokens can't count, which takes a tensor of whole "
+            "numbers: mark the loss by zbpp.stage_api.mean_over(count), with count(target) -> number"
+        )
+    return (target != IGNORED).sum()
+
+
+def mean_over(count: Callable[[Any], Tensor | float]) -> Callable[[Function], Function]:
+    """Mark a loss(output, target) that is a mean over count(target) targets, or that returns (sum, count).
+
+    The loss of a step is then the mean over all its targets: those of all microbatches and of all replicas
+    and shards. A microbatch may have no target if the loss returns (sum, count), or 0 for it.
+    """
+
+    def mark(function: Function) -> Function:
+        function.num_targets = count  # type: ignore[attr-defined]
+        return function
+
+    return mark
+
+
+def mean_over_tokens(function: Function) -> Function:
+    """`mean_over(num_tokens)`: targets are whole numbers, and -100 is none."""
+    return mean_over(num_tokens)(function)
 
 
 def by_last_stage(function: Function) -> Function:

@@ -9,12 +9,13 @@ from zbpp import Pipeline, make_mesh, plan
 from zbpp.data.source import parts_of
 from zbpp.models.llama import Llama
 from zbpp.run.data import limit_evaluation
+from zbpp.stage_api import IGNORED
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from helpers.chat import PLAIN, conversation, write_conversations, write_tokenizer  # noqa: E402
-from zbpp.data.chat import IGNORED, chat_data, encode, load_chat_tokenizer  # noqa: E402  # needs transformers
+from zbpp.data.chat import chat_data, encode, load_chat_tokenizer  # noqa: E402  # needs transformers
 
 MARKED = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
@@ -95,7 +96,7 @@ def test_the_special_tokens_are_those_of_the_tokenizers_folder(files, tmp_path, 
 def test_targets_are_the_next_tokens_of_the_assistant_alone(files):
     train = data_of(files).train
     tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), PLAIN)
-    inputs, (labels, totals) = train.batch(0)
+    inputs, labels = train.batch(0)
     assert inputs.shape == labels.shape == (ROWS, LENGTH)
     for row in range(ROWS):
         places = (labels[row] != IGNORED).nonzero().flatten()
@@ -103,7 +104,6 @@ def test_targets_are_the_next_tokens_of_the_assistant_alone(files):
         inner = places[places + 1 < LENGTH]
         followed = inner[torch.isin(inner + 1, places)]
         assert torch.equal(labels[row, followed], inputs[row, followed + 1])
-    assert totals.tolist() == [[int((labels != IGNORED).sum()), ROWS]] * ROWS
     assert torch.equal(data_of(files).train.batch(5)[0], train.batch(5)[0])
     rows = torch.cat([train.batch(step)[0] for step in range(9)])  # two epochs of 18
     assert len(set(map(tuple, rows[:18].tolist()))) == 18
@@ -158,7 +158,7 @@ def expected_gradients(train, num_parts):
     whole = model().build_stage(0, 1).double()
     batches = [train.batch(number) for number in range(num_parts)]
     inputs = torch.cat([inputs for inputs, _ in batches])
-    labels = torch.cat([labels for _, (labels, _) in batches])
+    labels = torch.cat([labels for _, labels in batches])
     loss = F.cross_entropy(whole(inputs).flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
     loss.backward()
     return loss.item(), {name: each.grad for name, each in whole.named_parameters()}
@@ -177,7 +177,7 @@ def by_pipeline(rank, train, num_parts):
 
 def test_the_loss_is_the_mean_over_all_targets_of_the_batch_whatever_the_microbatches(files):
     train = limit_evaluation(data_of(files), 0, 1, 1, 4).train
-    labels = train.batch(0)[1][0]
+    labels = train.batch(0)[1]
     counts = [(each != IGNORED).sum().item() for each in labels.split(ROWS // M)]
     assert counts[0] != counts[1]
     found, gradients = by_pipeline(0, train, 1)

@@ -25,7 +25,7 @@ from zbpp.models.layers import HEADS
 from zbpp.models.llama import Llama
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.stage_api import blocks_of
+from zbpp.stage_api import IGNORED, blocks_of, mean_over_tokens
 
 WORDS, TIME, M = 19, 8, 4
 SIZES = {"vocab_size": WORDS, "num_layers": 2, "hidden_size": 16, "num_heads": 4, "sequence_length": TIME}
@@ -67,12 +67,13 @@ def model_of(name, **options):
 
 
 def expected(name, change=lambda stage: None):
-    """Losses and gradients of plain autograd."""
+    """Each microbatch's part of the loss, and gradients, of plain autograd: one mean over all targets."""
     stage = model_of(name).build_stage(0, 1).double()
     change(stage)
-    losses = []
+    losses, num_targets = [], (batch()[1] != IGNORED).sum()
     for inputs, target in zip(*(each.chunk(M) for each in batch()), strict=True):
-        losses.append(F.cross_entropy(stage(inputs).flatten(0, 1), target.flatten()))
+        total = F.cross_entropy(stage(inputs).flatten(0, 1), target.flatten(), reduction="sum")
+        losses.append(total * M / num_targets)
         (losses[-1] / M).backward()
     return losses, gradients(stage.named_parameters())
 
@@ -243,6 +244,7 @@ def test_updates_inside_the_step_are_those_behind_it(head):
         assert torch.equal(found[1][name], plain), name
 
 
+@mean_over_tokens
 def plain_loss(logits, target):
     return F.cross_entropy(logits.flatten(0, 1).float(), target.flatten())
 

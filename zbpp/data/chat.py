@@ -2,10 +2,9 @@
 
 Only the assistant's tokens are targets; the target of any other position is -100, which the loss leaves out.
 
-Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all targets
-of the whole batch, as if one process had it in one piece. So a batch brings `totals` beside its labels: the
-number of targets in the step on all replicas, and the number of rows. `token_loss` (zbpp/models/layers.py)
-divides by these instead of by the microbatch's own number of targets.
+Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all of them,
+as if one process had the batch in one piece, if the model's loss is marked by `mean_over_tokens`
+(zbpp/stage_api.py).
 
 A row is one conversation, padded at its end to the longest one. Causal attention does not see later tokens,
 so the padding needs no mask. Needs the extra `hf`.
@@ -17,7 +16,6 @@ import json
 import logging
 import re
 from collections.abc import Sequence
-from copy import copy
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,8 +27,7 @@ from torch import Tensor
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
-
-IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
+from zbpp.stage_api import IGNORED
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -49,11 +46,10 @@ class Conversation(NamedTuple):
 
 
 class ChatBatches:
-    """Batches of conversations: (inputs, (labels, totals)).
+    """Batches of conversations: (inputs, labels), int64 [batch_size, sequence_length].
 
-    inputs, labels: int64 [batch_size, sequence_length]; totals: int64 [batch_size, 2], in each row the number
-    of targets and of rows of the whole step, over all `num_parts` replicas. Each epoch takes every
-    conversation once, in an order drawn from (seed, epoch); with `seed` None in the order of the file.
+    Each epoch takes every conversation once, in an order drawn from (seed, epoch); with `seed` None in the
+    order of the file.
     filling: the token of the padding. Raises ValueError if no conversation has a target.
     """
 
@@ -75,17 +71,6 @@ class ChatBatches:
                 "no conversation has an assistant's token within sequence_length="
                 f"{sequence_length}: write a larger model.sequence_length, or check the roles in the file"
             )
-        self._counts = np.array([each.is_target[1:].sum() for each in self._conversations])
-        self._num_parts = 1
-
-    def for_parts(self, num_parts: int) -> ChatBatches:
-        """The same batches for `num_parts` replicas, which read neighbouring batches in each step.
-
-        Only `totals` differ: they count the targets and rows of all replicas.
-        """
-        other = copy(self)
-        other._num_parts = num_parts
-        return other
 
     @property
     def num_conversations(self) -> int:
@@ -102,23 +87,20 @@ class ChatBatches:
         """Inputs of a row that are no padding, on average."""
         return float(np.mean([len(each.tokens) - 1 for each in self._conversations]))
 
-    def batch(self, step: int) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        """Inputs, labels and totals of batch `step`, from 0."""
+    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+        """Inputs and labels of batch `step`, from 0."""
         inputs = np.full((self.batch_size, self._length), self._filling, dtype=np.int64)
         labels = np.full_like(inputs, IGNORED)
-        for row, number in enumerate(self._numbers(step, 1)):
+        for row, number in enumerate(self._numbers(step)):
             tokens, is_target = self._conversations[number]
             size = len(tokens) - 1
             inputs[row, :size] = tokens[:-1]
             labels[row, :size] = np.where(is_target[1:] == 1, tokens[1:], IGNORED)
-        first = step // self._num_parts * self._num_parts
-        together = self._numbers(first, self._num_parts)
-        totals = torch.tensor([[int(self._counts[together].sum()), len(together)]] * self.batch_size)
-        return torch.from_numpy(inputs), (torch.from_numpy(labels), totals)
+        return torch.from_numpy(inputs), torch.from_numpy(labels)
 
-    def _numbers(self, step: int, num_batches: int) -> Numbers:
-        """The numbers of the conversations in `num_batches` batches, from batch `step` on."""
-        samples = np.arange(step * self.batch_size, (step + num_batches) * self.batch_size)
+    def _numbers(self, step: int) -> Numbers:
+        """The numbers of the conversations in a batch."""
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         epochs, places = np.divmod(samples, self.num_conversations)
         if self._seed is None:
             return places

@@ -12,7 +12,6 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +19,7 @@ from torch import Tensor, nn
 from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
-from zbpp.stage_api import by_last_stage, has_hooks, widens_itself
-
-_IGNORED = -100  # the target that a cross-entropy leaves out
+from zbpp.stage_api import IGNORED, by_last_stage, has_hooks, mean_over_tokens, num_tokens, widens_itself
 
 # The last matrix of each residual branch. It is initialised smaller, so that the sum doesn't grow with depth.
 RESIDUAL_OUTPUTS = ("attention.output.weight", "mlp.down.weight", "mlp.experts.down")
@@ -93,13 +90,14 @@ class LanguageModel(StagedModel):
     """A StagedModel whose output is logits [batch, time, vocab], for targets [batch, time]."""
 
     @by_last_stage
+    @mean_over_tokens
     @widens_itself
-    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token."""
         return token_loss(output, target)
 
     @widens_itself
-    def metrics(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> dict[str, Tensor]:
+    def metrics(self, output: Tensor, target: Tensor) -> dict[str, Tensor]:
         """accuracy: the share of positions whose target has the largest logit."""
         return {"accuracy": token_accuracy(output, target)}
 
@@ -189,25 +187,19 @@ def merge_heads(x: Tensor) -> Tensor:
     return x.transpose(1, 2).flatten(2)
 
 
-def token_loss(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def token_loss(logits: Tensor, target: Tensor) -> Tensor:
     """Mean cross-entropy over all tokens in nats; logits [batch, time, vocab], target [batch, time].
 
-    Computed in float32 at least, whatever the logits are; B may overwrite the logits. A target of -100 is
-    left out; a microbatch without another target has the loss 0. target may be (target, totals), see
-    zbpp/data/chat.py: then the mean over the microbatches of all replicas, which have different numbers of
-    targets, is the mean over all targets.
+    The target of a position is the token after it: labels come shifted. Computed in float32 at least,
+    whatever the logits are; B may overwrite the logits. A target of -100 is left out; without another target
+    the loss is 0.
     """
-    return _mean(partial(logits_cross_entropy, logits, ignore_index=_IGNORED), target)
+    return _mean(logits_cross_entropy(logits, target, ignore_index=IGNORED), target)
 
 
-def _mean(losses: Callable[..., Tensor], target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
-    """`token_loss` of losses(target=labels), one for each token."""
-    labels = target if isinstance(target, Tensor) else target[0]
-    total = losses(target=labels).sum()
-    if isinstance(target, Tensor):
-        return total / (target != _IGNORED).sum().clamp(min=1)
-    num_targets, num_rows = target[1][0].clamp(min=1).to(total.dtype)
-    return total * num_rows / (num_targets * len(labels))
+def _mean(losses: Tensor, target: Tensor) -> Tensor:
+    """The mean over the tokens that are targets; the others have the loss 0."""
+    return losses.sum() / num_tokens(target).clamp(min=1)
 
 
 HEADS = ("auto", "whole", "recompute")
@@ -232,18 +224,18 @@ class Head(nn.Linear):
         if target is None:
             return super().forward(x)
         return linear_cross_entropy(
-            x, self.weight, target, ignore_index=_IGNORED, keep_logits=self.keeps_logits
+            x, self.weight, target, ignore_index=IGNORED, keep_logits=self.keeps_logits
         )
 
 
-def head_loss(head: nn.Module, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def head_loss(head: nn.Module, hidden: Tensor, target: Tensor) -> Tensor:
     """`token_loss` of the logits that a head makes of hidden states.
 
     A Head computes the losses itself, unless somebody has changed what it computes.
     """
     if not isinstance(head, Head) or _is_changed(head):
         return token_loss(head(hidden), target)
-    return _mean(partial(head, hidden), target)
+    return _mean(head(hidden, target), target)
 
 
 def _is_changed(head: Head) -> bool:
@@ -260,14 +252,10 @@ def check_head(head: str) -> None:
         raise ValueError(f"head={head}: write one of {', '.join(HEADS)}")
 
 
-def token_accuracy(logits: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+def token_accuracy(logits: Tensor, target: Tensor) -> Tensor:
     """The share of targets that have the largest logit; arguments as in `token_loss`."""
-    labels = target if isinstance(target, Tensor) else target[0]
-    num_right = (logits.argmax(dim=-1) == labels).sum().double()  # no token is -100
-    if isinstance(target, Tensor):
-        return num_right / (target != _IGNORED).sum().clamp(min=1)
-    num_targets, num_rows = target[1][0].clamp(min=1).double()
-    return num_right * num_rows / (num_targets * len(labels))
+    num_right = (logits.argmax(dim=-1) == target).sum().double()  # no token is -100
+    return num_right / num_tokens(target).clamp(min=1)
 
 
 def check_positive(**sizes: int) -> None:
@@ -331,7 +319,7 @@ class DocumentStage(nn.Sequential):
 class LastStage(DocumentStage):
     """The last stage, which computes the loss itself: see zbpp/stage_api.py."""
 
-    def loss(self, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """`token_loss` of the logits."""
         return head_loss(self.get_submodule("head"), hidden, target)
 

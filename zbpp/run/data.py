@@ -44,14 +44,4 @@ def limit_evaluation(
             "no data are held out, but evaluate_every > 0: write evaluate_every=0, or hold out some (of text "
             "or conversations: a larger data.held_out, such as 0.2)"
         )
-    return data._replace(
-        train=_for_parts(data.train, num_parts),
-        evaluation=_for_parts(data.evaluation, num_parts),
-        num_evaluation_batches=num_batches,
-        num_evaluation_rest=num_rest,
-    )
-
-
-def _for_parts(source: Any, num_parts: int) -> Any:
-    """The source, told how many parts a step's data have, if it asks for that (see zbpp/data/chat.py)."""
-    return source.for_parts(num_parts) if hasattr(source, "for_parts") else source
+    return data._replace(num_evaluation_batches=num_batches, num_evaluation_rest=num_rest)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from zbpp.autograd.models.auxiliary import named_scalar
 from zbpp.error_text import kind_of
 from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.weights import Weights
 
 Observe = Callable[[Any, Any], None]  # (output, target)
 
@@ -31,6 +32,7 @@ class Feed(NamedTuple):
     seeds: Sequence[int] | None  # of the random numbers that F draws; None: F seeds no generator
     loss_grad: float = 1.0  # the gradient of each microbatch's loss
     observe: Observe | None = None  # in an evaluation: called by the last stage
+    weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
 
 
 NO_FEED = Feed((), (), None, ())
@@ -41,7 +43,7 @@ class Call(NamedTuple):
 
     kind: which program it runs, such as "step". name: must be the same on all ranks; "": kind. rows: of the
     batch; None if this rank was given no part of it. has_graph: whether a graph of the caller gets gradients
-    at the end of the call.
+    at the end of the call. weights: of the losses, if they are computed already.
     """
 
     args: tuple[Any, ...]
@@ -53,6 +55,7 @@ class Call(NamedTuple):
     name: str = ""
     rows: int | None = None
     has_graph: bool = False
+    weights: Weights | None = None
 
     def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
         """{stage: its feed} for each stage of this rank.

@@ -45,6 +45,7 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.update.validation import Validation
+from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel
@@ -199,12 +200,13 @@ class Pipeline:
     # ---- Calls
 
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
-        """Forward and backward of one whole batch. Adds to each `.grad` the mean over microbatches.
+        """Forward and backward of one whole batch. Adds to each `.grad` that of the batch's mean loss.
 
         args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage. kwargs: for
         every stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
         into microbatches, except `zbpp.replicate(tensor)`. Returns the microbatches' losses on the last
-        stage's owner, [] elsewhere.
+        stage's owner, [] elsewhere; their mean is the loss of the batch. Each microbatch weighs the same, or
+        each target, if the loss is marked by `zbpp.stage_api.mean_over_tokens`.
 
         A tensor that requires grad gets its gradient after the last W: in its `.grad`, or by the backward of
         what it was computed from, which frees that graph. It is the gradient through this rank's stages; a
@@ -333,6 +335,11 @@ class Pipeline:
         # Processes that see different data draw different numbers.
         part = [self.place.data_part] if self.place.data_part else []
         return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
+
+    @property
+    def count(self) -> Count | None:
+        """How many targets a microbatch has, if the loss is marked by `zbpp.stage_api.mean_over`."""
+        return self._rank.count
 
     def settle(self) -> None:
         """Validate the last update, if it is not validated yet; afterwards the weights are final.

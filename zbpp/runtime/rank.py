@@ -20,6 +20,7 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,7 @@ from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.restored import Buffers
 from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.weights import Count, Weights, weights_of
 from zbpp.schedule import Op, Programs, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
 
@@ -68,8 +70,9 @@ class Rank:
 
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
-    `rebind`. num_steps: see Pipeline. is_alone: whether no other process takes part in a call.
-    receives_on_device: whether a receive that has started occupies the device.
+    `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
+    is_alone: whether no other process takes part in a call. receives_on_device: whether a receive that has
+    started occupies the device.
     over: why no call may follow; empty until then.
 
     An extra may set two more. lost: what a failed call has destroyed beside its messages, which ends the
@@ -98,6 +101,7 @@ class Rank:
         self.released: Mapping[int, Tensor] | None = None
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
+        self.count: Count | None = getattr(loss_fn, "num_targets", None)
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         last = timetable.num_stages - 1
         self.workers = {
@@ -207,10 +211,23 @@ class Rank:
     def _give(self, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
         """Give the stages their parts of a call."""
         cutter = Cutter(1 if call.kind == "predict" else self.timetable.num_microbatches)
-        feeds = call.feeds(cutter, seeds, last_stage=self.timetable.num_stages - 1)
+        last = self.timetable.num_stages - 1
+        feeds = call.feeds(cutter, seeds, last_stage=last)
+        targets = feeds[last].targets if last in feeds else None
+        if self.count is not None and targets is not None:
+            call = call._replace(weights=call.weights or self._weights(call, targets))
+            feeds[last] = feeds[last]._replace(weights=call.weights)
         for stage, worker in self.workers.items():
             worker.begin(feeds[stage])
         return cutter, call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
+
+    def _weights(self, call: Call, targets: Sequence[Any]) -> Weights:
+        """The weights of the losses. Of a step: collective over the processes that see different data."""
+        assert self.count is not None
+        if call.kind != "step":
+            return weights_of(targets, self.count, self.device)
+        place = self.place
+        return weights_of(targets, self.count, self.device, place.num_data_parts, place.sum_over_data)
 
     def _run_with_gate(
         self, executor: Executor, call: Call, seeds: Mapping[int, int], settle: Settle
@@ -235,7 +252,7 @@ class Rank:
             self.extras.fail(error)
         assert again is not None  # it was set at the gate
         self._buffers.restore()
-        cutter, again = self._give(again, seeds)
+        cutter, again = self._give(again._replace(weights=call.weights), seeds)
         executor.prepare()
         self.extras.begin(again)
         executor.run()

@@ -39,6 +39,7 @@ from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.in_place import explained_in_b, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.shared_hooks import SharedHooks
+from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
@@ -97,6 +98,7 @@ class StageWorker:
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
+        self._has_counted = False  # whether a call has ended in which the counts of losses were compared
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
 
@@ -114,6 +116,7 @@ class StageWorker:
 
     def end(self) -> StageLosses:
         """Return the call's losses and drop its batch. Raises RuntimeError if anything else is left over."""
+        self._has_counted = self._has_counted or self.feed.weights is not None
         losses = self._take_losses()
         left = [f"saved({self.index},{microbatch})" for microbatch in self._saved]
         left += [f"deferred({self.index},{microbatch})" for microbatch in self._deferred]
@@ -291,18 +294,33 @@ class StageWorker:
             except Exception as error:
                 error.add_note("in the loss function")
                 raise
+        weights = self.feed.weights
+        factor = None if weights is None else weights.of_means[microbatch]
         if isinstance(output, Mapping):
-            return self._sum_of_losses(output)
-        if not _is_scalar(output):
-            found = describe(layout_of((output,))) if isinstance(output, Tensor) else type(output).__name__
-            raise ValueError(f"the loss must be a scalar tensor, not {found}; reduce it, or pass loss_fn")
-        if output.is_complex():
-            raise ValueError("the loss is complex: return a real number, such as loss.real or loss.abs()")
-        return output.reshape(()) if output.dim() else output
+            return self._sum_of_losses(output, factor)
+        if isinstance(output, tuple) and len(output) == 2:
+            if weights is None:
+                raise BoundaryError(_UNCOUNTED)
+            output, factor = self._counted(microbatch, *output), weights.of_sum
+        loss = checked_loss(output)
+        return loss if factor is None else weighed(loss, factor)
 
-    def _sum_of_losses(self, losses: Mapping[str, Tensor]) -> Tensor:
+    def _counted(self, microbatch: int, total: Tensor, count: Tensor | float) -> Tensor:
+        """The sum of a loss (sum, count). Raises BoundaryError for another count than the target's."""
+        assert self.feed.weights is not None
+        expected = self.feed.weights.counts[microbatch]
+        if not self._has_counted and float(count) != float(expected):  # once: on a GPU the host waits for it
+            raise BoundaryError(
+                f"the loss is a sum over {float(count):g} targets, and microbatch {microbatch} has "
+                f"{float(expected):g} by zbpp.stage_api.mean_over: let both count the same"
+            )
+        return total
+
+    def _sum_of_losses(self, losses: Mapping[str, Tensor], factor: Tensor | None) -> Tensor:
         """Keep the entries of a loss that is a dict, and return their sum."""
         entries = checked_losses(losses)
+        if factor is not None:
+            entries = {name: weighed(value, factor) for name, value in entries.items()}
         for name, value in entries.items():
             self._keep_named(name, value)
         return functools.reduce(operator.add, entries.values())
@@ -320,6 +338,26 @@ class StageWorker:
 
     def _keep_named(self, name: str, value: Tensor) -> None:
         self.named.setdefault(name, []).append(value.detach().clone())
+
+
+_UNCOUNTED = (
+    "the loss returned (sum, count), and the number of targets of the whole step must be known before its "
+    "first backward: mark the loss by @zbpp.stage_api.mean_over_tokens, or by "
+    "@zbpp.stage_api.mean_over(count) with count(target) -> number of targets"
+)
+
+
+def checked_loss(loss: Any) -> Tensor:
+    """A microbatch's loss with shape []. Raises BoundaryError for what is no real scalar."""
+    if not _is_scalar(loss):
+        found = describe(layout_of((loss,))) if isinstance(loss, Tensor) else type(loss).__name__
+        raise BoundaryError(
+            f"the loss of a microbatch must be a scalar tensor, not {found}: reduce it, as by .mean(), or "
+            "pass loss_fn"
+        )
+    if loss.is_complex():
+        raise BoundaryError("the loss is complex: return a real number, such as loss.real or loss.abs()")
+    return loss.reshape(()) if loss.dim() else loss
 
 
 def _refuse_untrainable(loss: Tensor) -> None:

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zbpp.data.chat import IGNORED
 from zbpp.data.source import num_rows
 from zbpp.runtime import Pipeline
+from zbpp.runtime.weights import Count
+from zbpp.stage_api import num_tokens
 from zbpp.training.batches import Batch, Batches
 from zbpp.training.non_finite import text_of
 from zbpp.training.optim.update import Metrics, with_evaluation_losses
@@ -33,47 +34,45 @@ class Weighed(NamedTuple):
 
 
 class Counted:
-    """metrics(output, target) for `Pipeline.evaluate`; notes how many targets each microbatch has."""
+    """metrics(output, target) for `Pipeline.evaluate`; notes how many targets each microbatch has.
 
-    def __init__(self, metrics: MetricsOf | None) -> None:
-        self._metrics = metrics
+    count: as of `zbpp.stage_api.mean_over`, if the loss has one; its losses are weighed by it already.
+    """
+
+    def __init__(self, metrics: MetricsOf | None, count: Count | None = None) -> None:
+        self._metrics, self._count = metrics, count
         self._seen: list[tuple[float, Mapping[str, float | Tensor]]] = []
 
     def __call__(self, output: Any, target: Any) -> Mapping[str, float | Tensor]:
         """The metrics of a microbatch."""
         found = {} if self._metrics is None else self._metrics(output, target)
-        self._seen.append((num_targets(target), found))
+        self._seen.append((float((self._count or num_targets)(target)), found))
         return found
 
     def with_losses(self, losses: Iterable[Tensor]) -> Weighed:
         """The means of losses and metrics over the batch's targets. Raises ValueError for a metric `loss`."""
-        rows = []
-        for loss, (count, found) in zip(losses, self._seen, strict=True):
-            if "loss" in found:
-                raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
-            rows.append(Weighed(count, {"loss": float(loss), **{name: float(found[name]) for name in found}}))
-        return mean_of(rows)
+        rows = [Weighed(count, {name: float(found[name]) for name in found}) for count, found in self._seen]
+        if any("loss" in each.means for each in rows):
+            raise ValueError("a metric is called 'loss', as the held-out loss is: give it another name")
+        numbers = [*map(float, losses)]
+        if not numbers:
+            return mean_of(rows)
+        weights = [1.0 if self._count else each.num_targets for each in rows]
+        pairs = zip(weights, numbers, strict=True)
+        _, loss = mean_of(Weighed(weight, {"loss": number}) for weight, number in pairs)
+        total, means = mean_of(rows)
+        return Weighed(total, {**loss, **means})
 
 
 def num_targets(target: Any) -> float:
     """The number of targets over which a microbatch's loss is the mean.
 
-    In labels (whole numbers) all but -100 are targets. With (labels, totals), see zbpp/data/chat.py, the loss
-    is a part of the mean over the whole batch, so the number is the microbatch's share of the batch's.
-    For any other target it is the number of rows.
+    In labels (whole numbers) all but -100 are targets. For any other target it is the number of rows.
     """
-    match target:
-        case (Tensor(), Tensor() as totals) if _are_totals(totals):
-            targets, rows = map(float, totals[0])
-            return targets * len(target[0]) / rows
-        case Tensor() if _is_whole(target):
-            return float((target != IGNORED).sum())
+    if isinstance(target, Tensor) and _is_whole(target):
+        return float(num_tokens(target))
     sizes = (len(each) for each in tree_leaves(target) if isinstance(each, Tensor) and each.dim())
     return float(next(sizes, 1))
-
-
-def _are_totals(value: Tensor) -> bool:
-    return _is_whole(value) and value.shape[1:] == (2,)
 
 
 def mean_of(parts: Iterable[Weighed]) -> Weighed:
@@ -145,7 +144,7 @@ def _means_of(
     is_counted: None: of a whole batch; else of one microbatch, and False leaves its means out.
     """
     args, target = batch
-    counted = Counted(metrics)
+    counted = Counted(metrics, pipeline.count)
     evaluate = pipeline.evaluate if is_counted is None else pipeline.evaluate_as_one
     losses, _ = evaluate(*args, target=target, metrics=counted)
     num_targets, means = counted.with_losses(losses)
@@ -169,15 +168,12 @@ def _parts_of_rest(pipeline: Pipeline, batch: Batch, num_rest: int) -> Iterator[
 
 
 def _rows_of(batch: Batch, rows: range) -> Batch:
-    """Some rows of a batch; the totals of a step, see zbpp/data/chat.py, become those of the rows."""
+    """Some rows of a batch."""
     size = num_rows(batch)
 
     def cut(value: Any) -> Any:
         is_split = isinstance(value, Tensor) and value.dim() and len(value) == size
         return value[rows.start : rows.stop] if is_split else value
 
-    args, target = tree_map(cut, batch)
-    match target:
-        case (Tensor() as labels, Tensor() as totals) if _are_totals(totals):
-            target = labels, totals.new_tensor([[num_targets(labels), len(rows)]] * len(rows))
-    return args, target
+    rows_of: Batch = tree_map(cut, batch)
+    return rows_of

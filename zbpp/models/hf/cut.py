@@ -285,7 +285,7 @@ class _OwnsLoss(Stage):
         head.__class__ = Head  # it was an nn.Linear without bias
         cast(Head, head).keeps_logits = keeps_logits
 
-    def loss(self, hidden: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
         """`token_loss` of the logits."""
         return head_loss(self.get_submodule(self._cut.head), hidden, target)
 

@@ -26,7 +26,7 @@ from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.ties import aliases_of
 from zbpp.models.layers import check_head, check_positive, token_loss
 from zbpp.partition import split_layers
-from zbpp.stage_api import by_last_stage, widens_itself
+from zbpp.stage_api import by_last_stage, mean_over_tokens, widens_itself
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -128,8 +128,9 @@ class HuggingFace:
         return list(map(len, self._cut(num_stages).layers))
 
     @by_last_stage
+    @mean_over_tokens
     @widens_itself
-    def loss(self, output: Tensor, target: Tensor | tuple[Tensor, Tensor]) -> Tensor:
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
         """Mean cross-entropy in nats per token; logits [batch, time, vocab], target [batch, time]."""
         return token_loss(output, target)
 

@@ -46,7 +46,7 @@ def _constant(value: Any) -> Key:
 
 
 def _flat(feeds: Mapping[int, Feed]) -> tuple[list[Any], Any]:
-    return tree_flatten([(feed.args, feed.kwargs, feed.targets) for feed in feeds.values()])
+    return tree_flatten([(feed.args, feed.kwargs, feed.targets, feed.weights) for feed in feeds.values()])
 
 
 def _distinct(leaves: Iterable[Any]) -> dict[int, Tensor]:
@@ -67,8 +67,8 @@ class StaticInputs:
         buffers = {key: torch.empty_like(each) for key, each in tensors.items()}
         given = tree_unflatten([buffers.get(id(each), each) for each in leaves], spec)
         self.feeds = {
-            stage: feed._replace(args=args, kwargs=kwargs, targets=targets, seeds=None)
-            for (stage, feed), (args, kwargs, targets) in zip(feeds.items(), given, strict=True)
+            stage: feed._replace(args=args, kwargs=kwargs, targets=targets, weights=weights, seeds=None)
+            for (stage, feed), (args, kwargs, targets, weights) in zip(feeds.items(), given, strict=True)
         }
         self._buffers = [*buffers.values()]
         self.load(feeds)

@@ -66,6 +66,7 @@ class InFloat32(nn.Module):
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self.function = function
+        self.num_targets = getattr(function, "num_targets", None)  # see `zbpp.stage_api.mean_over`
 
     def forward(self, output: Any, target: Any) -> Any:
         """The function's result."""
