@@ -10,6 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import token_loss
+from zbpp.stage_api import IGNORED
 from zbpp.training.batches import batch_for
 
 TARGET = TOKENS.roll(-1, 1)
@@ -41,18 +42,22 @@ def gradients(named):
     return {name: each.grad for name, each in named if each.grad is not None}
 
 
+def losses_by_row(whole, batch, target):
+    """The parts of the two rows in the mean over all targets, whose mean is the batch's loss."""
+    found, weights = [], (target != IGNORED).sum(1) * 2 / (target != IGNORED).sum()
+    for row, weight in zip((slice(0, 1), slice(1, 2)), weights, strict=True):
+        logits = whole(TOKENS[row], **{key: value[row] for key, value in batch.items()}).logits
+        found.append(token_loss(logits, target[row]) * weight)
+    return found
+
+
 @pytest.mark.parametrize("kind", BATCHES)
 @pytest.mark.parametrize("is_keyword", [True, False])
 def test_losses_and_gradients_are_those_of_the_uncut_model(folder, kind, is_keyword):
     """Each microbatch is a row. gpt2 ties its head: the pipeline of one rank has one Parameter."""
     batch, target = BATCHES[kind], PADDED_TARGET if "padding" in kind else TARGET
     whole = reference(folder)
-    expected = [
-        token_loss(
-            whole(TOKENS[row], **{key: value[row] for key, value in batch.items()}).logits, target[row]
-        )
-        for row in (slice(0, 1), slice(1, 2))
-    ]
+    expected = losses_by_row(whole, batch, target)
     (sum(expected) / 2).backward()
     model = HuggingFace(path=str(folder))
     pipeline = Pipeline(model, plan("interleaved_1f1b", 1, 2, stages_per_rank=3))
@@ -103,10 +108,7 @@ class Constant:
 def test_masks_and_positions_travel_from_rank_to_rank(tmp_path):
     saved("llama", tmp_path)
     whole, batch = reference(tmp_path), BATCHES["padding and positions"]
-    expected = []
-    for row in (slice(0, 1), slice(1, 2)):
-        logits = whole(TOKENS[row], **{key: value[row] for key, value in batch.items()}).logits
-        expected.append(token_loss(logits, PADDED_TARGET[row]))
+    expected = losses_by_row(whole, batch, PADDED_TARGET)
     (sum(expected) / 2).backward()
     (none, first), (losses, second) = run_ranks(on_two_ranks, 2, str(tmp_path))
     assert none == []

@@ -235,7 +235,8 @@ def head_loss(head: nn.Module, hidden: Tensor, target: Tensor) -> Tensor:
     """
     if not isinstance(head, Head) or _is_changed(head):
         return token_loss(head(hidden), target)
-    return _mean(head(hidden, target), target)
+    # By keyword: a tensor-parallel plan lays out positional arguments as hidden states.
+    return _mean(head(hidden, target=target), target)
 
 
 def _is_changed(head: Head) -> bool:
