@@ -118,7 +118,7 @@ def test_rows_are_as_long_as_the_longest_conversation_and_the_run_says_what_is_c
     kept = [each for each in masks if each[:length].any()]
     row = min(length, -(-longest // 8) * 8)
     found = data_of(files, sequence_length=length, held_out=0.0, batch_size=len(kept))
-    inputs, (labels, _) = found.train.batch(0)
+    inputs, labels = found.train.batch(0)
     assert inputs.shape == labels.shape == (len(kept), row)
     assert int((labels != IGNORED).sum()) == sum(int(each[:length].sum()) for each in kept)
     tokens = sum(min(len(each), length) for each in kept)

@@ -188,7 +188,7 @@ def test_conversations_behind_the_last_whole_batch_weigh_by_their_targets(num_ro
         for number in range(num_rows)
     ]
     options = {"sequence_length": TIME, "seed": None}
-    tokens, (labels, _) = ChatBatches(rows, **options, batch_size=num_rows).batch(0)
+    tokens, labels = ChatBatches(rows, **options, batch_size=num_rows).batch(0)
     with torch.no_grad():
         expected = F.cross_entropy(whole(tokens).flatten(0, 1), labels.flatten())
     held_out = ChatBatches(rows, **options, batch_size=ROWS)
