@@ -50,8 +50,6 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
-from zbpp.error_text import kind_of
-
 
 @runtime_checkable
 class PipelineModel(Protocol):
@@ -96,10 +94,13 @@ def num_tokens(target: Any) -> Tensor:
     """How many targets there are in labels: whole numbers, of which -100 is none."""
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         raise ValueError(
-            f"{kind_of(target)} has targets that mean_over_tokens can't count, which takes a tensor of whole "
-            "numbers: mark the loss by zbpp.stage_api.mean_over(count), with count(target) -> number"
+            f"mean_over_tokens counts a tensor of whole numbers, not {_described(target)}: mark the loss by zbpp.stage_api.mean_over(count), with count(target) -> number"
         )
     return (target != IGNORED).sum()
+
+
+def _described(target: Any) -> str:
+    return str(target.dtype) if isinstance(target, Tensor) else type(target).__name__
 
 
 def mean_over(count: Callable[[Any], Tensor | float]) -> Callable[[Function], Function]:

@@ -27,7 +27,8 @@ from torch import Tensor
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
-from zbpp.stage_api import IGNORED
+
+IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
