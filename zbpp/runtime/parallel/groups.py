@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store as Store  # re-exported: same_calls
 from torch.distributed import distributed_c10d as c10d
 
 from zbpp.job.agreement import broadcast
-from zbpp.runtime.host_links import HostLink, needs_host_link
+from zbpp.runtime.host_links import HostLink, backend_of, needs_host_link
 
 if TYPE_CHECKING:
     from zbpp.runtime.parallel.mesh import Place
@@ -72,10 +72,7 @@ def in_rounds(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 def runs_on_device(link: dist.ProcessGroup | HostLink, device: torch.device) -> bool:
     """Whether a receive that has started occupies the device until its message is there: not on gloo."""
-    if isinstance(link, HostLink):
-        return False
-    backends = dict(each.split(":") for each in dist.get_backend_config(link).split(","))
-    return backends[device.type] != "gloo"
+    return not isinstance(link, HostLink) and backend_of(link, device) != "gloo"
 
 
 def urgent_options(backend: str, timeout: timedelta) -> Any:
