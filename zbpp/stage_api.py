@@ -94,7 +94,8 @@ def num_tokens(target: Any) -> Tensor:
     """How many targets there are in labels: whole numbers, of which -100 is none."""
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         raise ValueError(
-            f"mean_over_tokens counts a tensor of whole numbers, not {_described(target)}: mark the loss by zbpp.stage_api.mean_over(count), with count(target) -> number"
+            f"mean_over_tokens counts a tensor of whole numbers, not {_described(target)}: mark the loss by "
+            "zbpp.stage_api.mean_over(count), with count(target) -> number of targets"
         )
     return (target != IGNORED).sum()
 

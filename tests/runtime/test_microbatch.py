@@ -116,3 +116,30 @@ REFUSED = [
 def test_what_can_not_be_split_is_refused(make, said):
     with pytest.raises(ValueError, match=said):
         into_microbatches("x", make(), 4)
+
+
+BOXES = [torch.zeros(4, 2) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (["a", "b", "c", "d"], "target is a list of 4 str"),
+        ([1, 2, 3, 4], "target is a list of 4 int"),
+        ({"x": torch.zeros(4), "names": ["a", "b", "c", "d"]}, "target\\['names'\\] is a list of 4 str"),
+        (BOXES, "target is a list of 4 values, and the batch has 4 rows"),
+    ],
+)
+def test_a_list_with_a_value_for_each_row_is_split_by_the_user_or_refused(value, words):
+    """All of it went to each microbatch, or each of four boxes was cut inside."""
+    with pytest.raises(ValueError, match=f"{words}.*per_microbatch"):
+        into_microbatches("target", value, 2)
+    assert into_microbatches("target", per_microbatch([value, value]), 2) == [value, value]
+    assert len(into_microbatches("target", value, 1)) == 1
+
+
+def test_lists_of_batches_and_tuples_are_split_along_their_rows():
+    first, second = into_microbatches("x", [torch.arange(4), torch.arange(4)], 2)
+    assert [each.tolist() for each in (*first, *second)] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    pieces = into_microbatches("x", tuple(torch.arange(2) for _ in range(2)), 2)
+    assert [len(each) for each in pieces] == [2, 2]

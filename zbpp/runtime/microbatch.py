@@ -73,6 +73,9 @@ class Cutter:
     def cut(self, name: str, value: Any) -> list[Any]:
         """One piece per microbatch: views of a tensor; a value without tensors goes whole to each microbatch.
 
+        A tensor inside of another value is split, too: dim 0 of every tensor is the batch's rows, unless it
+        is marked.
+
         Raises ValueError, which begins with `name`, if dim 0 is not a multiple of num_microbatches, or
         differs from an earlier value's; if a `per_microbatch` has another number of values; and where tensors
         can't be reached.
@@ -118,6 +121,8 @@ class Cutter:
                 torch.autograd.backward(tensors, grads)
 
     def _nested(self, name: str, value: Any) -> list[Any]:
+        if self.num_microbatches > 1:
+            _refuse_rows_of_a_list(name, value)
         leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)
         if not any(isinstance(leaf, (Tensor, Replicated, PerMicrobatch)) for _, leaf in leaves):
             for path, leaf in leaves:
@@ -125,6 +130,12 @@ class Cutter:
                 _refuse_hidden_tensors(name + keystr(path), leaf)
             return [value] * self.num_microbatches
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
+        if self.num_microbatches > 1 and type(value) is list and len(value) == self.rows:
+            raise ValueError(
+                f"{name} is a list of {len(value)} values, and the batch has {self.rows} rows: of one value for "
+                "each row write zbpp.per_microbatch([...]) with the rows of each microbatch; of tensors that "
+                f"all have a batch's rows write tuple({name})"
+            )
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_microbatches)]
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
@@ -182,6 +193,23 @@ def _refuse_rows_of_an_array(name: str, value: Any) -> None:
             f"{name} is {kind_of(value)}, which is not split into microbatches: write "
             f"torch.as_tensor({name}); zbpp.replicate({name}) gives all of it to every microbatch"
         )
+
+
+def _refuse_rows_of_a_list(name: str, value: Any) -> None:
+    """Raise ValueError for a list of strings or numbers: every microbatch would get all of it."""
+    for path, leaf in tree_flatten_with_path(value, is_leaf=lambda each: _is_marked(each) or _is_plain(each))[
+        0
+    ]:
+        if _is_plain(leaf):
+            raise ValueError(
+                f"{name}{keystr(path)} is a list of {len(leaf)} {type(leaf[0]).__name__}, which is not split "
+                "into microbatches: write zbpp.per_microbatch([...]) with a list for each microbatch; "
+                f"zbpp.replicate({name}{keystr(path)}) gives all of it to every microbatch"
+            )
+
+
+def _is_plain(value: Any) -> bool:
+    return type(value) is list and bool(value) and all(isinstance(each, _PLAIN) for each in value)
 
 
 def _refuse_hidden_tensors(name: str, value: Any) -> None:
