@@ -19,6 +19,7 @@ from helpers.processes import outcomes, run_ranks
 from helpers.tensors import drawn
 from helpers.timetables import random_timetable
 from zbpp import Pipeline, Timetable, plan, replicate
+from zbpp.runtime import CommunicationError
 from zbpp.runtime.rank import METHODS
 
 SIZE, ROWS, NUM_LAYERS = 6, 8, 4
@@ -365,3 +366,42 @@ def test_arguments_that_do_not_fit_are_refused_in_words(args, keywords, message)
     pipeline = Pipeline(stages_for(timetable, 0), timetable, F.mse_loss)
     with pytest.raises(ValueError, match=message):
         pipeline.step(*args, **keywords)
+
+
+class Compiles:
+    """A forward that is slow the first time, as that of a compiled stage is."""
+
+    compiles = True
+
+    def __init__(self, forward, *seconds):
+        self.forward, self.seconds = forward, iter(seconds)
+
+    def __call__(self, x):
+        time.sleep(next(self.seconds, 0.0))
+        return self.forward(x)
+
+
+def steps_of_a_stage_that_compiles(rank, *seconds):
+    """Two steps; what they say, and how long ranks waited at most in each."""
+    timetable = plan("1f1b", 2, 1)
+    stages = stages_for(timetable, rank)
+    if rank == 1:
+        stages[1].forward = Compiles(stages[1].forward, *seconds)
+    pipeline = Pipeline(stages, timetable, F.mse_loss, timeout=2.0)
+    x, target = batch()
+    found = []
+    for _ in range(2):
+        try:
+            pipeline.step(x, target=target)
+            found.append((pipeline._rank.wait_limit, ""))
+        except CommunicationError as error:
+            found.append((pipeline._rank.wait_limit, str(error)))
+            break
+    return found
+
+
+def test_ranks_wait_longer_for_a_step_that_compiles_and_not_for_the_next():
+    first, second = run_ranks(steps_of_a_stage_that_compiles, 2, 4.0, 4.0, fresh=True)[0]
+    assert first == (1800.0, "")
+    assert second[0] == 2.0
+    assert "Recv g(0,0) from 1" in second[1]

@@ -172,7 +172,7 @@ class _Work:
     def __init__(self, device, stream):
         self.device, self.ended = device, stream.record_event()
 
-    def wait(self):
+    def wait(self, limit=None):
         self.device.current().wait_event(self.ended)
 
 
@@ -209,7 +209,7 @@ class _Gloo:
     def recv(self, tensors, peer, tag):
         return _Arriving(self.sent, tensors[0])
 
-    def wait(self):
+    def wait(self, limit=None):
         """Nothing: what was sent has been copied."""
 
 
@@ -217,7 +217,7 @@ class _Arriving:
     def __init__(self, sent, host):
         self.sent, self.host = sent, host
 
-    def wait(self):
+    def wait(self, limit=None):
         self.host.copy_(self.sent.get(timeout=20))
 
 
@@ -252,7 +252,7 @@ def exchanged(num_messages=6, made=_Link):
 
 def test_messages_are_read_when_they_have_arrived_and_freed_when_they_are_sent(monkeypatch):
     assert exchanged().faults == []
-    monkeypatch.setattr(_Work, "wait", lambda work: None)
+    monkeypatch.setattr(_Work, "wait", lambda work, limit: None)
     faults = set(exchanged().faults)
     assert "add_ on compute reads memory that copy_ on messages 1 writes: no event orders them" in faults
     assert "memory of compute is freed, and clone on messages 1 may still use it" in faults

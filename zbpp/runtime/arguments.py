@@ -144,6 +144,16 @@ def device_of(
     return device_for_messages(group) if given is None else torch.device(given)
 
 
+def may_compile(stage: nn.Module) -> bool:
+    """Whether zbpp or torch.compile was asked to compile the stage or a part of it."""
+    return any(
+        each._compiled_call_impl is not None  # module.compile()
+        or "_orig_mod" in each._modules  # torch.compile(module)
+        or getattr(vars(each).get("forward"), "compiles", False)  # compile_stage(module)
+        for each in stage.modules()
+    )
+
+
 # ---- Do the ranks of the pipeline fit together?
 
 

@@ -12,6 +12,7 @@ program can be run from its beginning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -184,6 +185,11 @@ class Executor:
                 self._inboxes[each.peer].drop(channel_of(each.value))
             for outbox in self._outboxes.values():
                 outbox.drop()
+
+    def limit_waits(self, limit: timedelta) -> None:
+        """From now on a wait for a message lasts so long at most."""
+        for box in self._boxes():
+            box.limit = limit
 
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""

@@ -27,6 +27,7 @@ NOT RUN ON A GPU YET: tests/runtime/test_streams.py records the order of streams
 from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,8 +40,11 @@ from zbpp.streams import Event, host_memory, streams_of
 class Started(Protocol):
     """A send or a receive that has been started."""
 
-    def wait(self) -> Any:
-        """Wait until the tensor may be changed or freed, or read; on a GPU the current stream may wait."""
+    def wait(self, timeout: timedelta, /) -> Any:
+        """Wait until the tensor may be changed or freed, or read; on a GPU the current stream may wait.
+
+        timeout: how long at most; 0: as the group says.
+        """
 
 
 class LinkGroup(Protocol):
@@ -128,9 +132,9 @@ class Sent(NamedTuple):
 
     work: Future[dist.Work]
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Let the host wait until the message is received. Raises what gloo raises."""
-        self.work.result().wait()
+        self.work.result().wait(timeout)
 
 
 class Received(NamedTuple):
@@ -142,9 +146,9 @@ class Received(NamedTuple):
     tensor: Tensor
     free: Event | None
 
-    def wait(self) -> None:
+    def wait(self, timeout: timedelta) -> None:
         """Let the host wait for gloo, and the current stream for the copy. Raises what gloo raises."""
-        self.work.wait()
+        self.work.wait(timeout)
         target = self.tensor.detach()  # it may be a leaf that requires grad
         copied = self.link.copy(target, self.host, after=self.free)
         self.link.let_current_stream_wait(copied)

@@ -36,6 +36,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import NamedTuple
 
 import torch
@@ -57,6 +58,8 @@ from zbpp.runtime.layout import (
 from zbpp.schedule import Program, Recv, Send, Value
 
 _TAG_LIMIT = 2**30
+OWN_LIMIT = timedelta(0)
+"""For torch: a wait lasts as long as the group's own timeout says."""
 
 
 class BufferPool:
@@ -119,12 +122,13 @@ class Sent(NamedTuple):
 
 @dataclass(eq=False)
 class Outbox:
-    """The sending end of a link. peer: the receiver's rank in `group`."""
+    """The sending end of a link. peer: the receiver's rank in `group`. limit: of a wait, see `OWN_LIMIT`."""
 
     peer: int
     group: LinkGroup
     device: torch.device
     dynamic_shapes: bool = False
+    limit: timedelta = OWN_LIMIT
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     _pending: deque[Sent] = field(default_factory=deque)
     _num_sent: int = 0
@@ -174,7 +178,7 @@ class Outbox:
     def _release(self) -> Sent:
         sent = self._pending.popleft()
         for work in sent.works:
-            work.wait()
+            work.wait(self.limit)
         return sent
 
     def close(self) -> None:
@@ -199,12 +203,13 @@ class Posted(NamedTuple):
 
 @dataclass(eq=False)
 class Inbox:
-    """The receiving end of a link. peer: the sender's rank in `group`."""
+    """The receiving end of a link. peer: the sender's rank in `group`. limit: of a wait, see `OWN_LIMIT`."""
 
     peer: int
     group: LinkGroup
     pool: BufferPool
     dynamic_shapes: bool = False
+    limit: timedelta = OWN_LIMIT
     layouts: dict[Hashable, Layout] = field(default_factory=dict)
     _due: deque[Hashable] = field(default_factory=deque)  # channels of messages behind a header
     _posted: deque[Posted] = field(default_factory=deque)
@@ -222,7 +227,7 @@ class Inbox:
             posted = self._after_header(posted)
             self._start_due()  # before the wait, which may be long
         for work in posted.works:
-            work.wait()
+            work.wait(self.limit)
         return posted.tensors
 
     def drop(self, channel: Hashable) -> None:
@@ -255,7 +260,7 @@ class Inbox:
 
     def _after_header(self, posted: Posted) -> Posted:
         """Wait for a header, then start to receive what it announces."""
-        posted.works[0].wait()
+        posted.works[0].wait(self.limit)
         assert posted.tensors[0] is not None  # the header
         layout = self.layouts[posted.channel] = decode(posted.tensors[0])
         return self._post(posted.channel, layout)

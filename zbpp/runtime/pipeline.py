@@ -26,6 +26,7 @@ from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
     device_of,
+    may_compile,
     model_of,
     rank_in,
     timetable_of,
@@ -75,7 +76,8 @@ class Pipeline:
     after each F and each B, and then they are gathered twice per microbatch.
     mp_policy: the torch.distributed.fsdp.MixedPrecisionPolicy of the stages that the Pipeline shards.
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
-    seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last.
+    seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last;
+    in a step that may compile half an hour, if that is longer.
     dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
     which tensors there are); each message then says its layout, and takes one more latency.
     device: where a model's stages go (None: this process's CUDA device if the group is NCCL's, else the CPU);
@@ -148,6 +150,7 @@ class Pipeline:
             key=agreed.key,
             ties=agreed.ties,
             timeout=timeout,
+            compiles=any(self.place.gather(any(map(may_compile, self.stages.values())))),
             dynamic_shapes=dynamic_shapes,
         )
         self.validation = Validation(self._rank, lambda: self.loss_scale)

@@ -19,7 +19,9 @@ alive, the other rank waits there until that group's timeout.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -31,8 +33,9 @@ from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, NamedLosses, Result
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra, Extras
+from zbpp.runtime.links import OWN_LIMIT
 from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.parallel.groups import close_groups, link_groups, runs_on_device
+from zbpp.runtime.parallel.groups import close_groups, link_groups, runs_on_device, set_timeout
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
@@ -42,6 +45,10 @@ from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weights import Count, Weights, weights_of
 from zbpp.schedule import Op, Programs, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
+
+_log = logging.getLogger(__name__)
+
+COMPILE_TIMEOUT = 1800.0  # s that a wait may last in a step that may compile
 
 METHODS: dict[str, dict[Op, StageMethod]] = {
     "step": {
@@ -72,7 +79,8 @@ class Rank:
     executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
     `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
     is_alone: whether no other process takes part in a call. receives_on_device: whether a receive that has
-    started occupies the device.
+    started occupies the device. wait_limit: how many seconds a wait for another rank may last now: `timeout`,
+    and more in a step that may compile.
     over: why no call may follow; empty until then.
 
     An extra may set two more. lost: what a failed call has destroyed beside its messages, which ends the
@@ -93,9 +101,11 @@ class Rank:
         key: str,
         ties: Sequence[Tie],
         timeout: float,
+        compiles: bool,
         dynamic_shapes: bool,
     ) -> None:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
+        self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
         self.num_steps, self.over, self.lost = 0, "", ""
         self.released: Mapping[int, Tensor] | None = None
@@ -192,6 +202,7 @@ class Rank:
             self._shared_hooks.begin()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
+                self._limit_waits(executor)
                 if settle is None:
                     executor.prepare()
                     self.extras.begin(call)
@@ -207,6 +218,20 @@ class Rank:
             self._fail(error)
             raise
         return result
+
+    def _limit_waits(self, executor: Executor) -> None:
+        """Let ranks wait longer for a step that may compile: the stages of all ranks compile in turn."""
+        seconds = max(self.timeout, COMPILE_TIMEOUT) if self._compiles and executor.may_wait else self.timeout
+        if seconds == self.wait_limit:
+            return
+        self.wait_limit = seconds
+        if seconds > self.timeout and self.rank == 0:
+            _log.info("stages compile in this step: ranks wait for each other up to %.0f s", seconds)
+        for each in self.executors.values():  # on gloo a wait has the limit, on NCCL a group
+            each.limit_waits(OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds))
+        for group in (*self.place.mesh_groups(), *(self._links.values() if self.receives_on_device else ())):
+            if isinstance(group, dist.ProcessGroup):
+                set_timeout(group, seconds)
 
     def _give(self, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
         """Give the stages their parts of a call."""

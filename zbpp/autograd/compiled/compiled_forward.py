@@ -173,6 +173,8 @@ class _Bound(NamedTuple):
 class CompiledForward:
     """Takes the place of a module's forward."""
 
+    compiles = True  # read by the pipeline: ranks wait longer for a step that may compile
+
     def __init__(self, module: nn.Module, name: str, compiler: _Compiler) -> None:
         self.module, self.name, self.compiler = module, name, compiler
         self.before = module.__dict__.get("forward")

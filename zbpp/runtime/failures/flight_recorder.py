@@ -68,8 +68,7 @@ class FlightRecorder(Observer):
         self._call, self._has_failed, self._stacks = "before the first call", False, ""
         self._ring.append(("outside", "", monotonic()))
         if not rank.is_alone:
-            quiet = _SHARE * rank.timeout if rank.receives_on_device else rank.timeout + _GRACE
-            self._watchdog = Watchdog(self, quiet)
+            self._watchdog = Watchdog(self)
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
@@ -125,6 +124,12 @@ class FlightRecorder(Observer):
         """What this rank does now."""
         return self._ring[-1]
 
+    @property
+    def patience(self) -> float:
+        """How many seconds this rank may do nothing before its file is written."""
+        limit = self._rank.wait_limit
+        return _SHARE * limit if self._rank.receives_on_device else limit + _GRACE
+
     def write(self, error: BaseException | None = None) -> None:
         """Write the file; any thread may call this. error: why the call ends; None: this rank stands still.
 
@@ -168,7 +173,7 @@ _PATIENCE = 5.0  # s that `close` waits for the thread, which may write to a dis
 
 
 class Watchdog:
-    """A thread that lets a recorder write its file when its rank has done nothing for `quiet` seconds.
+    """A thread that lets a recorder write its file when its rank has done nothing for `patience` seconds.
 
     A rank that waits for a message gives up at its timeout, and raises an error. A rank that loops in its own
     code raises nothing, and no signal but SIGKILL ends a rank that waits in gloo. Then the other ranks fail,
@@ -181,10 +186,9 @@ class Watchdog:
     rank goes on.
     """
 
-    def __init__(self, recorder: FlightRecorder, quiet: float) -> None:
+    def __init__(self, recorder: FlightRecorder) -> None:
         # A weak reference: a pipeline that is dropped without `close` ends its thread, too.
         self._recorder = weakref.ref(recorder)
-        self._quiet = quiet
         self._closed, self._is_written = threading.Event(), False
         self._thread = threading.Thread(target=self._run, name="zbpp-watchdog", daemon=True)
         self._thread.start()
@@ -205,7 +209,7 @@ class Watchdog:
 
     def _look_at(self, recorder: FlightRecorder) -> None:
         *_, begun = recorder.newest
-        is_quiet = monotonic() - begun > self._quiet
+        is_quiet = monotonic() - begun > recorder.patience
         if is_quiet and not self._is_written:
             recorder.write()
         elif self._is_written and not is_quiet:

@@ -211,5 +211,5 @@ class _SilentLink:
 
     recv = send
 
-    def wait(self) -> None:
+    def wait(self, *_: Any) -> None:
         pass
