@@ -24,7 +24,7 @@ M, SIZE, TIMEOUT = 4, 4, 5.0
 F0, STEP = Action(0, Op.F, 0), Call((), None, {})
 
 
-def rank_of(num_ranks=2, timeout=60.0):
+def rank_of(num_ranks=2, timeout=60.0, is_nccl=False):
     """What a recorder asks of its rank."""
     place = SimpleNamespace(broadcast=lambda key: key, groups={}, pipeline=None)
     return SimpleNamespace(
@@ -32,7 +32,8 @@ def rank_of(num_ranks=2, timeout=60.0):
         key="j",
         place=place,
         timetable=plan("zb_h1", num_ranks, M),
-        timeout=timeout,
+        wait_limit=timeout,
+        receives_on_device=is_nccl,
         num_steps=0,
         is_alone=num_ranks == 1,
     )
@@ -69,6 +70,12 @@ def test_a_rank_for_which_nobody_waits_writes_nothing(tmp_path):
     flight = recorder(tmp_path, num_ranks=1)
     flight.fail(ValueError("planted"))
     assert not [*tmp_path.iterdir()]
+
+
+def test_the_record_is_written_before_torchs_watchdog_ends_a_process_on_nccl(tmp_path):
+    """The watchdog does at the timeout; on gloo ranks give up at the timeout, and the record comes behind."""
+    assert recorder(tmp_path, timeout=600.0, is_nccl=True).patience == 300.0
+    assert recorder(tmp_path, timeout=600.0).patience > 600.0
 
 
 def wait_until(condition):
