@@ -32,7 +32,7 @@ def test_the_gpu_check_fills_its_page_on_a_cpu(tmp_path):
     assert [*re.findall(r"^(\w+): fine, [\d.]+ s$", page, re.M)] == [part.name for part in main.PARTS]
     rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|(.*)\|$", page, re.M)
     unlike = [row for row in rows if "unlike" in row[0]]
-    assert len(unlike) > 20
+    assert len(unlike) >= 15
     assert all(row[3].strip() == "ok" for row in unlike)
     assert any("zb_v, random delays" in row[0] for row in unlike)
 
