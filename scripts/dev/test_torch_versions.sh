@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test suite on each torch that zbpp works with: the oldest, the one of constraints.txt, the newest.
+# The test suite on torch that zbpp works with: the oldest, the one of constraints.txt, the two newest.
 #
 #   bash scripts/dev/test_torch_versions.sh                          all of them, one after the other
 #   TORCH="2.11 2.15" bash scripts/dev/test_torch_versions.sh -x     these; arguments go to pytest
@@ -21,7 +21,7 @@ unset PYTHONPATH PYTHONHOME
 export OMP_NUM_THREADS=1 # tests start several ranks on few cores
 export MPLBACKEND=Agg    # no display needed
 venvs=${ZBPP_VENVS:-$PWD/.venvs}
-read -r -a versions <<<"${TORCH:-2.11 2.13 2.15}"
+read -r -a versions <<<"${TORCH:-2.11 2.13 2.14 2.15}"
 
 # Makes or renews the environment in $2 for torch $1.
 install() {

@@ -135,11 +135,11 @@ def test_a_memory_limit_has_the_unit_of_the_costs(output, capsys, tmp_path):
 
 def test_the_output_says_where_the_costs_were_measured(output, tmp_path):
     """Two stages per rank were measured: for one stage per rank they are joined."""
-    about = {"device": "2 CPU cores", "num_ranks": 2, "links": [{"ms": 1}]}
+    about = {"device": "2 CPU cores", "num_ranks": 2, "load_average": 12.21533203125, "links": [{"ms": 1}]}
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({"f": [1, 2, 3, 4], "b": 2, "w": 1, "about": about}))
     text = output("1f1b", "--ranks", 2, "--costs", file)
-    assert text.startswith("costs measured: device 2 CPU cores; num ranks 2\n\n")
+    assert text.startswith("costs measured: device 2 CPU cores; num ranks 2; load average 12.22\n\n")
     expected = simulate(plan("1f1b", 2, 8), Costs(f=[3, 7], b=2, w=1))
     assert f"makespan {expected.makespan:g} ms" in text
 
