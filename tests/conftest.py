@@ -7,6 +7,7 @@ import importlib.util
 import random
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import hypothesis
@@ -33,6 +34,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests run outside of the clone: torch's compiler, say, writes into the current folder."""
+    with chdir(tmp_path_factory.mktemp("current")):
+        yield
 
 
 @pytest.fixture
