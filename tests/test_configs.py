@@ -195,6 +195,8 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(command,
         "memory.gradient_release=step precision=mixed_float16 optimizer.clip_norm=null",
         # What extras exclude:
         "memory.gradient_release=step memory.offload_weights=true optimizer.clip_norm=null",
+        "memory.gradient_release=accumulate parallel.replicate=2 optimizer.clip_norm=null",
+        "memory.gradient_release=accumulate memory.head_at_once=true optimizer.clip_norm=null",
         "memory.offload=auto memory.offload_weights=true schedule.costs=costs.json",
         "cuda_graphs=true optimizer.validation=after",
     ],

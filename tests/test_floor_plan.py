@@ -101,14 +101,27 @@ MUST_NOT_IMPORT = [
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
 ]
-# The core of the runtime is its folder's own files; folders in it hold extras.
+# The core of the runtime is its folder's own files, and the mesh and groups of parallel/; else folders in it
+# hold features and observers.
 EXTRAS = (
     *(f"zbpp.runtime.{room}" for room in ("memory", "update", "checks", "failures", "graphs", "measure")),
-    *(f"zbpp.runtime.parallel.{file}" for file in ("reductions", "reduce", "norm")),
+    *(
+        f"zbpp.runtime.parallel.{file}"
+        for file in (
+            "reductions",
+            "reduce",
+            "norm",
+            "experts",
+            "fully_shard",
+            "shard_stages",
+            "overlap_exchange",
+            "tied_gradients",
+        )
+    ),
 )
 # The split is the files of its folder; folders in it hold extras, which __init__.py registers.
 EXTRAS_OF_SPLIT = ("zbpp.autograd.models", "zbpp.autograd.offload", "zbpp.autograd.compiled")
-MAKES_EXTRAS = ("zbpp/runtime/__init__.py", "zbpp/runtime/pipeline.py")
+MAKES_EXTRAS = ("zbpp/runtime/__init__.py", "zbpp/runtime/standard.py")
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
 _SILENT = ("zbpp/schedule/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
@@ -230,6 +243,8 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/autograd/graph.py", "from .models.sharded import is_on_mesh", "the split knows no extra"),
         ("zbpp/models/gpt.py", "import torch.distributed as dist", "a model sees no rank"),
         ("zbpp/runtime/rank.py", "from zbpp.runtime.graphs import CudaGraphs", "the core knows no extra"),
+        ("zbpp/runtime/pipeline.py", "import zbpp.runtime.parallel.reductions", "the core knows no extra"),
+        ("zbpp/runtime/stage.py", "from zbpp.runtime.parallel.experts import A", "the core knows no extra"),
         ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
         ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),

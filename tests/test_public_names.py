@@ -77,8 +77,7 @@ def test_the_signature_of_simulate_and_lower():
     assert parameters(simulate) == [
         ("timetable", POSITIONAL), ("costs", POSITIONAL), ("offload", POSITIONAL), ("num_steps", KEYWORD),
     ]  # fmt: skip
-    assert [name for name, _ in parameters(lower)] == ["timetable", "offload"]
-    assert defaults(lower) == {"offload": ()}
+    assert [name for name, _ in parameters(lower)] == ["timetable"]
 
 
 def test_the_signature_of_backward_input():

@@ -26,8 +26,10 @@ from zbpp.runtime.extra import brought_by
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.update.validation import Validation
 from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import HeadW
 from zbpp.training.trainer import Trainer
 
 
@@ -72,6 +74,8 @@ class MemoryLevels(StepRecord):
             is_action = isinstance(instruction, Action)
             if last is not None:
                 last = last._replace(highest=max(last.highest, waited, 0 if is_action else highest))
+            if last is not None and isinstance(instruction, HeadW):  # it belongs to the B before it
+                last = last._replace(after=after)
             if isinstance(instruction, Action):
                 if last is not None:
                     yield last
@@ -155,7 +159,8 @@ def last_step_of(trainer: Trainer, num_steps: int) -> Report:
         is_recording = number == num_steps - 1
         if not is_recording:
             return run(number)
-        gates.append(pipeline.validation.pending is not None)
+        validations = (each for each in pipeline.extras if isinstance(each, Validation))
+        gates.append(any(each.pending is not None for each in validations))
         static, on_host = partial(_staying, trainer), partial(_on_host, pipeline, trainer.optimizer)
         with record.step(static, on_host), pipeline.using(record.recorder):
             return run(number)
@@ -177,7 +182,7 @@ def _staying(trainer: Trainer) -> Iterator[Tensor]:
     kept = trainer._update.copies(), trainer._begun.kept_batches
     yield from (each for each in tree_leaves(kept) if isinstance(each, Tensor))
     weights = _offloaded(pipeline)
-    yield from pipeline._rank.executors["step"]._pool.buffers()
+    yield from pipeline._rank.executors["step"].pool.buffers()
     yield from (pipeline.released or {}).values()
     if weights is not None:
         yield from weights.on_device()

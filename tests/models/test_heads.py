@@ -306,13 +306,13 @@ def most_held(head):
     model, seen = Llama(**{**SIZES, "vocab_size": MANY_WORDS}, head=head), []
     pipeline = pipeline_of(model, "zb_h1")
     worker = pipeline._rank.workers[0]
-    run_w = worker.run_w
+    accumulate = worker.accumulate
 
     def looked_at(weight_grads):
         seen.append(weight_grads.held_bytes)
-        run_w(weight_grads)
+        accumulate(weight_grads)
 
-    worker.run_w = looked_at
+    worker.accumulate = looked_at
     trained(pipeline)
     return max(seen)
 

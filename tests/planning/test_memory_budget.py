@@ -77,6 +77,15 @@ def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
     assert (shared.during[-1], shared.update) == (154, 180)
 
 
+def test_with_accumulation_gradients_last_from_a_w_to_the_states():
+    timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
+    stage = StageBytes(weights=100, gradients=50, saved=20, deferred=4, update=30)
+    (rank,) = predict_memory(timetable, [released(stage, is_shared=False, accumulates=True)])
+    #                              begin  F0   F1   B0   W0        B1   W1
+    assert list(rank.totals) == [100, 120, 140, 124, 120 + 50, 104, 150]
+    assert (rank.during[3], rank.during[-1], rank.update) == (120 + 50 + 30, 180, 100)
+
+
 def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     stage = StageBytes(weights=100, gradients=50, optimizer=200, saved=20, deferred=4)
     changed = validated_later(stage, trained=100)

@@ -17,7 +17,7 @@ from helpers.tensors import drawn
 from zbpp import Pipeline, auxiliary_loss, plan
 from zbpp.autograd import recompute
 from zbpp.runtime import StageWorker
-from zbpp.runtime.call import Feed, summed
+from zbpp.runtime.call import Feed, LossGradients, summed
 
 M, ROWS = 3, 4
 SCALE = 8.0  # the pipeline's loss_scale
@@ -131,7 +131,7 @@ def worker_for(module, kind):
     worker = StageWorker(index, module, is_last=kind == "last", loss_fn=loss_fn)
     args = [(next(data(each)),) for each in range(M)] if kind == "first" else ()
     targets = [list(data(each))[2] for each in range(M)] if kind == "last" else None
-    worker.begin(Feed(args, [{}] * M, targets, range(M), SCALE / M))
+    worker.begin(Feed(args, [{}] * M, targets, range(M), LossGradients(SCALE / M)))
     return worker
 
 

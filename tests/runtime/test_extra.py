@@ -14,7 +14,7 @@ from torch import nn
 import zbpp.runtime
 from helpers.processes import run_ranks
 from zbpp import Extra, Feature, Observer, Pipeline, plan
-from zbpp.schedule import Action, Program, Send
+from zbpp.schedule import Action, Op, Program, Send
 
 M, SIZE = 4, 8
 
@@ -157,6 +157,31 @@ class Marks(Feature):
 
     def handlers(self, call):
         return {Mark: lambda at: self.ran.append(at.text)} if self.is_handled else {}
+
+
+class EverySecondW(Feature):
+    """Drops the W's of odd microbatches: a pass, and no handler."""
+
+    name = "every_second_w"
+
+    def rewrite(self, call: str, program: Program) -> Program:
+        kept = [each for each in program.instructions if not _is_odd_w(each)]
+        return program._replace(instructions=tuple(kept))
+
+
+def _is_odd_w(instruction):
+    return isinstance(instruction, Action) and instruction.op == Op.W and instruction.microbatch % 2 == 1
+
+
+def test_a_pass_may_leave_out_w():
+    """The gradients are those of the even microbatches, as plain autograd computes them."""
+    pipeline = pipeline_of(EverySecondW())
+    step(pipeline)
+    (layer,) = pipeline_of().stages.values()
+    x = torch.linspace(-1, 1, 2 * M * SIZE).reshape(2 * M, SIZE)
+    for part in x.split(2)[::2]:
+        (F.mse_loss(layer(part), part.cos()) / M).backward()
+    torch.testing.assert_close(pipeline.stages[0].weight.grad, layer.weight.grad)
 
 
 def test_a_feature_runs_instructions_of_its_own_where_it_has_put_them():

@@ -7,7 +7,8 @@ from optimi import AdamW
 from zbpp import GradientRelease, HeadAtOnce, Pipeline, plan
 from zbpp.models.llama import Llama
 from zbpp.runtime import StageWorker
-from zbpp.runtime.call import Feed
+from zbpp.runtime.call import Feed, LossGradients
+from zbpp.schedule.program import HeadW
 
 WORDS, M, STEPS = 500, 4, 3
 
@@ -54,9 +55,10 @@ def test_it_goes_with_updates_inside_the_step():
 def test_the_gradient_of_the_logits_waits_for_w_or_does_not(at_once):
     model, inputs = llama(), torch.randn(2, 8, 16)
     worker = StageWorker(1, model.build_stage(1, 2), is_last=True, loss_fn=model.loss)
-    worker.head_at_once = at_once
-    worker.begin(Feed((), [{}], [tokens()[:2, 1:]], [0]))
+    worker.begin(Feed((), [{}], [tokens()[:2, 1:]], [0], LossGradients()))
     worker.backward_input(0, worker.forward(0, (inputs.requires_grad_(),)))
+    if at_once:
+        worker.accumulate(worker.deferred(0).take_large())
     assert (worker.module.head.weight.grad is not None) == at_once
     assert (worker.deferred(0).held_bytes < 4 * 16 * WORDS) == at_once
     worker.backward_weight(0)
@@ -65,6 +67,7 @@ def test_the_gradient_of_the_logits_waits_for_w_or_does_not(at_once):
 
 def test_it_is_over_when_the_extra_leaves():
     pipeline = Pipeline(llama(), plan("zb_h1", 1, M))
+    executor = pipeline._rank.executors["step"]
     with pipeline.using(HeadAtOnce()):
-        assert pipeline._rank.workers[0].head_at_once
-    assert not pipeline._rank.workers[0].head_at_once
+        assert HeadW(0, 0) in executor.program.instructions
+    assert HeadW(0, 0) not in executor.program.instructions

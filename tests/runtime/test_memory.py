@@ -124,7 +124,7 @@ def at_the_peak(rank, num_ranks):
             for _ in range(2):  # the first agrees on shapes; then .grad and all buffers are there
                 pipeline.step(batch, target=batch)
             level = live_bytes(lambda p=pipeline, x=batch: p.step(x, target=x), CPU)
-            found[schedule, num_microbatches] = len(pipeline._rank.executors["step"]._pool), level.highest
+            found[schedule, num_microbatches] = len(pipeline._rank.executors["step"].pool), level.highest
     return found
 
 

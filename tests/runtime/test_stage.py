@@ -10,7 +10,7 @@ from torch import nn
 from helpers.tensors import drawn
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
-from zbpp.runtime.call import Feed
+from zbpp.runtime.call import Feed, LossGradients
 
 M, ROWS, SIZE = 3, 4, 5
 
@@ -32,7 +32,13 @@ def middle(module, num_microbatches=M):
 
 
 def feed(num_microbatches=M, args=(), targets=None):
-    return Feed(args, [{}] * num_microbatches, targets, list(range(num_microbatches)), 1 / num_microbatches)
+    return Feed(
+        args,
+        [{}] * num_microbatches,
+        targets,
+        list(range(num_microbatches)),
+        LossGradients(1 / num_microbatches),
+    )
 
 
 def gradients(module):

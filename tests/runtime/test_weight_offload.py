@@ -12,6 +12,7 @@ from zbpp import Pipeline, backward_input
 from zbpp.autograd import recompute
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.runtime import StageWorker
 from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
@@ -203,7 +204,7 @@ def test_without_a_pipeline():
     weights = OffloadedWeights({0: module})
     x, dy = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     (grad,), later = backward_input(module(x), dy, x)
-    weights.accumulate(later)
+    weights.accumulate(StageWorker(0, module, is_last=True), later)
     (expected,), later = backward_input(plain(x), dy, x)
     later.accumulate()
     assert torch.equal(grad, expected)

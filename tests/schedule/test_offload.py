@@ -9,6 +9,7 @@ import pytest
 from zbpp import Costs, lower, plan, simulate
 from zbpp.schedule import Action, Op, choose_offload
 from zbpp.schedule.offload import Await, Drop, Fetch, Offload
+from zbpp.schedule.passes.copies import with_copies
 
 NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
 
@@ -70,7 +71,7 @@ def test_the_four_instructions_of_a_value_stand_between_its_producer_and_its_con
     costs = drawn_costs(name, timetable.num_stages, (0.5, 2))
     for late in (False, True):
         offload = choose_offload(simulate(timetable, costs), costs, late=late)
-        for rank, program in enumerate(lower(timetable, offload)):
+        for rank, program in enumerate(map(with_copies, lower(timetable), offload)):
             places = {str(each): place for place, each in enumerate(program.instructions)}
             left = [each.value for each in program.instructions if isinstance(each, Offload)]
             assert len(left) == len(offload[rank]) / 4

@@ -2,8 +2,9 @@
 
 from zbpp import lower
 from zbpp.schedule import Timetable
+from zbpp.schedule.passes.head_w import with_head_w
 from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.passes.update import with_updates
+from zbpp.schedule.passes.update import with_accumulation, with_updates
 
 
 def program(text, rank=0):
@@ -36,4 +37,19 @@ def test_a_stage_is_updated_behind_its_last_w_or_behind_its_reduction():
     assert lines(with_updates(with_reductions(plain, [1]))) == [
         "0F0", "1F0", "Zero copies", "1B0", "1W0", "Reduce 1", "0BW0", "Reduce 0", "Update 0",
         "Reduced 1", "Update 1", "Reduce shared parameters",
+    ]  # fmt: skip
+
+
+def test_the_w_of_the_head_runs_behind_its_b():
+    """In BW, all W's run behind B."""
+    assert lines(with_head_w(program("0F0 0F1 1F0 1F1 1B0 1W0 1BW1 0BW0 0BW1"), 1)) == [
+        "0F0", "0F1", "1F0", "1F1", "1B0", "HeadW 1W0", "1W0", "1BW1", "Reduce 1", "0BW0", "0BW1",
+        "Reduce 0",
+    ]  # fmt: skip
+
+
+def test_each_microbatch_goes_into_the_states_and_the_last_one_updates():
+    assert lines(with_accumulation(program("0F0 0F1 0F2 0B0 0B1 0W0 0W1 0BW2"))) == [
+        "0F0", "0F1", "0F2", "0B0", "0B1", "0W0", "Accumulate 0W0", "0W1", "Accumulate 0W1", "0BW2",
+        "Reduce 0", "Update 0",
     ]  # fmt: skip

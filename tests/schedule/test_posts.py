@@ -11,10 +11,11 @@ from helpers.timetables import random_timetable
 from zbpp.planning import plan
 from zbpp.schedule import Action, PassGate, Post, Recv, Release, Send, Timetable, lower
 from zbpp.schedule.families import FAMILIES
+from zbpp.schedule.passes.gate import with_gate
 from zbpp.schedule.passes.posts import in_flight, one_ahead, unreceived, when_sent
 
 
-def at_its_recv(program, gate=None):
+def at_its_recv(program):
     """Each receive starts where its consumer needs it, and not where its sender waits for it."""
     pairs = ([Post(*each), each] if isinstance(each, Recv) else [each] for each in program.instructions)
     return program._replace(instructions=tuple(chain.from_iterable(pairs)))
@@ -69,7 +70,7 @@ class Devices:
                         is_behind_header[link] = 0
                         yield from start_due(link)
                     yield "device waits", ("receive", link, number)
-                case Action() | PassGate():
+                case Action() | PassGate(_):
                     yield "runs", each
 
     def run(self):
@@ -96,10 +97,10 @@ class Devices:
         kind, what = self.work[rank][at]
         if kind == "host waits" and not self._has_ended(what):
             return False
-        if what == PassGate() or (kind == "runs" and what in self.waits):
+        if isinstance(what, PassGate) or (kind == "runs" and what in self.waits):
             begun = [key for kind, key in self.work[rank][:at] if kind == "start"]
             # At a gate the host reads its part of the norm, which waits for the device's own work alone.
-            is_idle = what == PassGate() or all(map(self._has_ended, begun))
+            is_idle = isinstance(what, PassGate) or all(map(self._has_ended, begun))
             if self.device[rank] < at or not is_idle or not self._may_pass(what):
                 return False
         self.host[rank] += 1
@@ -108,7 +109,9 @@ class Devices:
     def _may_pass(self, what):
         """A gate opens when all hosts have come to theirs."""
         pairs = zip(self.host, self.work, strict=True)
-        return what != PassGate() or all(("runs", what) not in work[at + 1 :] for at, work in pairs)
+        return not isinstance(what, PassGate) or all(
+            ("runs", what) not in work[at + 1 :] for at, work in pairs
+        )
 
     def _device_goes_on(self, rank):
         at = self.device[rank]
@@ -126,8 +129,8 @@ class Devices:
 def stuck(timetable, posting, waits, *, has_headers=True, is_buffered=False, has_gate=False):
     """Where a step's ranks are stuck, if these actions wait for the whole device."""
     programs = lower(timetable)
-    gates = [programs.gate(program.rank) if has_gate else None for program in programs]
-    posted = [posting(program, gate) for program, gate in zip(programs, gates, strict=True)]
+    gated = [with_gate(each, programs.gate(each.rank)) if has_gate else each for each in programs]
+    posted = [posting(program) for program in gated]
     return Devices(posted, waits, has_headers=has_headers, is_buffered=is_buffered).run()
 
 
@@ -189,7 +192,8 @@ def test_a_posted_program_is_the_program_with_a_post_for_each_recv(posting, firs
         programs = lower(timetable)
         for program in programs:
             for gate in (None, programs.gate(program.rank)):
-                check_posted(program, posting(program, gate), gate, has_moved=posting is when_sent)
+                gated = program if gate is None else with_gate(program, gate)
+                check_posted(program, posting(gated), gate, has_moved=posting is when_sent)
 
 
 def check_posted(program, posted, gate, *, has_moved):
@@ -206,15 +210,15 @@ def check_posted(program, posted, gate, *, has_moved):
             assert [value for value in found if value in values] == values
     places = {each: place for place, each in enumerate(posted.instructions)}
     assert all(places[Post(*each)] < places[each] for each in places if isinstance(each, Recv))
-    assert posted.instructions.count(PassGate()) == (gate is not None)
+    assert posted.instructions.count(PassGate(gate)) == (gate is not None)
     if gate is not None:
         early = Counter(
-            each.peer for each in posted.instructions[: places[PassGate()]] if isinstance(each, Post)
+            each.peer for each in posted.instructions[: places[PassGate(gate)]] if isinstance(each, Post)
         )
         assert all(number <= gate.sent[peer] for peer, number in early.items())
         if has_moved:
             assert early == Counter({peer: number for peer, number in gate.sent.items() if number})
-            assert unreceived(posted, gate) == []
+            assert unreceived(posted) == []
 
 
 def test_the_drawings_of_the_docstring_are_what_the_passes_do():

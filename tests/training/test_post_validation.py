@@ -20,6 +20,7 @@ from zbpp.run.stages import move_stages
 from zbpp.runtime.parallel.mesh import local_of
 from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
+from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 
@@ -266,9 +267,9 @@ def test_the_metrics_of_a_step_come_when_the_next_step_has_passed_its_gate():
     trainer = trainer_of(True, "float32", num_recorded=0)
     running = trainer.run(STEPS)
     assert [next(running)["step"], trainer.pipeline.num_steps] == [1, 2]
-    assert trainer.pipeline.validation.pending is not None
+    assert validation_of(trainer.pipeline).pending is not None
     assert [each["step"] for each in running] == [*range(2, STEPS + 1)]
-    assert trainer.pipeline.validation.pending is None
+    assert validation_of(trainer.pipeline).pending is None
 
 
 # ---- What is refused

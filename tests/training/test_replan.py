@@ -10,6 +10,7 @@ from helpers.trainers import small_trainer
 from zbpp import Pipeline, PlanError, plan, simulate
 from zbpp.data import text_data
 from zbpp.models.gpt import Gpt
+from zbpp.runtime.update.validation import validation_of
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.optimizer import adamw
@@ -195,6 +196,6 @@ def test_a_replanner_with_nothing_left_to_do_costs_no_more_settling():
         stages=stages,
         num_measured=1,
     )
-    pending = [trainer.pipeline.validation.pending is not None for _ in trainer.run(20)]
+    pending = [validation_of(trainer.pipeline).pending is not None for _ in trainer.run(20)]
     assert trainer.replan.is_over
     assert any(pending[12:-1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from torch.autograd.graph import get_gradient_edge
 
 from zbpp.autograd.capture import version_of
 from zbpp.autograd.node_roles import leaf_tensor
-from zbpp.autograd.storages import storages_of
 from zbpp.autograd.weight_grads import FunctionTask, Task
 
 Gradients = Sequence[Tensor | None]
@@ -29,7 +28,7 @@ class Collector:
 
     inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
     large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
-    that hold them may run right after B, see `apart`.
+    that hold them may run right after B, see WeightGrads.take_large.
     """
 
     def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
@@ -51,19 +50,6 @@ class Collector:
         if self.input_grads:
             grads = [*map(_sum, zip(grads, *self.input_grads, strict=True))]
         return grads, tasks + self.tasks
-
-
-def apart(tasks: list[Task], large: list[Tensor]) -> tuple[list[Task], list[Task]]:
-    """The tasks that hold none of these tensors, and those that hold one."""
-    memory = {storage._cdata for each in large for storage in storages_of(each)}
-    parts: tuple[list[Task], list[Task]] = [], []
-    for each in tasks:
-        parts[not memory.isdisjoint(_memory_of(each))].append(each)
-    return parts
-
-
-def _memory_of(task: Task) -> Iterator[int]:
-    return (storage._cdata for tensor in task.tensors() for storage in storages_of(tensor))
 
 
 def _sum(grads: Gradients) -> Tensor | None:

@@ -13,7 +13,7 @@ will read, and W raises ChangedInPlace if a count has grown since.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple, Protocol
 
@@ -236,10 +236,16 @@ class FunctionTask(NamedTuple):
 
 
 class WeightGrads:
-    """The tasks that `backward_input` leaves for W: hold this object, then call `accumulate()` once."""
+    """The tasks that `backward_input` leaves for W: hold this object, then call `accumulate()` once.
 
-    def __init__(self, tasks: list[Task]) -> None:
+    large: gradients among what the tasks hold that are larger than all else (Collector.large).
+    """
+
+    def __init__(self, tasks: list[Task], large: Sequence[Tensor] = ()) -> None:
         self._tasks: list[Task] | None = tasks
+        self._large: set[int] | None = None
+        if large:
+            self._large = {storage._cdata for each in large for storage in storages_of(each)}
 
     @property
     def held_bytes(self) -> int:
@@ -273,6 +279,16 @@ class WeightGrads:
             found = next(iter(parts))
             yield found, WeightGrads(parts.pop(found))
 
+    def take_large(self) -> WeightGrads:
+        """A part of W, which may run right after B: take the tasks that hold large gradients."""
+        if not (self._large and self._tasks):
+            return WeightGrads([])
+        parts: tuple[list[Task], list[Task]] = [], []
+        for each in self._tasks:
+            parts[not self._large.isdisjoint(_memory_of(each))].append(each)
+        self._tasks, taken = parts
+        return WeightGrads(taken)
+
     @property
     def is_done(self) -> bool:
         """Whether no task is left."""
@@ -300,3 +316,7 @@ class WeightGrads:
         with torch.set_grad_enabled(False):  # no_grad() takes twice as long
             while tasks:
                 tasks.pop(0).accumulate()  # pop: the task's tensors are freed as soon as it is done
+
+
+def _memory_of(task: Task) -> Iterator[int]:
+    return (storage._cdata for tensor in task.tensors() for storage in storages_of(tensor))

@@ -21,6 +21,7 @@ from zbpp.checkpoints.optimizer_states import (
 )
 from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.mesh import Place
 
@@ -85,7 +86,7 @@ def opened(folder: Path, place: Place, *, is_own: bool = True) -> Checkpoint:
         found = Checkpoint(path)
     except CheckpointError as error:
         refusal = str(error)
-    _agree(refusal, place)
+    refuse_together(refusal, place.gather, CheckpointError)
     assert found is not None  # there was no refusal
     return found
 
@@ -117,14 +118,14 @@ def restore(
         refusal = _told(error, checkpoint)
     if len(set(pipeline.place.gather(optimizer is None))) > 1:
         refusal = refusal or UNEVEN_OPTIMIZERS
-    _agree(refusal, pipeline.place)
+    refuse_together(refusal, pipeline.place.gather, CheckpointError)
     assert model is not None  # there was no refusal
     try:
         model.apply()
         _forget_gradients(pipeline, optimizers_of(optimizer))
     except Exception as error:
         refusal = f"{_told(error, checkpoint)}; it is loaded in part"
-    _agree(refusal, pipeline.place)
+    refuse_together(refusal, pipeline.place.gather, CheckpointError)
     try:
         if restored is not None:
             restored.apply(keep_options=keep_options)
@@ -132,7 +133,7 @@ def restore(
             each.load_state_dict(decoded(checkpoint.facts["states"][name], targets.__getitem__))
     except Exception as error:
         refusal = f"{_told(error, checkpoint)}; it is loaded in part"
-    _agree(refusal, pipeline.place)
+    refuse_together(refusal, pipeline.place.gather, CheckpointError)
 
 
 def _told(error: Exception, checkpoint: Checkpoint) -> str:
@@ -157,16 +158,14 @@ def _check_model(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
         saved = checkpoint.shapes() | dict.fromkeys(checkpoint.facts["model"]["extra"], ())
     except Exception as error:  # the other processes wait
         refusal = _told(error, checkpoint)
-    told = pipeline.place.gather((refusal, sorted(own)))
-    for each, _ in told:
-        if each:
-            raise CheckpointError(each)
-    found = model_states.differences(own, {name for _, names in told for name in names}, saved)
+    refuse_together(refusal, pipeline.place.gather, CheckpointError)
+    everywhere = {name for names in pipeline.place.gather(sorted(own)) for name in names}
+    found = model_states.differences(own, everywhere, saved)
     if found:
         num_stages = pipeline.timetable.num_stages
         text = model_states.refusal(found, checkpoint.facts["model"], num_stages)
         refusal = f"{checkpoint.path}: {text}"
-    _agree(refusal, pipeline.place)
+    refuse_together(refusal, pipeline.place.gather, CheckpointError)
 
 
 def _optimizers(
@@ -192,9 +191,3 @@ def _check_states(checkpoint: Checkpoint, states: dict[str, Stateful]) -> None:
 def _targets(checkpoint: Checkpoint, states: dict[str, Stateful]) -> dict[str, Any]:
     keys = [key for name in states for key in tensor_keys(checkpoint.facts["states"][name])]
     return {key: torch.empty(checkpoint.size_of(key), dtype=checkpoint.dtype_of(key)) for key in keys}
-
-
-def _agree(refusal: str, place: Place) -> None:
-    for each in place.gather(refusal):
-        if each:
-            raise CheckpointError(each)

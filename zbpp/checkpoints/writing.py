@@ -22,6 +22,7 @@ from torch.futures import Future
 from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.error_text import shown_path
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime.parallel.mesh import Place, local_of
 
 Failed = Callable[[str], None]
@@ -90,9 +91,7 @@ class Saving:
         self.is_awaited = True
         if self._thread is not None:
             self._thread.join()
-        for error in self._place.gather(self._error):
-            if error:
-                raise CheckpointError(error)
+        refuse_together(self._error, self._place.gather, CheckpointError)
         return self.path
 
 

@@ -125,7 +125,12 @@ class MemoryConfig(Checked):
     )
     offload_weights: bool = described(False, "weights, gradients and optimizer states live in host memory")
     head_at_once: bool = described(False, "W of a language model's head runs at the end of its B")
-    gradient_release: str = one_of("off", "step", help="update each stage behind its last W")
+    gradient_release: str = one_of(
+        "off",
+        "step",
+        "accumulate",
+        help="update each stage behind its last W; or use each microbatch's gradients",
+    )
 
     def __post_init__(self) -> None:
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
@@ -214,28 +219,6 @@ class CheckpointConfig(Checked):
     background: bool = described(True, "training goes on while a copy of its state is written")
 
 
-# (one switch, another one, what to write instead); what extras exclude: zbpp/run/checks.py.
-_EXCLUDED = (
-    ("graphs", "shard", "write parallel.replicate"),
-    ("graphs", "tensor", "leave it at 1"),
-    ("graphs", "shapes", "a captured action has fixed shapes"),
-    ("graphs", "recompute", "write memory.recompute=none"),
-    ("release", "clip", "it needs the norm of all gradients; write null, and optimizer=stable_adamw, say"),
-    ("release", "masters", "write precision=bfloat16 optimizer=optimi_adamw"),
-    ("offload", "no costs", "run zbpp measure, and write schedule.costs=costs.json, the file that it makes"),
-    ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
-    ("compile", "shard", "write parallel.replicate"),
-    ("compile", "recompute", "write a memory.budget below 1 to hold less"),
-    ("whole stage", "shard", "write memory.recompute=block"),
-    ("weights", "compile", "write compile=none"),
-    ("weights", "mixed", "write precision=float32 or bfloat16"),
-    ("weights", "replicate", "leave it at 1, with more pipeline ranks"),
-    ("weights", "shard", "leave it at 1, with more pipeline ranks"),
-    ("weights", "tensor", "leave it at 1, with more pipeline ranks"),
-    ("lora", "tensor", "write parallel.tensor=1"),
-)
-
-
 @dataclass(kw_only=True)
 class TrainConfig(RunConfig):
     """`zbpp train`. The batch has num_microbatches * microbatch_size rows."""
@@ -276,42 +259,6 @@ class TrainConfig(RunConfig):
         super().__post_init__()
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
-        on = self._switches()
-        for one, other, remedy in _EXCLUDED:
-            if one in on and other in on:
-                raise ConfigError(f"{on[one]} doesn't go with {on[other]}: {remedy}")
-
-    def _switches(self) -> dict[str, str]:
-        """The switches of `_EXCLUDED` that are on, by their names there, as one types them."""
-        memory, parallel, precision = self.memory, self.parallel, self.precision
-        recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={self.compile}"
-        typed = {
-            "graphs": ("cuda_graphs=true", self.cuda_graphs),
-            "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
-            "shard": (f"parallel.shard={parallel.shard}", parallel.shard > 1),
-            "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
-            "shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
-            "recompute": (recompute, memory.recompute != "none"),
-            "whole stage": (recompute, memory.recompute == "stage"),
-            "compile": (compiled, self.compile != "none"),
-            "eager": (compiled, self.compile == "none"),
-            "budget": (f"memory.budget={memory.budget}", memory.budget != 1),
-            "mixed": (f"precision={precision}", precision in _MIXED),
-            "masters": (
-                f"precision={precision}",
-                precision == "mixed_float16" or (precision in _MIXED and parallel.shard == 1),
-            ),
-            "release": (
-                f"memory.gradient_release={memory.gradient_release}",
-                memory.gradient_release != "off",
-            ),
-            "clip": (f"optimizer.clip_norm={self.optimizer.clip_norm}", self.optimizer.clip_norm is not None),
-            "offload": (f"memory.offload={memory.offload}", memory.offload != "none"),
-            "no costs": ("schedule.costs=null", self.schedule.costs is None),
-            "weights": ("memory.offload_weights=true", memory.offload_weights),
-            "lora": ("finetune.lora", self.finetune.adapters is not None),
-        }
-        return {name: text for name, (text, is_on) in typed.items() if is_on}
 
     @property
     def profiled_steps(self) -> range:

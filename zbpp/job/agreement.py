@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -32,6 +32,19 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     with communicating(f"rank {dist.get_rank(group)}, broadcast from rank 0"):
         dist.broadcast_object_list(values, group=group, group_src=0)
     return values[0]
+
+
+def refuse_together(
+    refusal: str, gather: Callable[[str], Sequence[str]], error: type[Exception] = ValueError
+) -> None:
+    """Raise `error` on EVERY process if one of them refuses. Collective.
+
+    refusal: why this process refuses; "" if it does not. gather: gives every process's refusal, such as
+    `place.gather`. The others would wait for a process that raises alone.
+    """
+    for each in gather(refusal):
+        if each:
+            raise error(each)
 
 
 def check_agreement(

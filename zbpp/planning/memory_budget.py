@@ -28,7 +28,10 @@ from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
 from zbpp.schedule.lower import Post, Program, Reduce, Release, lower
 from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
+from zbpp.schedule.passes.copies import with_copies
 from zbpp.schedule.passes.posts import in_flight
+from zbpp.schedule.passes.update import with_accumulation
+from zbpp.schedule.program import Accumulate
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
@@ -112,10 +115,16 @@ def predict_memory(
         raise PlanError(f"{len(stages)} stages were measured, the timetable has {timetable.num_stages}")
     batch = {0: inputs}
     batch[timetable.num_stages - 1] = batch.get(timetable.num_stages - 1, 0.0) + target
-    programs = lower(timetable, offload)
+    programs = lower(timetable)
+    accumulates = any(each.accumulates for each in stages)
+
+    def program_of(rank: int) -> Program:
+        program = with_copies(programs[rank], offload[rank]) if offload else programs[rank]
+        return with_accumulation(program) if accumulates else program
+
     gates = gate_positions(timetable) if is_validated_later else (0,) * timetable.num_ranks
     return [
-        _RankRun(timetable, programs[rank], stages, batch, gates[rank]).run()
+        _RankRun(timetable, program_of(rank), stages, batch, gates[rank]).run()
         for rank in (range(timetable.num_ranks) if ranks is None else ranks)
     ]
 
@@ -168,6 +177,9 @@ class _RankRun:
                     self._reduce(stage)
                     if self._stages[stage].block:  # offloaded weights' gradients leave within the last W
                         levels[-1] = self._level.copy()
+                case Accumulate(stage, _):
+                    self._release(stage)
+                    self._has_gradients.discard(stage)
                 case Offload() | Drop() | Fetch():
                     self._copy(instruction)
             if self._during:
@@ -268,9 +280,14 @@ class _RankRun:
         if own.reduced is not None:
             self._level[_GRADIENTS] += own.reduced - own.gradients
         elif own.releases:
-            if self._during:
-                self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
-            self._level[_GRADIENTS] -= own.gradients
+            self._release(stage)
+
+    def _release(self, stage: int) -> None:
+        """Count the bytes of an update or an accumulation of a stage, which then drops its gradients."""
+        own = self._stages[stage]
+        if self._during:
+            self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
+        self._level[_GRADIENTS] -= own.gradients
 
 
 def _left_gradients(stage: StageBytes) -> float:

@@ -83,9 +83,10 @@ class MeasuredStages(NamedTuple):
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
     if config.memory.offload_weights:
         stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
-    if config.memory.gradient_release == "step":
-        parallel = config.parallel
-        stage = released(stage, is_shared=parallel.shard * parallel.replicate > 1)
+    release, parallel = config.memory.gradient_release, config.parallel
+    if release != "off":
+        is_shared = parallel.shard * parallel.replicate > 1
+        stage = released(stage, is_shared=is_shared, accumulates=release == "accumulate")
     if config.optimizer.validation == "after":
         copies_gradients = weights.changes_gradients or PRECISIONS[config.precision].is_scaled
         stage = validated_later(stage, trained=weights.trained, copies_gradients=copies_gradients)

@@ -29,7 +29,7 @@ from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_memory
 from zbpp.runtime.measure.products import Products, products
-from zbpp.runtime.memory.gradient_release import parameters_of, update
+from zbpp.runtime.memory.restricted_update import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
@@ -166,7 +166,7 @@ class _Stages:
         largest = max(map(bytes_of, blocks), default=0)
         recompute_stages({index: stage}, config.memory.recompute)
         loss_fn = precision.widened(self._model.loss) if is_last else None
-        is_released = config.memory.gradient_release == "step"
+        is_released = config.memory.gradient_release != "off"
         optimizer = build_optimizer(_named(stage, masters), config.optimizer, is_released)
         run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
         with LiveTensors() as live:

@@ -1,14 +1,16 @@
-"""Which switches of a config don't go together: what the extras behind them say (docs/pipeline.md)."""
+"""Which switches of a config don't go together: what extras exclude (docs/pipeline.md), and a few more."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from zbpp.config import ConfigError, TrainConfig, check_node
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
+from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.update.validation import Validation
+from zbpp.training.optim.precision import PRECISIONS
 
 
 def check_config(config: TrainConfig) -> None:
@@ -24,20 +26,75 @@ def check_config(config: TrainConfig) -> None:
 
 
 def check_together(config: TrainConfig) -> None:
-    """Raise ConfigError for two switches that are on, and whose extras exclude each other."""
-    memory, validation = config.memory, config.optimizer.validation
-    release, offload = memory.gradient_release, memory.offload
-    switches = (
-        (ActivationOffload, "memory.offload", offload, offload != "none"),
-        (CudaGraphs, "cuda_graphs", "true", config.cuda_graphs),
-        (ExpertParallel, "parallel.expert", str(config.parallel.expert), config.parallel.expert > 1),
-        (GradientRelease, "memory.gradient_release", release, release != "off"),
-        (OffloadedWeights, "memory.offload_weights", "true", memory.offload_weights),
-        (OverlapExchange, "parallel.overlap_exchange", "true", config.parallel.overlap_exchange),
-        (Validation, "optimizer.validation", validation, validation == "after"),
+    """Raise ConfigError for two switches that are on and don't go together."""
+    on = _switches(config)
+    for one, other, instead in (*_of_extras(), *_OF_SWITCHES):
+        if one in on and other in on:
+            raise ConfigError(f"{on[one]} doesn't go with {on[other]}: {instead}")
+
+
+_EXTRAS = (
+    ActivationOffload, CudaGraphs, ExpertParallel, GradientRelease, OffloadedWeights, OverlapExchange,
+    Validation,
+)  # fmt: skip
+# (one switch, another one, what to write instead): those that are no matter of a pipeline's extras alone.
+_OF_SWITCHES = (
+    ("cuda_graphs", "recompute", "write memory.recompute=none"),
+    ("gradient_release", "clip", "it needs the norm first; write null, and optimizer=stable_adamw, say"),
+    ("gradient_release", "masters", "write precision=bfloat16 optimizer=optimi_adamw"),
+    ("activation_offload", "no costs", "write schedule.costs=costs.json, the file of zbpp measure"),
+    ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
+    ("compile", "shard", "write parallel.replicate"),
+    ("compile", "recompute", "write a memory.budget below 1 to hold less"),
+    ("whole stage", "shard", "write memory.recompute=block"),
+    ("weight_offload", "compile", "write compile=none"),
+    ("weight_offload", "mixed", "write precision=float32 or bfloat16"),
+    ("lora", "tensor", "write parallel.tensor=1"),
+)
+
+
+def _of_extras() -> Iterator[tuple[str, str, str]]:
+    for extra in _EXTRAS:
+        yield from ((extra.name, other, instead) for other, instead in extra.excludes.items())
+    yield from (("accumulate", other, instead) for other, instead in NOT_WITH_ACCUMULATION.items())
+
+
+def _switches(config: TrainConfig) -> dict[str, str]:
+    """The switches that are on, as one types them, by the names of extras and dimensions, or others."""
+    memory, parallel, precision = config.memory, config.parallel, config.precision
+    release, validation, clip = (
+        memory.gradient_release,
+        config.optimizer.validation,
+        config.optimizer.clip_norm,
     )
-    on = {extra.name: f"{key}={value}" for extra, key, value, is_on in switches if is_on}
-    for extra, *_ in switches:
-        for other, instead in extra.excludes.items():
-            if extra.name in on and other in on:
-                raise ConfigError(f"{on[extra.name]} doesn't go with {on[other]}: {instead}")
+    recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={config.compile}"
+    is_mixed = PRECISIONS[precision].is_mixed
+    typed = {
+        "activation_offload": (f"memory.offload={memory.offload}", memory.offload != "none"),
+        "cuda_graphs": ("cuda_graphs=true", config.cuda_graphs),
+        "expert_parallel": (f"parallel.expert={parallel.expert}", parallel.expert > 1),
+        "gradient_release": (f"memory.gradient_release={release}", release != "off"),
+        "accumulate": (f"memory.gradient_release={release}", release == "accumulate"),
+        "head_at_once": ("memory.head_at_once=true", memory.head_at_once),
+        "weight_offload": ("memory.offload_weights=true", memory.offload_weights),
+        "overlap_exchange": ("parallel.overlap_exchange=true", parallel.overlap_exchange),
+        "post_validation": (f"optimizer.validation={validation}", validation == "after"),
+        "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
+        "shard": (f"parallel.shard={parallel.shard}", parallel.shard > 1),
+        "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
+        "dynamic_shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
+        "recompute": (recompute, memory.recompute != "none"),
+        "whole stage": (recompute, memory.recompute == "stage"),
+        "compile": (compiled, config.compile != "none"),
+        "eager": (compiled, config.compile == "none"),
+        "budget": (f"memory.budget={memory.budget}", memory.budget != 1),
+        "mixed": (f"precision={precision}", is_mixed),
+        "masters": (
+            f"precision={precision}",
+            precision == "mixed_float16" or (is_mixed and parallel.shard == 1),
+        ),
+        "clip": (f"optimizer.clip_norm={clip}", clip is not None),
+        "no costs": ("schedule.costs=null", config.schedule.costs is None),
+        "lora": ("finetune.lora", config.finetune.adapters is not None),
+    }
+    return {name: text for name, (text, is_on) in typed.items() if is_on}

@@ -12,6 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.config import ConfigError, OptimizerConfig, naming, partial_of_node
 from zbpp.error_text import kind_of
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.gradient_release import updates_each_alone
 from zbpp.runtime.parallel.mesh import SHARD
@@ -67,9 +68,7 @@ def optimizer_of(
         refusal = _refusal(made, options, pipeline.timetable.num_ranks)
     except ConfigError as error:
         refusal = str(error)
-    for each in pipeline.place.gather(refusal):
-        if each:
-            raise ConfigError(each)
+    refuse_together(refusal, pipeline.place.gather, ConfigError)
     assert made is not None  # or there is a refusal
     return made
 

@@ -17,7 +17,7 @@ from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_fac
 from zbpp.run.plan import build_replan
 from zbpp.run.stages import Parts
 from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
-from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.runtime.parallel.mesh import Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.optim.precision import PRECISIONS, LossScale
@@ -85,7 +85,8 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
     precision, memory, optimizer = PRECISIONS[config.precision], config.memory, config.optimizer
     # After the pipeline, which gives all copies of a parameter the same float32 values.
     masters = build_masters(pipeline, precision)
-    is_released = memory.gradient_release == "step"
+    release = memory.gradient_release
+    is_released = release != "off"
     made = optimizer_of(pipeline, optimizer, masters, is_released)
     sizes = pipeline.place.num_data_parts, plan.timetable.num_microbatches * config.microbatch_size
     loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
@@ -105,6 +106,7 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=is_released,
+            accumulate=release == "accumulate",
             per_parameter=optimizer.per_parameter,
             post_validation=optimizer.validation == "after",
             non_finite=config.non_finite,

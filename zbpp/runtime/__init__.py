@@ -23,6 +23,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
 
 Features and observers, and what they use:
 
+    standard      those of every pipeline
+
     parallel/     replicas, shards, tied and tensor-parallel parameters: ALL COPIES GET ONE GRADIENT; norm
     memory/       offload of activations and weights, gradient release, the head's W at once
     update/       an update that is validated at the gate of the next step
@@ -57,6 +59,9 @@ from zbpp.runtime.parallel.norm import clip_grad_norm_
 from zbpp.runtime.parallel.overlap_exchange import OverlapExchange
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.standard import standard_extras
+
+Pipeline.standard_extras = staticmethod(standard_extras)
 
 __all__ = [
     "ActivationOffload",

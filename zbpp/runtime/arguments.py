@@ -24,9 +24,9 @@ from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
 from zbpp.runtime.parallel.groups import unique_name
 from zbpp.runtime.parallel.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
-from zbpp.runtime.parallel.shard_stages import refusal_of
 from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.parallel.ties import Tie, agree_on_ties
+from zbpp.runtime.parallel.wrapped_stages import refusal_of
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel

@@ -23,6 +23,27 @@ from zbpp.runtime.weights import Weights
 Observe = Callable[[Any, Any], None]  # (output, target)
 
 
+class LossGradients:
+    """The gradients that B starts from at the losses of a stage: one tensor for each kind of loss."""
+
+    def __init__(self, value: float = 1.0) -> None:
+        self.value = value
+        self._made: dict[Any, Tensor] = {}
+
+    def of(self, loss: Tensor) -> Tensor:
+        """The gradient of a loss."""
+        kind = type(loss), loss.dtype, loss.device
+        if kind not in self._made:
+            self._made[kind] = torch.full_like(loss, self.value, requires_grad=False)
+        return self._made[kind]
+
+    def set(self, value: float) -> None:
+        """Give all of them another value, in the same memory."""
+        self.value = value
+        for each in self._made.values():
+            each.fill_(value)
+
+
 class Feed(NamedTuple):
     """What one stage is given from outside the pipeline. Each sequence has one entry per microbatch."""
 
@@ -30,12 +51,12 @@ class Feed(NamedTuple):
     kwargs: Sequence[dict[str, Any]]
     targets: Sequence[Any] | None
     seeds: Sequence[int] | None  # of the random numbers that F draws; None: F seeds no generator
-    loss_grad: float = 1.0  # the gradient of each microbatch's loss
+    loss_grads: LossGradients
     observe: Observe | None = None  # in an evaluation: called by the last stage
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
 
 
-NO_FEED = Feed((), (), None, ())
+NO_FEED = Feed((), (), None, (), LossGradients())
 
 
 class Call(NamedTuple):
@@ -76,7 +97,7 @@ class Call(NamedTuple):
                 targets=targets,
                 seeds=range(seed, seed + cutter.num_microbatches),
                 # The step's loss is the mean over the microbatches.
-                loss_grad=self.loss_scale / cutter.num_microbatches,
+                loss_grads=LossGradients(self.loss_scale / cutter.num_microbatches),
                 observe=self.observe,
             )
             for stage, seed in seeds.items()

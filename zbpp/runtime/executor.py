@@ -3,21 +3,21 @@
 See resolve.py: there each instruction becomes a function of one message, with the slot that the message
 comes from and the slot that the result goes to. `run` below is all that a step does.
 
-A program has variants: receives start where the pass needs them (zbpp/schedule/passes/posts.py), and a pass
-may have a gate (zbpp/schedule/gate.py). `prepare` chooses the variant before the pass. If the F's before the
-gate are not valid, the gate ends the pass by BeginAgain; `drop_messages` then empties the links, and the
-program can be run from its beginning.
+A program has two variants: receives start where the next call needs them (zbpp/schedule/passes/posts.py).
+`prepare` chooses the variant. A handler may end a call by BeginAgain; `drop_messages` then empties the links,
+and the program can be run from its beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
+from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.layout import Message
@@ -33,7 +33,7 @@ from zbpp.runtime.links import (
 )
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Gate, Op, PassGate, Program, Send
+from zbpp.schedule import Action, Op, PassGate, Program, Send
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.offload import Transport
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
@@ -48,15 +48,23 @@ _PARTS = {
 
 
 class BeginAgain(Exception):
-    """The F's of this pass were computed with weights that have changed since."""
+    """A step has to begin again, as this call: its F's were computed with weights that have changed since.
+
+    The handler of PassGate raises it.
+    """
+
+    def __init__(self, call: Call) -> None:
+        super().__init__("a step begins again")
+        self.call = call
 
 
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    methods: {op: the method of StageWorker that does it}. postings: of the links. gate: called once, before
-    the first pass with a gate; returns its place. extras: of the pipeline; None: none. call: "step",
-    "evaluate" or "predict".
+    methods: {op: the method of StageWorker that does it}. postings: of the links. extras: of the pipeline;
+    None: none. call: "step", "evaluate" or "predict".
+
+    inboxes: by sender. pool: the receive buffers of inboxes that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
     and a tuner do. True for the first pass and for the first one after `rebind` or `forget_layouts`; with
@@ -74,13 +82,12 @@ class Executor:
         *,
         dynamic_shapes: bool = False,
         postings: Postings = ON_HOST,
-        gate: Callable[[], Gate] | None = None,
         extras: Extras | None = None,
         call: str = "step",
     ) -> None:
         extras = Extras() if extras is None else extras
-        self._pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
-        self._inboxes = make_inboxes(program, links, self._pool, dynamic_shapes=dynamic_shapes)
+        self.pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
+        self.inboxes = make_inboxes(program, links, self.pool, dynamic_shapes=dynamic_shapes)
         self._outboxes = make_outboxes(program, links, device, dynamic_shapes=dynamic_shapes)
         self._extras, self._call = extras, call
         self._resolver = Resolver(
@@ -88,47 +95,30 @@ class Executor:
             workers,
             methods,
             num_stages,
-            self._inboxes,
+            self.inboxes,
             self._outboxes,
             extras,
             call,
-            self._pass_gate,
         )
-        self._make_gate, self._workers = gate, workers
-        self._gate: Gate | None = None
-        self._is_valid: Callable[[], bool] | None = None
+        self._workers = workers
         self.given, self.postings, self._dynamic_shapes = program, postings, dynamic_shapes
         self.rebind()
 
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
         self.may_wait = True
-        self._variants: dict[tuple[Posting, bool], tuple[Program, Resolution]] = {}
+        self._variants: dict[Posting, tuple[Program, Resolution, list[Action]]] = {}
         self.prepare()
 
-    def prepare(self, is_valid: Callable[[], bool] | None = None) -> None:
-        """Choose what the next `run` runs, before the extras begin the call.
-
-        is_valid: called at the program's gate; says whether the F's before the gate are valid. `run` raises
-        BeginAgain if they aren't. None: the program has no gate.
-        """
-        self._is_valid = is_valid
-        variant = self.postings.may_wait if self.may_wait else self.postings.later, is_valid is not None
-        if variant not in self._variants:
-            self._variants[variant] = self._resolved(*variant)
-        self._program, self._resolution = self._variants[variant]
-
-    def _resolved(self, posting: Posting, has_gate: bool) -> tuple[Program, Resolution]:
-        if has_gate and self._gate is None:
-            assert self._make_gate is not None  # only a program with backwards is run with a gate
-            self._gate = self._make_gate()
-        program = posting(self._extras.rewrite(self._call, self.given), self._gate if has_gate else None)
-        return program, self._resolver.resolution(program)
-
-    def receive_into(self, pools: Mapping[int, BufferPool]) -> None:
-        """From now on receive messages into these pools, by sender, else into the executor's own."""
-        for peer, inbox in self._inboxes.items():
-            inbox.pool = pools.get(peer, self._pool)
+    def prepare(self) -> None:
+        """Choose what the next `run` runs, before the extras begin the call."""
+        posting = self.postings.may_wait if self.may_wait else self.postings.later
+        if posting not in self._variants:
+            program = posting(self._extras.rewrite(self._call, self.given))
+            kept = set(_weight_actions(program))
+            dropped = [each for each in _weight_actions(self.given) if each not in kept]
+            self._variants[posting] = program, self._resolver.resolution(program), dropped
+        self._program, self._resolution, self._dropped = self._variants[posting]
 
     @property
     def program(self) -> Program:
@@ -143,18 +133,13 @@ class Executor:
     @property
     def device(self) -> torch.device:
         """Where messages are."""
-        return self._pool.device
-
-    def take_layouts(self, other: Executor) -> None:
-        """Take over what another executor of the same program knows of the layouts of messages."""
-        for own, known in zip(self._boxes(), other._boxes(), strict=True):
-            own.layouts = dict(known.layouts)
+        return self.pool.device
 
     def run(self) -> None:
         """Run the program once. Afterwards slots and links are empty.
 
         Raises what a stage raises; where a message fails, CommunicationError with the rank, the instruction
-        and its number, the value and the peer; ValueError for a message whose layout has changed.
+        and its number, the value and the peer; ValueError for a message whose layout has changed; BeginAgain.
         """
         resolution = self._resolution
         slots = [_NO_MESSAGE] * (FIRST_SLOT + len(self._resolver.slots))
@@ -172,6 +157,8 @@ class Executor:
             _explain(error, resolution.instructions, position, self._program.rank)
             raise
         self.may_wait = self._dynamic_shapes
+        for stage, _, microbatch in self._dropped:  # a pass has left these W's out
+            self._workers[stage].take_deferred(microbatch)
         if any(slots[FIRST_SLOT:]):
             left = [str(value) for value, slot in self._resolver.slots.items() if slots[slot]]
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
@@ -180,9 +167,8 @@ class Executor:
         """Empty the links after BeginAgain: receive what other ranks have sent before their gates."""
         rank = self._program.rank
         with communicating(f"rank {rank}, dropping the messages of a step that begins again"):
-            assert self._gate is not None
-            for each in unreceived(self._program, self._gate):
-                self._inboxes[each.peer].drop(channel_of(each.value))
+            for each in unreceived(self._program):
+                self.inboxes[each.peer].drop(channel_of(each.value))
             for outbox in self._outboxes.values():
                 outbox.drop()
 
@@ -194,23 +180,23 @@ class Executor:
     def forget_layouts(self) -> None:
         """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
         self.may_wait = True
-        self._pool.clear()
-        for box in self._boxes():
+        self.pool.clear()
+        for box in self.boxes():
             box.layouts.clear()
 
     def close(self) -> None:
         """Give up all messages under way, and the links."""
-        for box in self._boxes():
+        for box in self.boxes():
             box.close()
 
-    def _boxes(self) -> Iterator[Inbox | Outbox]:
-        yield from self._inboxes.values()
+    def boxes(self) -> Iterator[Inbox | Outbox]:
+        """All ends of links, in the same order for each executor of one program."""
+        yield from self.inboxes.values()
         yield from self._outboxes.values()
 
-    def _pass_gate(self) -> None:
-        assert self._is_valid is not None  # the program has a gate
-        if not self._is_valid():
-            raise BeginAgain
+
+def _weight_actions(program: Program) -> Iterator[Action]:
+    return (each for each in program.instructions if isinstance(each, Action) and each.op == Op.W)
 
 
 def _explain(error: Exception, instructions: Sequence[Instruction | None], position: int, rank: int) -> None:

@@ -36,13 +36,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from zbpp.autograd import WeightGrads
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.layout import Message
-from zbpp.schedule import Program
+from zbpp.schedule import Action, Op, Program
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import HeadW
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank
+    from zbpp.runtime.stage import StageWorker
 
 Run = Callable[[Message], Message]
 """An instruction as a function: takes a message, returns a message; () stands for none."""
@@ -60,8 +63,10 @@ Both may be called by any thread; on a GPU, in the stream whose work they mark.
 class Extra:
     """Base class of Feature and Observer; every method does nothing.
 
-    name: what users call the extra. excludes: {name of another extra: what to write instead}; the two can't
-    be in one pipeline. State that `attach` makes belongs to one pipeline.
+    name: what users call the extra. excludes: {name of another extra, of a dimension of the mesh with several
+    processes, or "dynamic_shapes": what to write instead}; the two can't be in one pipeline. This is the only
+    place that says so: a pipeline checks it, the config reads it, the docs list it. State that `attach` makes
+    belongs to one pipeline.
     """
 
     name: str = ""
@@ -79,6 +84,12 @@ class Extra:
 
     def end(self, call: Call, result: Result) -> None:
         """Called after a call's last instruction."""
+
+    def settle(self) -> None:
+        """Called before something between calls reads or changes the weights: make them final. Collective."""
+
+    def loaded(self) -> None:
+        """Called when weights were loaded into the stages. Collective, if the extra is used on all ranks."""
 
     def fail(self, error: BaseException) -> None:
         """Called instead of `end` when a call has failed: drop what it has left.
@@ -110,6 +121,35 @@ class Observer(Extra):
         return None
 
 
+RunW = Callable[["StageWorker", WeightGrads], None]
+
+
+def replaced_w(workers: Mapping[int, StageWorker], at: Instruction, run_w: RunW) -> Run | None:
+    """What runs at a W, a BW or a HeadW if `run_w` adds the gradients; None for another instruction."""
+    if not (isinstance(at, HeadW) or (isinstance(at, Action) and at.op in (Op.W, Op.BW))):
+        return None
+    worker, microbatch = workers[at.stage], at.microbatch
+
+    def head_w(message: Message) -> Message:
+        run_w(worker, worker.deferred(microbatch).take_large())
+        return ()
+
+    def w(message: Message) -> Message:
+        run_w(worker, worker.take_deferred(microbatch))
+        worker.end_w(microbatch)
+        return ()
+
+    def bw(message: Message) -> Message:
+        grads = worker.backward_input(microbatch, message)
+        run_w(worker, worker.take_deferred(microbatch))
+        worker.end_w(microbatch)
+        return grads
+
+    if isinstance(at, HeadW):
+        return head_w
+    return w if at.op == Op.W else bw
+
+
 _BROUGHT = "_zbpp_extra"
 
 
@@ -127,10 +167,13 @@ def brought_by(stages: Iterable[nn.Module]) -> list[Extra]:
 class Extras(list[Extra]):
     """The extras of one pipeline, as one."""
 
-    def check(self, extra: Extra) -> None:
-        """Raises ValueError if one of the others excludes the extra, or the extra one of them."""
+    def check(self, extra: Extra, others: Iterable[str] = ()) -> None:
+        """Raises ValueError if one of the others excludes the extra, or the extra one of them.
+
+        others: what an extra may exclude beside extras.
+        """
         together = [*self, extra]
-        names = {each.name for each in together}
+        names = {each.name for each in together} | {*others}
         for each in together:
             for other, instead in each.excludes.items():
                 if other in names:
@@ -192,6 +235,16 @@ class Extras(list[Extra]):
         """See Extra."""
         for each in self:
             each.end(call, result)
+
+    def settle(self) -> None:
+        """See Extra."""
+        for each in [*self]:  # a failure ends the pipeline, and closes the extras
+            each.settle()
+
+    def loaded(self) -> None:
+        """See Extra."""
+        for each in self:
+            each.loaded()
 
     def fail(self, error: BaseException) -> None:
         """See Extra. Each extra is told, also if another one raises."""

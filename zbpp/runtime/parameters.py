@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.job.agreement import gather
+from zbpp.job.agreement import gather, refuse_together
 from zbpp.runtime.parallel.mesh import part_for
 from zbpp.runtime.parallel.ties import Tie
 
@@ -76,11 +77,6 @@ class StageParameters:
         for name, parameter in self.named():
             yield tuple(dict.fromkeys([name, *names.get(id(parameter), [])])), parameter
 
-    def of_loss(self) -> list[nn.Parameter]:
-        """The parameters that the loss doesn't share with a stage."""
-        own = {id(each) for stage in self._stages.values() for each in stage.parameters()}
-        return [each for each in self._loss.parameters() if id(each) not in own]
-
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers, as `nn.Module.state_dict` gives them.
 
@@ -110,7 +106,8 @@ class StageParameters:
                 f"the state dict does not fit this pipeline: missing here: {missing or 'nothing'}; belonging "
                 f"to no stage: {unknown or 'nothing'}. strict=False loads the rest"
             )
-        _refuse(refusal, *(gather(refusal, self._group) if self._has_copies else ()))
+        everyone = partial(gather, group=self._group) if self._has_copies else lambda mine: [mine]
+        refuse_together(refusal, everyone, RuntimeError)
         for index, names in mine.items():
             length = len(self._prefix(index))
             part = {name[length:]: part_for(own, state[name]) for name, own in names.items() if name in state}
@@ -145,9 +142,3 @@ def _has_homonyms(all_names: Sequence[Names], ties: Sequence[Tie]) -> bool:
             if found.setdefault(name, tensor) != tensor:
                 return True
     return False
-
-
-def _refuse(*refusals: str) -> None:
-    for refusal in refusals:
-        if refusal:
-            raise RuntimeError(refusal)

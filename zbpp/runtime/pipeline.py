@@ -8,11 +8,11 @@ Everything that can be known before the first step is done in the constructor. C
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from types import MappingProxyType, TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.error_text import error_text
-from zbpp.job.agreement import gather
-from zbpp.job.cuda_settings import check_launches, use_expandable_segments
+from zbpp.job.agreement import gather, refuse_together
+from zbpp.job.cuda_settings import check_launches
 from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
@@ -32,20 +32,14 @@ from zbpp.runtime.arguments import (
     timetable_of,
 )
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
-from zbpp.runtime.checks.full_device import FullDevice
-from zbpp.runtime.checks.same_calls import SameCalls
-from zbpp.runtime.extra import Extra, brought_by
-from zbpp.runtime.parallel.experts import ExpertParallel
-from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.runtime.extra import Extra
 from zbpp.runtime.parallel.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Place
-from zbpp.runtime.parallel.reductions import Reductions
-from zbpp.runtime.parallel.tensor_parallel import LossesAlike
+from zbpp.runtime.parallel.mesh import Place, Reshard
+from zbpp.runtime.parallel.ties import copies_here
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.update.validation import Validation
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
@@ -88,14 +82,15 @@ class Pipeline:
     step_losses, evaluation_losses: this rank's part of the named losses of the last step and evaluation.
     loss_scale: a factor on all gradients that `step` computes, 1.0 until it is set; the losses that `step`
     returns don't have it. With float16 it keeps small gradients above zero; whoever sets it divides it out.
-    validation: of updates that the next call has to wait for: `step` before its first B, other methods at
-    once; see zbpp.PostValidation.
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
     ranks were given different timetables. Collective over the group or the mesh. As a context manager it
     closes at the end.
     """
+
+    standard_extras: ClassVar[Callable[[Rank, Reshard, Any], Iterable[Sequence[Extra]]]]
+    """Those of every pipeline, see standard.py. The package sets it, since the core knows no extra."""
 
     def __init__(
         self,
@@ -153,7 +148,6 @@ class Pipeline:
             compiles=any(self.place.gather(any(map(may_compile, self.stages.values())))),
             dynamic_shapes=dynamic_shapes,
         )
-        self.validation = Validation(self._rank, lambda: self.loss_scale)
         try:
             self._take_extras(extras, mp_policy)
         except BaseException as error:
@@ -161,31 +155,15 @@ class Pipeline:
             raise
 
     def _take_extras(self, extras: Iterable[Extra], mp_policy: Any) -> None:
-        """Take the extras of the mesh, those that the stages bring, then those that were given. Collective.
+        """Take the extras of every pipeline, then those that were given. Collective.
 
         Raises ValueError on all processes if an extra can't be taken on one of them.
         """
-        of_loss = self._parameters.of_loss()
-        self._reductions = reductions = Reductions(
-            self._rank.ties, reshard=self._reshard, mp_policy=mp_policy, loss=of_loss
-        )
-        self._take(SameCalls())
-        if self._rank.receives_on_device and self.device.type == "cuda":
-            use_expandable_segments()
-            self._take(FullDevice())
-        self._take(*brought_by(self.stages.values()))
-        if EXPERT in self.place.expert_groups:
-            self._take(ExpertParallel())
-        self._take(reductions)
-        if any(self.place.gather(len(self._parameters.of_loss()) > len(of_loss))):
-            raise ValueError(
-                "the loss is a module that shares a parameter with a stage, and shards put another one in "
-                "its place in the stage: let the loss hold the stage's module instead of its parameter"
-            )
-        self._copies = set(map(id, reductions.copies))
-        if TENSOR in self.place.groups:
-            self._take(LossesAlike())
+        for some in Pipeline.standard_extras(self._rank, self._reshard, mp_policy):
+            self._take(*some)
         self._num_own = len(self._rank.extras)
+        copies = copies_here(self._rank.ties, self.stages, self.timetable.rank_of, self.rank)
+        self._copies = set(map(id, copies))
         for each in extras:
             self._take(each)
 
@@ -196,9 +174,7 @@ class Pipeline:
                 self._rank.use(each)
         except ValueError as error:
             refusal = str(error)
-        for other in self.place.gather(refusal):
-            if other:
-                raise ValueError(other)
+        refuse_together(refusal, self.place.gather)
 
     # ---- Calls
 
@@ -225,9 +201,8 @@ class Pipeline:
         zero them before the next step. Changes that forward made to buffers are not undone, either.
         """
         with self._one_call():
-            call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self.validation.name_of_step)
-            gate = self.validation.in_step(call)
-            losses, self.step_losses = self._rank.run(call, self._seeds(), gate)
+            call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self._rank.name_of_step)
+            losses, self.step_losses = self._rank.run(call, self._seeds())
         self.num_steps += 1
         return losses
 
@@ -297,7 +272,6 @@ class Pipeline:
         self.settle()
         with self._one_call(), torch.no_grad():
             losses, self.evaluation_losses = self._rank.run(call, self._seeds())
-        self.validation.all_have_settled()
         return losses
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -349,7 +323,7 @@ class Pipeline:
 
         Raises RuntimeError if an update has failed: the weights may then be wrong for good.
         """
-        self.validation.settle()
+        self._rank.settle()
 
     # ---- Extras
 
@@ -362,6 +336,14 @@ class Pipeline:
     def released(self) -> Mapping[int, Tensor] | None:
         """The squared norms of the gradients that the last step has dropped; None: gradients stay."""
         return self._rank.released
+
+    def refusal(self, extra: Extra) -> str:
+        """Why the pipeline can't use an extra beside those that it has; "" if it can."""
+        try:
+            self._rank.check(extra)
+        except ValueError as error:
+            return str(error)
+        return ""
 
     def use(self, extra: Extra) -> None:
         """Use an extra from the next call on. Collective, if the extra is used on all ranks."""
@@ -431,7 +413,7 @@ class Pipeline:
         """
         self.settle()
         self._parameters.load_state_dict(state_dict, strict=strict)
-        self._reductions.copy_tied()
+        self._rank.extras.loaded()
 
     def auxiliary_losses(self) -> dict[str, float]:
         """The auxiliary losses of the last step by name, and the entries of a loss that is a dict.
@@ -457,7 +439,7 @@ class Pipeline:
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
         self.settle()
-        extras = [each for each in self.extras if each is not self.validation]
+        extras = self.extras
         self.close()
         following = Pipeline(
             self.stages,

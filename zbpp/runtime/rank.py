@@ -20,7 +20,7 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -39,7 +39,6 @@ from zbpp.runtime.parallel.groups import close_groups, link_groups, runs_on_devi
 from zbpp.runtime.parallel.mesh import Place
 from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
-from zbpp.runtime.restored import Buffers
 from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.weights import Count, Weights, weights_of
@@ -61,13 +60,6 @@ METHODS: dict[str, dict[Op, StageMethod]] = {
     "predict": {Op.F: StageWorker.evaluate},
 }
 
-Settle = Callable[[], Call | None]
-"""What a step does at its gate: it learns whether the weights are right, and makes them right.
-
-It returns None if they were right, so that the F's before the gate are valid. If they were not, it returns
-the call with which the step begins again.
-"""
-
 
 class Rank:
     """What one rank has of a pipeline; extras see it in `attach`.
@@ -83,9 +75,10 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set two more. lost: what a failed call has destroyed beside its messages, which ends the
-    pipeline; empty if nothing. released: {id of a parameter whose gradient the last step has used and
-    dropped: the gradient's sum of squares, if that is kept}; None: gradients stay.
+    An extra may set four more. lost: what a failed call has destroyed beside its messages, which ends the
+    pipeline; empty if nothing. wrong_weights: why the weights belong to no step; empty if they do.
+    name_of_step: ranks must give their steps the same. released: {id of a parameter whose gradient the last
+    step has used and dropped: the gradient's sum of squares, if that is kept}; None: gradients stay.
     """
 
     def __init__(
@@ -107,7 +100,8 @@ class Rank:
         self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
-        self.num_steps, self.over, self.lost = 0, "", ""
+        self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
+        self.name_of_step = "step"
         self.released: Mapping[int, Tensor] | None = None
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
@@ -137,7 +131,6 @@ class Rank:
         self.executors = {
             name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
         }
-        self._buffers = Buffers(self.modules)
 
     def executor(self, name: str, programs: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
         """An executor of this rank's program for the call `name`."""
@@ -151,7 +144,6 @@ class Rank:
             self.device,
             dynamic_shapes=self.dynamic_shapes,
             postings=ON_DEVICE if self.receives_on_device else ON_HOST,
-            gate=lambda: lower(timetable).gate(rank),
             extras=self.extras,
             call=name,
         )
@@ -161,7 +153,7 @@ class Rank:
     def use(self, extra: Extra) -> None:
         """Take an extra, from the next call on. Raises ValueError if another one excludes it."""
         self.check_not_over()
-        self.extras.check(extra)
+        self.check(extra)
         extra.attach(self)
         self.extras.append(extra)
         try:
@@ -169,6 +161,10 @@ class Rank:
         except BaseException:
             self.leave(extra)
             raise
+
+    def check(self, extra: Extra) -> None:
+        """Raise ValueError if the extra excludes something that this pipeline has, or is excluded."""
+        self.extras.check(extra, [*self.place.groups, *(["dynamic_shapes"] if self.dynamic_shapes else [])])
 
     def leave(self, extra: Extra) -> None:
         """From the next call on, run without this extra."""
@@ -186,29 +182,27 @@ class Rank:
         """The parameters that a step of this rank may add gradients to, each once."""
         return [*dict.fromkeys(each for module in self.modules for each in module.parameters())]
 
+    def own_parameters_of_loss(self) -> list[nn.Parameter]:
+        """The parameters of the loss that no stage of this rank has, where this rank computes the loss."""
+        last = self.workers.get(self.timetable.num_stages - 1)
+        if last is None or not isinstance(last.loss_fn, nn.Module):
+            return []
+        shared = {id(each) for worker in self.workers.values() for each in worker.module.parameters()}
+        return [each for each in last.loss_fn.parameters() if id(each) not in shared]
+
     # ---- Calls
 
-    def run(self, call: Call, seeds: Mapping[int, int], settle: Settle | None = None) -> Result:
-        """Make one call; returns its losses.
-
-        seeds: per stage, of its microbatch 0. settle: what a step does at its gate; None: there is no gate.
-        """
+    def run(self, call: Call, seeds: Mapping[int, int]) -> Result:
+        """Make one call; returns its losses. seeds: per stage, of its microbatch 0."""
         self.check_not_over()
         executor = self.executors[call.kind]
         try:
-            cutter, call = self._give(call, seeds)
             if call.kind != "step":  # its shapes may be others than the last one's
                 executor.forget_layouts()
-            self._shared_hooks.begin()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
                 self._limit_waits(executor)
-                if settle is None:
-                    executor.prepare()
-                    self.extras.begin(call)
-                    executor.run()
-                else:
-                    cutter = self._run_with_gate(executor, call, seeds, settle) or cutter
+                cutter, call = self._run(executor, call, seeds)
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
             losses = [loss for each in ended for loss in each.losses]
@@ -233,8 +227,9 @@ class Rank:
             if isinstance(group, dist.ProcessGroup):
                 set_timeout(group, seconds)
 
-    def _give(self, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
-        """Give the stages their parts of a call."""
+    def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
+        """Give the stages their parts of a call, and run its program, again if the step begins again."""
+        self._shared_hooks.begin()
         cutter = Cutter(1 if call.kind == "predict" else self.timetable.num_microbatches)
         last = self.timetable.num_stages - 1
         feeds = call.feeds(cutter, seeds, last_stage=last)
@@ -244,7 +239,18 @@ class Rank:
             feeds[last] = feeds[last]._replace(weights=call.weights)
         for stage, worker in self.workers.items():
             worker.begin(feeds[stage])
-        return cutter, call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
+        call = call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
+        executor.prepare()
+        self.extras.begin(call)
+        again: Call | None = None
+        try:
+            executor.run()
+        except BeginAgain as error:
+            again = error.call
+            executor.drop_messages()
+            self._abandon()
+            self.extras.fail(error)
+        return (cutter, call) if again is None else self._run(executor, again, seeds)
 
     def _weights(self, call: Call, targets: Sequence[Any]) -> Weights:
         """The weights of the losses. Of a step: collective over the processes that see different data."""
@@ -254,34 +260,11 @@ class Rank:
         place = self.place
         return weights_of(targets, self.count, self.device, place.num_data_parts, place.sum_over_data)
 
-    def _run_with_gate(
-        self, executor: Executor, call: Call, seeds: Mapping[int, int], settle: Settle
-    ) -> Cutter | None:
-        """Run a step whose F's before its gate may have to run again; then returns the new call's Cutter."""
-        self._buffers.keep()
-        again: Call | None = None
-
-        def is_valid() -> bool:
-            nonlocal again
-            again = settle()
-            return again is None
-
-        executor.prepare(is_valid)
-        self.extras.begin(call)
-        try:
-            executor.run()
-            return None
-        except BeginAgain as error:
-            executor.drop_messages()
-            self._abandon()
-            self.extras.fail(error)
-        assert again is not None  # it was set at the gate
-        self._buffers.restore()
-        cutter, again = self._give(again._replace(weights=call.weights), seeds)
-        executor.prepare()
-        self.extras.begin(again)
-        executor.run()
-        return cutter
+    def settle(self) -> None:
+        """Make the weights final, if an extra has left them open. Raises RuntimeError if they are wrong."""
+        if self.wrong_weights:
+            raise RuntimeError(self.wrong_weights)
+        self.extras.settle()
 
     # ---- The end
 

@@ -32,7 +32,6 @@ from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import (
     Action,
     Op,
-    PassGate,
     Post,
     Program,
     Recv,
@@ -71,8 +70,7 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    extras, call: whose handlers and functions run, see extra.py. pass_gate: called at the gate of a program
-    that has one.
+    extras, call: whose handlers and functions run, see extra.py.
 
     slots: where each value waits: those that the instructions of `program` take.
     """
@@ -87,11 +85,10 @@ class Resolver:
         outboxes: Mapping[int, Outbox],
         extras: Extras,
         call: str,
-        pass_gate: Callable[[], None],
     ) -> None:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
-        self._extras, self._call, self._pass_gate = extras, call, pass_gate
+        self._extras, self._call = extras, call
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
         self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
@@ -124,8 +121,6 @@ class Resolver:
                 return Resolved(send, takes=self.slots[value])
             case Release(_, peer):
                 return Resolved(_without_message(self._outboxes[peer].release))
-            case PassGate():
-                return Resolved(_without_message(self._pass_gate))
             case _:
                 return None
 

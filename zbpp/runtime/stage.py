@@ -14,7 +14,6 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -22,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd import WeightGrads, auxiliary_losses
-from zbpp.autograd.collector import apart
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
@@ -43,8 +41,6 @@ from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
-AroundW = Callable[[WeightGrads], AbstractContextManager[None]]
-RunW = Callable[[WeightGrads], None]
 
 
 class StageLosses(NamedTuple):
@@ -74,9 +70,6 @@ class StageWorker:
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss. The
     module's own loss may take its place (stage_api.py).
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
-
-    run_w: how W adds a microbatch's gradients. around_w: a context for each W, such as gathered weights;
-    None: none. head_at_once: whether the W of a language model's head runs at the end of B (head_at_once.py).
     """
 
     def __init__(
@@ -88,16 +81,12 @@ class StageWorker:
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.run_w: RunW = WeightGrads.accumulate
-        self.around_w: AroundW | None = None
-        self.head_at_once = False
         self.shared_hooks: SharedHooks | None = None
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self.feed = NO_FEED  # what this call gives to the stage
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
-        self.loss_grads: dict[Any, Tensor] = {}  # the gradient of every loss, by its kind
         self._has_counted = False  # whether a call has ended in which the counts of losses were compared
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
@@ -125,9 +114,9 @@ class StageWorker:
         return losses
 
     def _take_losses(self) -> StageLosses:
-        """Return the call's losses; drop them, the batch and the gradient of losses."""
+        """Return the call's losses; drop them and the batch."""
         taken = StageLosses(self.losses, self.named)
-        self.feed, self.loss_grads, self.losses, self.named = NO_FEED, {}, [], {}
+        self.feed, self.losses, self.named = NO_FEED, [], {}
         return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -151,19 +140,14 @@ class StageWorker:
         if not auxiliary:
             _refuse_untrainable(outputs[0])
         self._keep_loss(outputs[0])
-        return (self._gradient_of(outputs[0]),)
+        return (self.feed.loss_grads.of(outputs[0]),)
 
     def _auxiliary(self, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
         """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients."""
-        if self.around_w is not None:
-            raise ValueError(
-                "an auxiliary loss needs the stage's weights in B, and reshard=microbatch frees them after "
-                "F: write reshard=step"
-            )
         for name, value in found.items():
             self._keep_named(name, value)
         edges = [(gradient_edge(value), value) for value in found.values()]
-        return [(edge, self._gradient_of(value)) for edge, value in edges if edge is not None]
+        return [(edge, self.feed.loss_grads.of(value)) for edge, value in edges if edge is not None]
 
     def evaluate(self, microbatch: int, message: Message) -> Message:
         """F of an evaluation, which keeps no graph; the caller has turned gradients off."""
@@ -196,19 +180,20 @@ class StageWorker:
         """W: add to `.grad` the weight gradients that B deferred."""
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
-            self._accumulate(weight_grads)
-        self._end_w(microbatch)
+            self.accumulate(weight_grads)
+        self.end_w(microbatch)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
         """BW: B and at once its W; the same kernels in the same order as B and a later W."""
         grads, weight_grads = self._backward(microbatch, message)
         if weight_grads is not None:
-            self._accumulate(weight_grads)
-        self._end_w(microbatch)
+            self.accumulate(weight_grads)
+        self.end_w(microbatch)
         return grads
 
-    def _end_w(self, microbatch: int) -> None:
+    def end_w(self, microbatch: int) -> None:
+        """All gradients of a microbatch's W were added."""
         if self.shared_hooks is not None:
             self.shared_hooks.end_w(self.index, microbatch)
 
@@ -235,19 +220,14 @@ class StageWorker:
             raise explained from None
         if self.shared_hooks is not None:
             self.shared_hooks.keep(deferred, microbatch)
-        if large and self.head_at_once:
-            deferred, at_once = apart(deferred, large)
-            large.clear()  # W frees what it has used
-            self._accumulate(WeightGrads(at_once))
-        return tuple([detach_gradient(grad) for grad in grads]), WeightGrads(deferred)
+        weight_grads = WeightGrads(deferred, large)
+        large.clear()  # W frees what it has used
+        return tuple([detach_gradient(grad) for grad in grads]), weight_grads
 
-    def _accumulate(self, weight_grads: WeightGrads) -> None:
+    def accumulate(self, weight_grads: WeightGrads) -> None:
+        """W, or a part of it: add these gradients to `.grad`."""
         try:
-            if self.around_w is None:
-                self.run_w(weight_grads)
-                return
-            with self.around_w(weight_grads):
-                self.run_w(weight_grads)
+            weight_grads.accumulate()
         except ChangedInPlace as error:
             names = [name for name, each in self.module.named_parameters() if each is error.leaf]
             if names:
@@ -257,9 +237,17 @@ class StageWorker:
                 error.add_note(f"the memory is {place} of stage {self.index}")
             raise
 
+    def has_auxiliary_losses(self, microbatch: int) -> bool:
+        """Whether F of a microbatch, whose B has not run, has reported auxiliary losses."""
+        return bool(self._saved[microbatch].auxiliary)
+
     def deferred(self, microbatch: int) -> WeightGrads:
         """What B of a microbatch has left for W; an empty one if B has left nothing."""
         return self._deferred.get(microbatch) or WeightGrads([])
+
+    def take_deferred(self, microbatch: int) -> WeightGrads:
+        """The same, for the W of a microbatch: it is gone from here."""
+        return self._deferred.pop(microbatch, None) or WeightGrads([])
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:
         return self.feed.args[microbatch] if self.feed.args else message
@@ -324,13 +312,6 @@ class StageWorker:
         for name, value in entries.items():
             self._keep_named(name, value)
         return functools.reduce(operator.add, entries.values())
-
-    def _gradient_of(self, loss: Tensor) -> Tensor:
-        """The gradient that B starts from at a microbatch's loss, or at an auxiliary loss of it."""
-        kind = type(loss), loss.dtype, loss.device
-        if kind not in self.loss_grads:
-            self.loss_grads[kind] = torch.full_like(loss, self.feed.loss_grad, requires_grad=False)
-        return self.loss_grads[kind]
 
     def _keep_loss(self, loss: Tensor) -> None:
         # A copy: the storage of mse_loss's scalar is as large as the whole output.

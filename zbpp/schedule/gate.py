@@ -36,6 +36,9 @@ class Gate(NamedTuple):
     sent: dict[int, int]
     dropped: tuple[int, ...]
 
+    def __hash__(self) -> int:
+        return hash((self.position, self.dropped))
+
 
 def gate_positions(timetable: Timetable) -> tuple[int, ...]:
     """For each rank the number of actions before its gate."""

@@ -22,13 +22,13 @@ A Reduce stands where its stage's gradients are complete: behind the stage's las
 that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same
 action comes after the Reduce, since a Release may have to wait.
 
-What leaves the device between two actions is another matter, and each rank's own: see offload.py.
+Passes (passes/) put into a program what features need.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from itertools import accumulate
 from typing import NamedTuple, overload
 
 import numpy as np
@@ -36,7 +36,6 @@ import numpy as np
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
 from zbpp.schedule.gate import Gate, gate_positions
-from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Floats, Timeline
@@ -114,23 +113,34 @@ class Program(NamedTuple):
     Two facts of the timeline in which F, B and W take one unit of time, BW takes two, and messages take none,
     for posts.py. in_flight[peer]: the most values that the link from `peer` holds at a time. sent: for each
     value that comes from another rank, in the order of their sends, how many actions of this rank begin
-    before the value is sent, and by whom it is sent.
+    before the value is sent, and by whom it is sent. row: the rank's row of the timetable.
     """
 
     rank: int
     instructions: tuple[Instruction, ...]
     in_flight: dict[int, int]
     sent: tuple[tuple[int, int], ...] = ()
+    row: Sequence[Action] = ()
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.instructions))
+
+    def positions(self) -> Sequence[int]:
+        """For each place in the row, and its end: how many of the program's actions stand before it.
+
+        A pass may have dropped actions.
+        """
+        kept = {each for each in self.instructions if isinstance(each, Action)}
+        if len(kept) == len(self.row):
+            return range(len(self.row) + 1)
+        return [0, *accumulate(action in kept for action in self.row)]
 
 
 class Programs(Sequence[Program]):
     """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
-    def __init__(self, timeline: Timeline, offload: Sequence[RankOffload] = ()) -> None:
-        self._timeline, self._offload = timeline, offload
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
         self._links = _connected(timeline.timetable)
         self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
 
@@ -188,8 +198,7 @@ class Programs(Sequence[Program]):
         sends = sorted((time, peer) for peer, link in inbound.items() for time in link.sent.tolist())
         begun = np.searchsorted(self._timeline.starts[rank], [time for time, _ in sends]).tolist()
         sent = tuple(zip(begun, [peer for _, peer in sends], strict=True))
-        program = Program(rank, tuple([instructions[i] for i in order]), in_flight, sent)
-        return with_copies(program, self._offload[rank]) if self._offload else program
+        return Program(rank, tuple([instructions[i] for i in order]), in_flight, sent, row)
 
 
 def _sort_keys(positions: Numbers, slot: int) -> Numbers:
@@ -241,31 +250,11 @@ def _most_in_flight(sent: Floats, consumed: Floats) -> int:
     return int(waiting.max(initial=0))
 
 
-def lower(timetable: Timetable, offload: Sequence[RankOffload] = ()) -> Programs:
+def lower(timetable: Timetable) -> Programs:
     """Make one program per rank: the timetable's actions with the messages between them, and with Reduces.
 
     Each stage has one Reduce; in a timetable of F's alone, as an evaluation has, none.
-    offload: of each rank, what leaves the device and comes back (`choose_offload`); a rank's offload concerns
-    no other rank.
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
-    return Programs(simulate(timetable), offload)
-
-
-def with_copies(program: Program, placed: RankOffload) -> Program:
-    """A program with the copies of an offload: each where `Placed` says, between two actions."""
-    copies: dict[tuple[int, bool], list[Instruction]] = defaultdict(list)
-    for copy in placed:
-        copies[copy.before, copy.at_once].append(copy.instruction)
-    found, receives, position = list[Instruction](), list[Instruction](), 0
-    for each in (*program.instructions, None):
-        if isinstance(each, Recv):
-            receives.append(each)
-        elif isinstance(each, Action) or each is None:
-            found += [*copies[position, True], *receives, *copies[position, False]]
-            found += [] if each is None else [each]
-            receives, position = [], position + 1
-        else:
-            found.append(each)
-    return program._replace(instructions=tuple(found))
+    return Programs(simulate(timetable))

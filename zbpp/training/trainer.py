@@ -84,9 +84,9 @@ class Trainer:
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
     loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
-    the scale. gradient_release: the pipeline's step updates the weights itself, see
-    zbpp.GradientRelease; there, too, what per_parameter says of the optimizer. post_validation: the update
-    does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
+    the scale. gradient_release: the pipeline's step updates the weights itself, see zbpp.GradientRelease;
+    there, too, accumulate, and what per_parameter says of the optimizer. post_validation: the update does not
+    wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 
     non_finite: skip, stop or continue where a loss or the norm of the gradients is NaN or infinite, see
     non_finite.py. callbacks: what else happens around the steps.
@@ -107,6 +107,7 @@ class Trainer:
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
     gradient_release: bool = False
+    accumulate: bool = False
     per_parameter: bool = False
     post_validation: bool = False
     callbacks: Sequence[Callback] = ()
@@ -135,17 +136,15 @@ class Trainer:
 
     def _made_update(self) -> Update:
         common: Any = {"clip_norm": self.clip_norm, "masters": self.masters, "loss_scale": self.loss_scale}
-        if self.gradient_release and self.post_validation:
-            raise ValueError(
-                "gradient release drops the gradients that post-validation may need again: leave one out"
-            )
+        made: Update | None = None
         if self.gradient_release:
-            return ReleasedUpdate(self.pipeline, self.optimizer, per_parameter=self.per_parameter, **common)
-        if self.post_validation:
-            return PostValidatedUpdate(
+            how: Any = {"accumulate": self.accumulate, "per_parameter": self.per_parameter}
+            made = ReleasedUpdate(self.pipeline, self.optimizer, **how, **common)
+        if self.post_validation:  # the pipeline refuses it beside gradient release
+            made = PostValidatedUpdate(
                 self.optimizer, pipeline=self.pipeline, skips=self.values.skips, **common
             )
-        return Update(self.optimizer, skips=self.values.skips, **common)
+        return made or Update(self.optimizer, skips=self.values.skips, **common)
 
     def run(self, num_steps: int) -> Iterator[Metrics]:
         """Train from `next_step` until `num_steps` steps are done, or until a callback wants to leave.

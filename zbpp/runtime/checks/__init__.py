@@ -1,5 +1,6 @@
 """Extras and functions that check.
 
+losses_alike do tensor-parallel processes compute the same losses?
 same_calls   do all ranks call step and evaluate in the same order?
 replicas     are all copies of each weight, buffer and optimizer state equal?
 non_finite   where did NaN and infinities come from? The step's batch runs again, with hooks

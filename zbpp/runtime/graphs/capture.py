@@ -33,6 +33,7 @@ from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
 from zbpp.schedule.passes.posts import Postings
+from zbpp.schedule.program import HeadW
 
 
 class GraphMaker(Protocol):
@@ -79,15 +80,29 @@ class PlannedBuffers(BufferPool):
         return next(self._next)
 
 
-def noting(actions: Mapping[Action, Run], layouts: dict[Action, Layout]) -> dict[Action, Run]:
+Captured = Action | HeadW
+CAPTURED = (Action, HeadW)
+
+
+def _is_forward(action: Captured) -> bool:
+    return isinstance(action, Action) and action.op == Op.F
+
+
+def noting(actions: Mapping[Captured, Run], layouts: dict[Captured, Layout]) -> dict[Captured, Run]:
     """The actions; each notes the layout of what it gives."""
 
-    def function(action: Action, message: Message) -> Message:
+    def function(action: Captured, message: Message) -> Message:
         made = actions[action](message)
         layouts[action] = layout_of(made)
         return made
 
     return {action: partial(function, action) for action in actions}
+
+
+def receive_into(executor: Executor, pools: Mapping[int, BufferPool]) -> None:
+    """Let an executor receive messages into these pools, by sender, else into its own."""
+    for peer, inbox in executor.inboxes.items():
+        inbox.pool = pools.get(peer, executor.pool)
 
 
 class ActionGraphs:
@@ -102,14 +117,14 @@ class ActionGraphs:
     def __init__(
         self,
         rank: Rank,
-        actions: Mapping[Action, Run],
+        actions: Mapping[Captured, Run],
         maker: GraphMaker,
-        layouts: Mapping[Action, Layout],
+        layouts: Mapping[Captured, Layout],
     ) -> None:
         self._workers, self._actions, self._maker, self._layouts = rank.workers, actions, maker, layouts
-        self._graphs: dict[Action, Callable[[], None]] = {}
+        self._graphs: dict[Captured, Callable[[], None]] = {}
         # The losses of each F. They stay in the graphs' pool, where nothing else is written while they live.
-        self._losses: dict[Action, tuple[list[Tensor], dict[str, list[Tensor]]]] = {}
+        self._losses: dict[Captured, tuple[list[Tensor], dict[str, list[Tensor]]]] = {}
         pool = BufferPool(rank.device)
         self._given = NotedBuffers(pool)
         received = {peer: NotedBuffers(pool) for peer in rank.executors["step"].given.in_flight}
@@ -134,7 +149,7 @@ class ActionGraphs:
         # Later steps start their receives at these places, or behind them: a step that may wait does.
         postings = Postings(executor.postings.later, executor.postings.later)
         silent = Executor(
-            executor.given,
+            rank.extras.rewrite("step", executor.given),
             rank.workers,
             METHODS["step"],
             num_stages,
@@ -143,29 +158,30 @@ class ActionGraphs:
             postings=postings,
             extras=captures,
         )
-        silent.take_layouts(executor)
-        silent.receive_into(received)
+        for own, known in zip(silent.boxes(), executor.boxes(), strict=True):
+            own.layouts = dict(known.layouts)
+        receive_into(silent, received)
         silent.run()
 
-    def _capture(self, action: Action, message: Message) -> Message:
+    def _capture(self, action: Captured, message: Message) -> Message:
         """Capture one action; returns what it gives."""
         given = tuple([None if each is None else self._given.take(each) for each in self._layouts[action]])
         self._graphs[action] = self._maker.capture(partial(self._run, action, message, given))
         return given
 
-    def _run(self, action: Action, message: Message, given: Message) -> None:
+    def _run(self, action: Captured, message: Message, given: Message) -> None:
         """What a graph does: the action, and the copies of what it gives to their buffers."""
         made = self._actions[action](message)
         with torch.no_grad():
             for tensor, place in zip(made, given, strict=True):
                 if tensor is not None and place is not None:
                     place.copy_(tensor)
-        if action.op == Op.F:
+        if _is_forward(action):
             worker = self._workers[action.stage]
             self._losses[action] = worker.losses, worker.named
             worker.losses, worker.named = [], {}
 
-    def _replays(self) -> dict[Action, Run]:
+    def _replays(self) -> dict[Captured, Run]:
         tensors = iter(self._given.tensors())
         return {
             action: self._replay(
@@ -176,7 +192,7 @@ class ActionGraphs:
             for action, graph in self._graphs.items()
         }
 
-    def _replay(self, action: Action, graph: Callable[[], None], given: Message) -> Run:
+    def _replay(self, action: Captured, graph: Callable[[], None], given: Message) -> Run:
         worker = self._workers[action.stage]
 
         def replay(_: Message) -> Message:
@@ -189,18 +205,18 @@ class ActionGraphs:
             graph()
             return given
 
-        return seeded if action.op == Op.F else replay
+        return seeded if _is_forward(action) else replay
 
 
 class _Captures(Feature):
     """Captures actions instead of running them."""
 
-    def __init__(self, capture: Callable[[Action, Message], Message]) -> None:
+    def __init__(self, capture: Callable[[Captured, Message], Message]) -> None:
         self._capture = capture
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        return partial(self._capture, at) if isinstance(at, Action) else run
+        return partial(self._capture, at) if isinstance(at, CAPTURED) else run
 
 
 class _SilentLink:

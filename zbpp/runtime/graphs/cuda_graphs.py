@@ -11,20 +11,18 @@ import logging
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from zbpp.runtime.call import Call, Feed, Result
+from zbpp.runtime.call import Call, Feed, LossGradients, Result
 from zbpp.runtime.extra import Feature, Handler, Run
-from zbpp.runtime.graphs.capture import ActionGraphs, GraphMaker, noting
+from zbpp.runtime.graphs.capture import CAPTURED, ActionGraphs, Captured, GraphMaker, noting, receive_into
 from zbpp.runtime.graphs.cuda import TorchGraphs
 from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message
-from zbpp.runtime.parallel.mesh import SHARD, TENSOR
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Action, Program
+from zbpp.schedule import Program
 from zbpp.schedule.lower import Instruction
 
 _log = logging.getLogger(__name__)
@@ -50,6 +48,9 @@ class CudaGraphs(Feature):
     name = "cuda_graphs"
     excludes = MappingProxyType(
         {
+            "dynamic_shapes": "graphs have fixed shapes; leave one of them out",
+            "shard": "FSDP2's hooks gather the weights; write replicate",
+            "tensor": "it was not tried on GPUs yet; leave it at 1",
             "activation_offload": "Python starts its copies to the host; leave one of them out",
             "weight_offload": "Python starts its copies to the device; leave one of them out",
             "gradient_release": "Python updates weights in the middle of W; leave one of them out",
@@ -61,26 +62,19 @@ class CudaGraphs(Feature):
         self._maker, self.num_replays = maker, 0
 
     def attach(self, rank: Rank) -> None:
-        """See Extra. Raises ValueError for a pipeline that doesn't go with graphs."""
-        for is_given, reason in (
-            (rank.dynamic_shapes, "dynamic_shapes, since graphs have fixed shapes: leave dynamic_shapes out"),
-            (SHARD in rank.place.groups, "shards, whose weights FSDP2's hooks gather: write replicate="),
-            (TENSOR in rank.place.groups, "tensor parallel stages (not tried on GPUs yet): write tensor=1"),
-        ):
-            if is_given:
-                raise ValueError(f"{self.name} doesn't go with {reason}, or leave {self.name} out")
+        """See Extra."""
         if self._maker is None and rank.device.type == "cuda":
             self._maker = TorchGraphs(rank.device)
         if self._maker is None and rank.rank == 0:  # one line, not one of each rank
             _log.warning("CUDA graphs need a GPU: running eagerly")
         self._rank, self._workers, self._is_paused = rank, rank.workers, False
-        self._eager: dict[Action, Run] = {}
-        self._now: Mapping[Action, Run] = self._eager  # what runs in this step
+        self._eager: dict[Captured, Run] = {}
+        self._now: Mapping[Captured, Run] = self._eager  # what runs in this step
         self._captured: _Captured | None = None
         self._key: Key | None = None  # of the last step's inputs
         self._num_warm = 0  # eager steps in a row with this key
-        self._layouts: dict[Action, Layout] = {}
-        self._loss_grads: dict[int, dict[Any, Tensor]] = {}  # by stage; see StageWorker
+        self._layouts: dict[Captured, Layout] = {}
+        self._loss_grads: dict[int, LossGradients] = {}  # by stage: the captured step starts from them
         self._around = ExitStack()  # of an eager step before the capture
 
     def rewrite(self, call: str, program: Program) -> Program:
@@ -95,7 +89,7 @@ class CudaGraphs(Feature):
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """In each step, run the action as that step does: eagerly, or its graph."""
-        if call != "step" or self._maker is None or not isinstance(at, Action):
+        if call != "step" or self._maker is None or not isinstance(at, CAPTURED):
             return run
         self._eager[at] = run
 
@@ -147,12 +141,13 @@ class CudaGraphs(Feature):
 
     def _use_eager(self) -> None:
         self._now = self._eager
-        self._rank.executors["step"].receive_into({})
+        receive_into(self._rank.executors["step"], {})
 
     def _warm_up(self, maker: GraphMaker, key: Key) -> None:
         """Let the step run eagerly, where captures run; it notes the layouts of messages."""
         self._num_warm = self._num_warm + 1 if key == self._key else 1
         self._key, self._layouts = key, {}
+        self._loss_grads = {stage: worker.feed.loss_grads for stage, worker in self._workers.items()}
         self._now = noting(self._eager, self._layouts)
         self._around.enter_context(maker.warming_up())
 
@@ -177,23 +172,19 @@ class CudaGraphs(Feature):
 
     def _begin(self, feeds: Mapping[int, Feed]) -> None:
         for stage, worker in self._workers.items():
-            worker.begin(feeds[stage])
-            worker.loss_grads = self._loss_grads[stage]
+            worker.begin(feeds[stage]._replace(loss_grads=self._loss_grads[stage]))
 
     def _replay(self, captured: _Captured, feeds: Mapping[int, Feed]) -> None:
         captured.gradients.begin()
         captured.inputs.load(feeds)
         for stage, feed in feeds.items():
-            for each in self._loss_grads[stage].values():
-                each.fill_(feed.loss_grad)  # loss_scale may have changed
+            self._loss_grads[stage].set(feed.loss_grads.value)  # loss_scale may have changed
         self._now = captured.graphs.replays
-        self._rank.executors["step"].receive_into(captured.graphs.received)
+        receive_into(self._rank.executors["step"], captured.graphs.received)
 
     def _give_losses(self, at: GiveLosses) -> None:
-        """The step's last instruction: keep the gradients of losses, or give out the replayed losses."""
-        if self._captured is None:
-            self._loss_grads = {stage: worker.loss_grads for stage, worker in self._workers.items()}
-        elif self._now is self._captured.graphs.replays:
+        """The step's last instruction: give out the losses, if it was replayed."""
+        if self._captured is not None and self._now is self._captured.graphs.replays:
             self._captured.graphs.give_losses()
             self.num_replays += 1
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from zbpp.autograd import WeightGrads
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import bytes_of, storages_of
 from zbpp.job.agreement import gather
-from zbpp.runtime.call import Feed
+from zbpp.runtime.call import Feed, LossGradients
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, StageWorker
@@ -54,9 +55,9 @@ def microbatch_memory(
     head_at_once: see zbpp.HeadAtOnce.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.head_at_once = head_at_once
-    worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1]))
-    _MicrobatchRun(worker, live, inputs, 0).measured()
+    head_w = worker.accumulate if head_at_once else None
+    worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1], LossGradients()))
+    _MicrobatchRun(worker, live, inputs, 0, head_w).measured()
     outputs: list[Any] = []
 
     def keep(found: tuple[Any, ...]) -> None:
@@ -65,7 +66,7 @@ def microbatch_memory(
             if isinstance(each, Tensor):
                 live.forget(each)
 
-    found = _MicrobatchRun(worker, live, inputs, 1, keep).measured()
+    found = _MicrobatchRun(worker, live, inputs, 1, head_w, keep).measured()
     worker.end()
     return MicrobatchMemory(found, tuple(outputs))
 
@@ -96,10 +97,9 @@ def stage_memory(
     restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
-    worker.head_at_once, worker.run_w = head_at_once, lambda weight_grads: None
-    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
+    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients()))
     with _restored(module, device), counter_of(device) as live:
-        run = _MicrobatchRun(worker, live, inputs, 0)
+        run = _MicrobatchRun(worker, live, inputs, 0, (lambda dropped: None) if head_at_once else None)
         saved, deferred = run.forward().held, run.backward_input().held
         worker.abandon()
     return StageMemory(saved, deferred)
@@ -123,7 +123,11 @@ class _Half(NamedTuple):
 
 
 class _MicrobatchRun:
-    """Runs F, B and W of one microbatch, and measures them. keep: called with the outputs of F."""
+    """Runs F, B and W of one microbatch, and measures them.
+
+    head_w: called behind B with the W of a language model's head, if this W doesn't wait. keep: called with
+    the outputs of F.
+    """
 
     def __init__(
         self,
@@ -131,10 +135,11 @@ class _MicrobatchRun:
         live: Counter,
         inputs: tuple[Any, ...],
         microbatch: int,
+        head_w: Callable[[WeightGrads], None] | None = None,
         keep: Callable[[tuple[Any, ...]], None] = lambda outputs: None,
     ) -> None:
         self._worker, self._live, self._inputs, self._microbatch = worker, live, inputs, microbatch
-        self._keep, self._before = keep, live.now
+        self._head_w, self._keep, self._before = head_w, keep, live.now
         self._layout: Layout = ()
 
     def measured(self) -> MicrobatchBytes:
@@ -176,6 +181,8 @@ class _MicrobatchRun:
         keeps_g, g = _watch(message)
         start = self._live.mark()
         given = self._worker.backward_input(self._microbatch, message)
+        if self._head_w is not None:
+            self._head_w(self._worker.deferred(self._microbatch).take_large())
         rise = self._live.highest - start
         del message
         with_given = self._live.now
@@ -311,7 +318,7 @@ def bytes_that_leave(
 ) -> int:
     """How many of the bytes that F of one microbatch keeps may leave the device. On CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    feed = Feed([inputs] if index == 0 else (), [{}], [target], [0])
+    feed = Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients())
     message = tuple(map(received, inputs)) if index else ()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]

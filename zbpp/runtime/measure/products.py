@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zbpp.runtime.call import Feed
+from zbpp.runtime.call import Feed, LossGradients
 from zbpp.runtime.measure.microbatch_memory import received
 from zbpp.runtime.stage import Loss, StageWorker
 
@@ -48,7 +48,7 @@ def products(
 ) -> Products:
     """Run F of one microbatch and count. On real tensors, or in FakeTensorMode. inputs: of F."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0]))
+    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients()))
     message = tuple(map(received, inputs)) if index else ()
     with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
         worker.forward(0, message)

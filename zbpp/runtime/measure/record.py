@@ -13,6 +13,7 @@ import torch
 from zbpp.runtime.extra import Background
 from zbpp.schedule import Action, Recv, Send, Value
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import HeadW
 from zbpp.streams import Event, streams_of
 
 Times = npt.NDArray[np.float64]
@@ -119,8 +120,13 @@ class StepRecord:
         return begin
 
     def times(self) -> Times:
-        """[actions, 2]: start and end of each action, in ms of the machine's clock."""
-        spans = [span for instruction, span in self._spans() if isinstance(instruction, Action)]
+        """[actions, 2]: start and end of each action, in ms of the machine's clock. A B ends with HeadW."""
+        spans: list[tuple[float, float]] = []
+        for instruction, (begin, end) in self._spans():
+            if isinstance(instruction, Action):
+                spans.append((begin, end))
+            elif isinstance(instruction, HeadW):
+                spans[-1] = spans[-1][0], end
         return np.array(spans, dtype=np.float64).reshape(-1, 2)
 
     def messages(self) -> Messages:

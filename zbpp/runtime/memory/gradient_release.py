@@ -18,23 +18,36 @@ parameter from this parameter's gradient alone, as torch's optimizers (LBFGS asi
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler
+from zbpp.runtime.memory.accumulation import Accumulation, refusal_of
+from zbpp.runtime.memory.restricted_update import is_optimi, parameters_of, update
 from zbpp.runtime.parallel.squares import squares_of
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program
-from zbpp.schedule.passes.update import with_updates
-from zbpp.schedule.program import Update
+from zbpp.schedule.passes.update import with_accumulation, with_updates
+from zbpp.schedule.program import Accumulate, Update
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
+
+
+NOT_WITH_ACCUMULATION = MappingProxyType(
+    {
+        "replicate": "gradients would be reduced in each microbatch; write gradient_release=step",
+        "shard": "gradients would be reduced in each microbatch; write gradient_release=step",
+        "head_at_once": "its W's would mix microbatches; write gradient_release=step",
+        "overlap_exchange": "its W's would mix microbatches; write gradient_release=step",
+    }
+)
+"""What GradientRelease excludes with accumulate=True, too."""
 
 
 class GradientRelease(Feature):
@@ -45,10 +58,12 @@ class GradientRelease(Feature):
     schedulers. Shared and tied parameters are updated at the end of the step.
 
     optimizer: of all or some of the pipeline's `parameters()`; the gradients of the other parameters stay.
-    Its step hooks run at each update. keep_squares: whether to keep the squared norms of dropped gradients,
-    from which the norm of all is computed. per_parameter: what the caller says of an optimizer that is none
-    of torch.optim's or torch-optimi's: it updates each parameter from this parameter's gradient alone, and
-    keeps no count of steps for several parameters.
+    Its step hooks run at each update. accumulate: whether each microbatch's gradients go into the states of
+    the optimizer, one of torch-optimi's, behind its W, and are dropped there; then the losses approximate
+    those of summed gradients, see accumulation.py. keep_squares: whether to keep the squared norms of dropped
+    gradients, from which the norm of all is computed. per_parameter: what the caller says of an optimizer
+    that is none of torch.optim's or torch-optimi's: it updates each parameter from this parameter's gradient
+    alone, and keeps no count of steps for several parameters.
 
     The gradients are gone when `step` returns: nothing can clip them by their norm, scale them, or skip an
     update because a gradient is infinite or NaN. A step that fails may have updated some weights, and no step
@@ -62,9 +77,17 @@ class GradientRelease(Feature):
     )
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, *, keep_squares: bool = False, per_parameter: bool = False
+        self,
+        optimizer: torch.optim.Optimizer,
+        *,
+        accumulate: bool = False,
+        keep_squares: bool = False,
+        per_parameter: bool = False,
     ) -> None:
         self.optimizer: Any = optimizer
+        self._accumulates, self._accumulation = accumulate, Accumulation(optimizer, 1)
+        if accumulate:
+            self.excludes = MappingProxyType({**self.excludes, **NOT_WITH_ACCUMULATION})
         self._keeps_squares, self._per_parameter = keep_squares, per_parameter
         self._waits_for_graph, self._has_updated = False, False
         self.released: dict[int, Tensor] = {}
@@ -76,9 +99,7 @@ class GradientRelease(Feature):
             self._check(rank)
         except ValueError as error:
             refusal = str(error)
-        for each in rank.place.gather(refusal):
-            if each:
-                raise ValueError(each)
+        refuse_together(refusal, rank.place.gather)
         self._rank, rank.released = rank, self.released
 
     def close(self) -> None:
@@ -112,21 +133,28 @@ class GradientRelease(Feature):
                 "optimizer=optimi_adamw, or parallel.shard=2 or more, where the float32 gradients can be "
                 "released"
             )
-        not_own = set(map(id, (*_shared(rank), *_of_loss(rank))))
+        shared, of_loss = _shared(rank), _of_loss(rank)
+        if self._accumulates and (refusal := refusal_of(self.optimizer, shared)):
+            raise ValueError(refusal)
+        not_own = set(map(id, (*shared, *of_loss)))
         self._parts = {
             index: [each for each in worker.module.parameters() if id(each) not in not_own]
             for index, worker in rank.workers.items()
         }
+        if self._accumulates:
+            self._accumulation = Accumulation(self.optimizer, rank.timetable.num_microbatches)
+            if of_loss:  # the W's of the last stage complete these gradients
+                self._parts[rank.timetable.num_stages - 1] += of_loss
 
     # ---- A step
 
     def rewrite(self, call: str, program: Program) -> Program:
         """See Feature."""
-        return with_updates(program)
+        return with_accumulation(program) if self._accumulates else with_updates(program)
 
     def handlers(self, call: str) -> Mapping[type, Handler]:
         """See Feature."""
-        return {Update: self._complete}
+        return {Update: self._complete, Accumulate: self._take}
 
     def begin(self, call: Call) -> None:
         """See Extra. Raises ValueError for a step with a loss scale, or with a gradient from before.
@@ -149,6 +177,7 @@ class GradientRelease(Feature):
                 "optimizer.zero_grad(), and use more microbatches for a larger batch"
             )
         self.released.clear()
+        self._accumulation.clear()
 
     def end(self, call: Call, result: Result) -> None:
         """Update the other parameters: all gradients are final."""
@@ -168,11 +197,22 @@ class GradientRelease(Feature):
     def _complete(self, at: Update) -> None:
         """The gradients of a stage are final."""
         if not self._waits_for_graph:
-            optimized = set(map(id, parameters_of(self.optimizer)))
-            self._update([each for each in self._parts[at.stage] if id(each) in optimized])
+            self._update(self._optimized(at.stage))
+
+    def _take(self, at: Accumulate) -> None:
+        """The gradients of a microbatch are complete, and it is not the last one of the stage."""
+        self._has_updated = True
+        self._accumulation.take(self._optimized(at.stage))
+
+    def _optimized(self, stage: int) -> list[nn.Parameter]:
+        optimized = set(map(id, parameters_of(self.optimizer)))
+        return [each for each in self._parts[stage] if id(each) in optimized]
 
     def _update(self, parameters: Iterable[nn.Parameter]) -> None:
         """Update those of the parameters that have a gradient, and drop it."""
+        parameters = list(parameters)
+        if self._accumulates:
+            self._accumulation.make_ready(parameters)
         mine = [each for each in parameters if each.grad is not None]
         if not mine:
             return
@@ -207,39 +247,3 @@ def updates_each_alone(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer is known to update each parameter from this parameter's gradient alone."""
     kind = type(optimizer)
     return f"{kind.__module__}.".startswith(_KNOWN) and kind is not torch.optim.LBFGS
-
-
-def is_optimi(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer is one of torch-optimi's."""
-    return type(optimizer).__module__.startswith("optimi.")
-
-
-def parameters_of(optimizer: torch.optim.Optimizer) -> Iterable[nn.Parameter]:
-    """The parameters that the optimizer holds now; groups may be added between steps."""
-    return (each for group in optimizer.param_groups for each in group["params"])
-
-
-def update(optimizer: Any, parameters: Sequence[nn.Parameter]) -> None:
-    """Run the optimizer's step for these parameters alone, from their `.grad`."""
-    if not (is_optimi(optimizer) and optimizer.defaults["gradient_release"]):
-        with _restricted(optimizer, set(map(id, parameters))):
-            optimizer.step()
-        return
-    group_of = {id(each): group for group in optimizer.param_groups for each in group["params"]}
-    for each in parameters:
-        # After load_state_dict this would be a copy of the group, which learning rate schedules don't change.
-        optimizer.state[each]["group"] = group_of[id(each)]
-        optimizer.step(param=each)
-
-
-@contextmanager
-def _restricted(optimizer: torch.optim.Optimizer, wanted: set[int]) -> Iterator[None]:
-    """Within this context the optimizer's groups hold only the parameters with these ids."""
-    whole = [(group, group["params"]) for group in optimizer.param_groups]
-    try:
-        for group, parameters in whole:
-            group["params"] = [each for each in parameters if id(each) in wanted]
-        yield
-    finally:
-        for group, parameters in whole:
-            group["params"] = parameters

@@ -11,27 +11,37 @@ stays, since B's ascend in microbatch as W's do.
 
 from __future__ import annotations
 
-from zbpp.runtime.extra import Feature
+from collections.abc import Mapping
+
+from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.rank import Rank
+from zbpp.schedule import Program
+from zbpp.schedule.passes.head_w import with_head_w
+from zbpp.schedule.program import HeadW
 
 
 class HeadAtOnce(Feature):
     """Runs the W of a language model's head at the end of its B.
 
     The head is what `zbpp.linear_cross_entropy`, or the loss of gpt, llama and Hugging Face models, computes
-    logits with. Losses and gradients stay equal, to the last bit. Where one compiled call holds the head and
-    other layers, all their W's run at the end of B. Nothing changes for other losses.
+    logits with on the last stage. Losses and gradients stay equal, to the last bit. Where one compiled call
+    holds the head and other layers, all their W's run at the end of B. Nothing changes for other losses.
     """
 
     name = "head_at_once"
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
-        self._workers = [*rank.workers.values()]
-        for worker in self._workers:
-            worker.head_at_once = True
+        self._workers, self._last = rank.workers, rank.timetable.num_stages - 1
 
-    def close(self) -> None:
-        """See Extra."""
-        for worker in self._workers:
-            worker.head_at_once = False
+    def rewrite(self, call: str, program: Program) -> Program:
+        """See Feature."""
+        return with_head_w(program, self._last)
+
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        return {HeadW: self._run_w}
+
+    def _run_w(self, at: HeadW) -> None:
+        worker = self._workers[at.stage]
+        worker.accumulate(worker.deferred(at.microbatch).take_large())

@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any, NoReturn
 
 import torch
@@ -44,12 +44,14 @@ from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, Run, bring, brought_by
+from zbpp.runtime.extra import Feature, Run, bring, brought_by, replaced_w
 from zbpp.runtime.layout import Message
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Action, Op, Program
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Action
 from zbpp.schedule.lower import Instruction
+from zbpp.schedule.reductions import complete_stages
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, host_memory, streams_of
 
@@ -68,6 +70,9 @@ class OffloadedWeights(Feature):
     """
 
     name = "weight_offload"
+    excludes = MappingProxyType(
+        dict.fromkeys(("replicate", "shard", "tensor"), "leave it at 1, with more ranks of the pipeline")
+    )
 
     def __init__(self, stages: Mapping[int, nn.Module], device: torch.device | str | None = None) -> None:
         self.device = torch.device(device or "cpu")
@@ -82,7 +87,7 @@ class OffloadedWeights(Feature):
             block.move_to(host_memory(block.piece.nbytes, self.device))
         self._buffers = DeviceBuffers(largest, self.device)
         self._to_host = ToHost(self.device)
-        self._last_w: dict[str, set[Action]] = {}  # for each call, of each stage
+        self._last_w: set[Action] = set()  # of each stage
         self._is_last_w = False
         self._running: Block | None = None  # the block whose forward runs
         for some in self._blocks_of.values():
@@ -105,7 +110,7 @@ class OffloadedWeights(Feature):
     # ---- As an extra
 
     def attach(self, rank: Rank) -> None:
-        """See Extra. Raises ValueError for ties, a mesh or a replaced forward."""
+        """See Extra. Raises ValueError for ties or a replaced forward."""
         replaced = [block.name for block in self._blocks if not block.runs_on_device()]
         if any(isinstance(each, OffloadedWeights) for each in rank.extras):
             refusal = (
@@ -113,8 +118,6 @@ class OffloadedWeights(Feature):
             )
         elif rank.ties:
             refusal = "stages with offloaded weights can't have tied parameters: untie them"
-        elif rank.place.mesh is not None:
-            refusal = "a pipeline with a mesh can't have offloaded weights: leave the mesh out"
         elif replaced:
             refusal = (
                 f"the forward of {replaced[0]} was replaced (compiled?) after OffloadedWeights, and would "
@@ -124,24 +127,19 @@ class OffloadedWeights(Feature):
             refusal = ""
         if refusal:
             raise ValueError(refusal)
-        for worker in rank.workers.values():
-            worker.run_w = self.accumulate
-
-    def rewrite(self, call: str, program: Program) -> Program:
-        """Find each stage's last W: behind it the stage's gradients are complete."""
-        actions = (each for each in program.instructions if isinstance(each, Action))
-        self._last_w[call] = {*{each.stage: each for each in actions if each.op in (Op.W, Op.BW)}.values()}
-        return program
+        self._workers, row = rank.workers, rank.timetable.rows[rank.rank]
+        self._last_w = {row[position] for position in complete_stages(row).values()}
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """See Extra. A stage's last W copies the stage's gradients to host memory."""
-        if at not in self._last_w[call] or not isinstance(at, Action):
-            return run
+        """W goes block by block. A stage's last W copies the stage's gradients to host memory."""
+        run_w = replaced_w(self._workers, at, self.accumulate) or run
+        if at not in self._last_w or not isinstance(at, Action):
+            return run_w
         blocks = self._blocks_of[at.stage]
 
         def last(message: Message) -> Message:
             self._is_last_w = True
-            result = run(message)
+            result = run_w(message)
             self._is_last_w = False
             for block in blocks:  # those without a task in this W: the head's may have run in B
                 self._to_host.send(block)
@@ -238,19 +236,19 @@ class OffloadedWeights(Feature):
 
     # ---- W
 
-    def accumulate(self, weight_grads: WeightGrads) -> None:
-        """Run W as `weight_grads.accumulate()` does, but block by block.
+    def accumulate(self, worker: StageWorker, weight_grads: WeightGrads) -> None:
+        """Run W as `worker.accumulate` does, but block by block.
 
         The gradients end on the device if other W's of the step may add to them, else on the host.
         """
         for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
             if block is None:  # of a loss
-                part.accumulate()
+                worker.accumulate(part)
                 continue
             # W reads a weight's shape, layout and device, but not its values: any memory will do.
             with block.in_memory(self._buffers.any_memory()):
                 block.bring_gradients({id(leaf) for leaf in part.leaves()}, self.device)
-                part.accumulate()
+                worker.accumulate(part)
             if self._is_last_w:
                 self._to_host.send(block)
             if not self._is_in_call:

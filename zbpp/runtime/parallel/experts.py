@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd.models.exchange import BalancedExchange, Exchange
+from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.parallel.groups import close_groups, group_like
@@ -35,11 +36,8 @@ def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
         return
     holders = [holder for stage in stages for holder in _holders(stage)]
     num = place.size(EXPERT)
-    told = place.gather((_refusal(holders, num), bool(holders)))
-    for refusal, _ in told:
-        if refusal:
-            raise ValueError(refusal)
-    if not any(has_experts for _, has_experts in told):
+    refuse_together(_refusal(holders, num), place.gather)
+    if not any(place.gather(bool(holders))):
         raise ValueError(no_experts(num))
     _take_parts(holders, mesh[EXPERT])
     for holder in holders:

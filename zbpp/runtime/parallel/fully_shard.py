@@ -14,8 +14,7 @@ the weight. If the policy's reduce_dtype differs from the weight's dtype, this `
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
-from zbpp.runtime.parallel.mesh import EXPERT, Place, is_fully_sharded, is_spread, local_of
+from zbpp.runtime.parallel.mesh import EXPERT, Place, Reshard, is_freed, is_fully_sharded, is_spread, local_of
 from zbpp.runtime.parallel.reduce import Ended, Flags
-
-Reshard = Literal["step", "microbatch"]
-RESHARD: tuple[str, ...] = get_args(Reshard)
+from zbpp.runtime.stage import StageWorker
 
 
 class FullyShardedStage:
@@ -113,14 +110,13 @@ class FullyShardedStage:
         for module in self._modules:
             module.reshard()
 
-    @contextmanager
-    def gathered_for(self, weight_grads: WeightGrads) -> Iterator[None]:
-        """Within it W may run: weights that W reads (the x of a product may be one) are gathered."""
-        is_needed = any(map(_is_freed, weight_grads.tensors()))
+    def run_w(self, worker: StageWorker, weight_grads: WeightGrads) -> None:
+        """W. Weights that W reads (the x of a product may be one) are gathered before it, and freed again."""
+        is_needed = any(map(is_freed, weight_grads.tensors()))
         modules = self._modules if is_needed else []
         for module in modules:
             module.unshard()
-        yield
+        worker.accumulate(weight_grads)
         for module in modules:
             module.reshard()
 
@@ -202,12 +198,6 @@ def _drop_gradient(param: Any) -> None:
     param._unsharded_param.grad = None
     if param.unsharded_accumulated_grad is not None:
         param.unsharded_accumulated_grad = None
-
-
-def _is_freed(tensor: Tensor) -> bool:
-    """Whether FSDP2 has freed the tensor's memory: it does so by giving the storage no bytes."""
-    local = local_of(tensor)
-    return local.layout is torch.strided and local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def meshes_of(stage: nn.Module) -> list[tuple[DeviceMesh, DeviceMesh]]:

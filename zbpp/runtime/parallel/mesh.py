@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -36,6 +36,9 @@ from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
 EXPERT, EXPERT_COPIES = "expert", "expert_copies"
+Reshard = Literal["step", "microbatch"]
+"""When gathered weights of sharded stages are freed, see Pipeline."""
+RESHARD: tuple[str, ...] = get_args(Reshard)
 _EXPERTS = "_zbpp_experts"  # an attribute of a DeviceMesh: the mesh with the dimensions of experts
 
 
@@ -288,6 +291,12 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     """This process's part of a DTensor: its local tensor, in the same memory. Any other tensor as it is."""
     local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return local
+
+
+def is_freed(tensor: torch.Tensor) -> bool:
+    """Whether FSDP2 has freed the tensor's memory: it does so by giving the storage no bytes."""
+    local = local_of(tensor)
+    return local.layout is torch.strided and local.numel() > 0 and local.untyped_storage().nbytes() == 0
 
 
 def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:

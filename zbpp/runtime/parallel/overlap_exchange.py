@@ -24,10 +24,11 @@ from types import MappingProxyType
 import torch
 
 from zbpp.autograd.models.exchange import Pending, exchanges_in
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature, Run
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.mesh import TENSOR
+from zbpp.runtime.parallel.mesh import is_freed
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op
 from zbpp.schedule.lower import Instruction
@@ -36,8 +37,9 @@ from zbpp.schedule.lower import Instruction
 class OverlapExchange(Feature):
     """Runs pending W's during the exchanges of experts. Losses and gradients stay equal, to the last bit.
 
-    With reshard="microbatch" nothing runs there: a W has to gather its weights first. A parameter's hook that
-    draws random numbers then draws them inside an F or B, and changes what a dropout there draws.
+    With reshard="microbatch" a W that reads weights does not run there: they would have to be gathered first.
+    A parameter's hook that draws random numbers then draws them inside an F or B, and changes what a dropout
+    there draws.
     Raises ValueError, on every rank, for a pipeline without exchanges, for tensor parallel stages, and for
     stages of one rank that share a parameter.
     """
@@ -47,17 +49,16 @@ class OverlapExchange(Feature):
         {
             "cuda_graphs": "a captured F or B has no room for other W's; leave one of them out",
             "weight_offload": "W's would copy weights in the middle of F; leave one of them out",
+            "tensor": "its W's may need messages; leave it at 1",
         }
     )
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._exchanges = exchanges_in(worker.module for worker in rank.workers.values())
-        told = rank.place.gather((_refusal(rank), bool(self._exchanges)))
-        for refusal, _ in told:
-            if refusal:
-                raise ValueError(f"{self.name} doesn't go with {refusal}")
-        if not any(has_exchanges for _, has_exchanges in told):
+        refusal = _refusal(rank)
+        refuse_together(refusal and f"{self.name} doesn't go with {refusal}", rank.place.gather)
+        if not any(rank.place.gather(bool(self._exchanges))):
             raise ValueError(
                 f"{self.name}: no stage exchanges rows of experts; leave it out, or spread experts by "
                 "make_mesh(..., expert=2)"
@@ -74,7 +75,7 @@ class OverlapExchange(Feature):
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """A W is pending from the end of its B to its place."""
         match at:
-            case Action(stage, Op.B, microbatch) if self._workers[stage].around_w is None:
+            case Action(stage, Op.B, microbatch):
 
                 def run_b(message: Message) -> Message:
                     result = run(message)
@@ -105,7 +106,8 @@ class OverlapExchange(Feature):
             exchange.meanwhile = None
 
     def _begin_w(self, stage: int, microbatch: int) -> None:
-        heappush(self._pending, (self._place[stage, microbatch], stage, microbatch))
+        if not any(map(is_freed, self._workers[stage].deferred(microbatch).tensors())):
+            heappush(self._pending, (self._place[stage, microbatch], stage, microbatch))
 
     def _end_w(self, stage: int, microbatch: int) -> None:
         """At its place a W has the earliest place of all that are pending."""
@@ -129,8 +131,6 @@ class OverlapExchange(Feature):
 
 def _refusal(rank: Rank) -> str:
     """Why W's can't run in the exchanges of this rank's stages."""
-    if TENSOR in rank.place.groups:
-        return "tensor parallel stages, whose W's may need messages: write tensor=1, or leave it out"
     counts = Counter(each for worker in rank.workers.values() for each in worker.module.parameters())
     if any(count > 1 for count in counts.values()):
         return "a parameter that stages of one rank share, whose sum would have another order: leave it out"

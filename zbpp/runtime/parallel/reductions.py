@@ -11,7 +11,8 @@ then                          parameters of several stages, and of the loss, ove
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import filterfalse
 from typing import Any
 
@@ -20,15 +21,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
+from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, Handler
-from zbpp.runtime.parallel.fully_shard import Reshard
+from zbpp.runtime.extra import Feature, Handler, Run, replaced_w
+from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.groups import close_groups, group_like
 from zbpp.runtime.parallel.mesh import (
     EXPERT_COPIES,
     REPLICATE,
     SHARD,
+    Reshard,
     copy_to_replicas,
     is_sharded,
     is_spread,
@@ -38,28 +41,30 @@ from zbpp.runtime.parallel.mesh import (
 from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together, can_average
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
-from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.rank import Rank
-from zbpp.schedule import Program, Reduce
-from zbpp.schedule.lower import Reduced
+from zbpp.runtime.stage import StageWorker
+from zbpp.schedule import Action, Op, Program, Reduce
+from zbpp.schedule.lower import Instruction, Reduced
 from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.program import ReduceShared, ZeroCopies
+from zbpp.schedule.program import HeadW, ReduceShared, ZeroCopies
+
+_LOSS_SHARES = (
+    "the loss is a module that shares a parameter with a stage, and shards put another one in its place in "
+    "the stage: let the loss hold the stage's module instead of its parameter"
+)
 
 
 class Reductions(Feature):
     """The reducers of one rank's stages, its tied parameters, and the weights that FSDP2 gathers.
 
-    `attach` gives all replicas of a stage the values of the first one. ties: of all ranks. reshard,
-    mp_policy: as in Pipeline. loss: the parameters of the loss that no stage has; their gradients are
-    averaged, too.
+    `attach` gives all replicas of a stage the values of the first one. reshard, mp_policy: as in Pipeline.
+    The gradients of a loss's own parameters are averaged, too.
     """
 
     name = "reductions"
 
-    def __init__(
-        self, ties: Sequence[Tie], *, reshard: Reshard, mp_policy: Any, loss: Iterable[nn.Parameter]
-    ) -> None:
-        self._ties, self._reshard, self._mp_policy, self._loss = ties, reshard, mp_policy, [*loss]
+    def __init__(self, *, reshard: Reshard, mp_policy: Any) -> None:
+        self._reshard, self._mp_policy = reshard, mp_policy
 
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
@@ -67,9 +72,12 @@ class Reductions(Feature):
         self._device = rank.device
         self._workers = rank.workers
         self._stages = stages = {index: worker.module for index, worker in rank.workers.items()}
+        loss = rank.own_parameters_of_loss()
         self._sharded = shard_stages(stages, place, rank.rank, self._reshard, self._mp_policy)
+        is_lost = len(rank.own_parameters_of_loss()) > len(loss)
+        refuse_together(_LOSS_SHARES if is_lost else "", place.gather)
         self._tied = TiedGradients(
-            self._ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
+            rank.ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
         )
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
@@ -84,10 +92,7 @@ class Reductions(Feature):
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 group = group_like(place.groups[name], rank.timeout)
                 self._groups.append(group)
-                self._replicate(stages, copied, self._loss, group, rank.rank)
-        for index, sharded in self._sharded.items():
-            if sharded.frees_before_w:
-                rank.workers[index].around_w = sharded.gathered_for
+                self._replicate(stages, copied, loss, group, rank.rank)
 
     # ---- A step
 
@@ -101,6 +106,17 @@ class Reductions(Feature):
         if self._reducers:
             found[Reduce], found[Reduced] = self._start, self._finish
         return found
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """Gather the weights that a W reads, if FSDP2 has freed them."""
+        if not (call == "step" and isinstance(at, Action | HeadW) and at.stage in self._sharded):
+            return run
+        sharded = self._sharded[at.stage]
+        if not sharded.frees_before_w:
+            return run
+        if isinstance(at, Action) and at.op == Op.F:
+            return partial(_without_auxiliary_losses, run, self._workers[at.stage], at.microbatch)
+        return replaced_w(self._workers, at, sharded.run_w) or run
 
     def begin(self, call: Call) -> None:
         """See Extra."""
@@ -116,6 +132,10 @@ class Reductions(Feature):
         if call.kind in ("evaluate", "predict"):
             for stage in self._sharded.values():
                 stage.free()
+
+    def loaded(self) -> None:
+        """Give all copies of tied parameters the owner's values."""
+        self._tied.copy_values()
 
     def fail(self, error: BaseException) -> None:
         """See Extra."""
@@ -194,15 +214,6 @@ class Reductions(Feature):
         whole = AllReduce(others, group, divisor=num, what=what, averages=averages)
         return Together([AllReduce(spread, self._copies, divisor=num, what=what), whole]) if spread else whole
 
-    def copy_tied(self) -> None:
-        """Give all copies of tied parameters the owner's values. Collective if there are any."""
-        self._tied.copy_values()
-
-    @property
-    def copies(self) -> list[nn.Parameter]:
-        """The tied parameters whose first copy is on another rank."""
-        return self._tied.copies
-
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
         if not (self._reducers or self._tied.parameters):
@@ -225,6 +236,17 @@ class Reductions(Feature):
                 "which would run in W, before the gradient is reduced over replicas: read gradients after "
                 "step() instead"
             )
+
+
+def _without_auxiliary_losses(run: Run, worker: StageWorker, microbatch: int, message: Message) -> Message:
+    """F of a stage whose weights are freed after F. Raises ValueError for an auxiliary loss."""
+    result = run(message)
+    if worker.has_auxiliary_losses(microbatch):
+        raise ValueError(
+            "an auxiliary loss needs the stage's weights in B, and reshard=microbatch frees them after F: "
+            "write reshard=step"
+        )
+    return result
 
 
 def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:

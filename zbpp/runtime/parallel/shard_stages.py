@@ -14,29 +14,24 @@ from dataclasses import replace
 from itertools import filterfalse
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.parallel.fully_shard import RESHARD, FullyShardedStage, Reshard
+from zbpp.job.agreement import refuse_together
+from zbpp.runtime.parallel.fully_shard import FullyShardedStage
 from zbpp.runtime.parallel.mesh import (
-    DIMENSIONS,
-    EXPERT,
     EXPERT_COPIES,
     REPLICATE,
+    RESHARD,
     SHARD,
-    TENSOR,
     Place,
+    Reshard,
     copy_to_replicas,
     experts_mesh,
     is_fully_sharded,
     is_spread,
-    is_taken,
-    names_in,
 )
 from zbpp.stage_api import blocks_of
-
-_PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
 
 
 def shard_stages(
@@ -78,9 +73,7 @@ def shard_stages(
             sharded[index] = FullyShardedStage(stage, reshard, place, what)
     except (ValueError, TypeError, AssertionError, RuntimeError) as error:  # what FSDP2 raises
         refusal = f"stage {index} can't be sharded: {error}"
-    for each in place.gather(refusal):
-        if each:
-            raise ValueError(each)
+    refuse_together(refusal, place.gather)
     return sharded
 
 
@@ -146,54 +139,3 @@ def _blocks_with_own_parameters(stage: nn.Module) -> Iterator[nn.Module]:
         inside = Counter(id(each) for _, each in block.named_parameters(remove_duplicate=False))
         if inside and all(places[each] == count for each, count in inside.items()):
             yield block
-
-
-def refusal_of(stage: nn.Module, place: Place) -> str:
-    """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
-    if not any(map(is_fully_sharded, stage.modules())):
-        return ""
-    if not place.has(SHARD):
-        return (
-            "is wrapped in FSDP2 (fully_shard), and the pipeline has no shards: write "
-            "Pipeline(..., mesh=zbpp.make_mesh(shard=2)), and fully_shard(stage, mesh=mesh['shard']) if the "
-            "Pipeline is not to wrap it"
-        )
-    if not is_fully_sharded(stage):
-        return (
-            "has parts that are wrapped in FSDP2, but is not wrapped itself: write fully_shard(stage, "
-            f"mesh=mesh['shard']) after its parts, or {_PLAIN}"
-        )
-    for name, parameter in stage.named_parameters():
-        mesh = getattr(parameter, "device_mesh", None)
-        if mesh is None and parameter.requires_grad:
-            return (
-                f"is wrapped in FSDP2 without its parameter {name}, whose gradients nobody reduces: {_PLAIN}"
-            )
-        if mesh is not None and not _lies_on(mesh, place):
-            return (
-                f"is wrapped in FSDP2 on another mesh than the pipeline's ({name} lies on "
-                f"{mesh}): write fully_shard(stage, mesh=mesh['shard']) with the Pipeline's mesh, "
-                f"mesh['replicate', 'shard'] if it has replicas, or {_PLAIN}"
-            )
-    return ""
-
-
-def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
-    """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's.
-
-    A mesh that `take_as` has named may have some of them: FSDP2 reduces a user's experts by itself.
-    """
-    names = names_in(mesh)
-    groups = dict(zip(names, mesh.get_all_groups(), strict=True)) if names else {}
-    if names == (EXPERT_COPIES, EXPERT):
-        compared: tuple[str, ...] = names
-    elif SHARD in names and set(names) <= set(DIMENSIONS):
-        compared = (REPLICATE, SHARD, *({TENSOR} & set(names) if not is_taken(mesh) else ()))
-    else:
-        return False
-    pairs = [(_ranks(groups.get(name)), _ranks(place.group(name))) for name in compared]
-    return all(set(own) <= set(whole) if is_taken(mesh) else own == whole for own, whole in pairs)
-
-
-def _ranks(group: dist.ProcessGroup | None) -> list[int]:
-    return [dist.get_rank()] if group is None else dist.get_process_group_ranks(group)

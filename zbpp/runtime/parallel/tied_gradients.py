@@ -23,7 +23,7 @@ from zbpp.job.agreement import broadcast, check_agreement, gather
 from zbpp.runtime.parallel.groups import close_groups, group_of, unique_name
 from zbpp.runtime.parallel.mesh import copy_from
 from zbpp.runtime.parallel.reduce import AllReduce
-from zbpp.runtime.parallel.ties import Tie, text_of
+from zbpp.runtime.parallel.ties import Tie, copies_here, owner_of, parameter_of, ranks_of, text_of
 
 
 class TiedGradients:
@@ -33,8 +33,8 @@ class TiedGradients:
     gives all copies the owner's values; the first place's rank owns the parameter. Collective over `group`,
     the pipeline's.
 
-    parameters: all that have copies. copies: those of them that another rank owns. The gradient of a copy is
-    set to zero at the begin of a step, so a caller who adds to gradients between steps adds on the owner.
+    parameters: all that have copies. The gradient of a copy that another rank owns is set to zero at the
+    begin of a step, so a caller who adds to gradients between steps adds on the owner.
     """
 
     def __init__(
@@ -47,27 +47,27 @@ class TiedGradients:
         timeout: float,
     ) -> None:
         self._rank_of = rank_of
-        across = [tie for tie in ties if len(_ranks(tie, rank_of)) > 1]
+        across = [tie for tie in ties if len(ranks_of(tie, rank_of)) > 1]
         prefix = broadcast(unique_name(), group) if across else ""
         self._shared: list[_Shared] = []
-        for ranks in sorted({_ranks(tie, rank_of) for tie in across}):
+        for ranks in sorted({ranks_of(tie, rank_of) for tie in across}):
             together = group_of(ranks, group, f"{prefix}/tied_{ranks}", timeout)
             if together is not None:
-                own = {tie: _parameter(tie, stages) for tie in across if _ranks(tie, rank_of) == ranks}
+                own = {tie: parameter_of(tie, stages) for tie in across if ranks_of(tie, rank_of) == ranks}
                 what = f"rank {rank}, summing the gradients of tied parameters over ranks {ranks}"
                 sums = AllReduce(own.values(), together, divisor=1, what=what)
                 self._shared.append(_Shared(ranks, together, own, sums))
         self.copy_values()
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]
-        self.copies = [parameter for tie, parameter in mine if _owner(tie, rank_of) != rank]
+        self._copies = copies_here(ties, stages, rank_of, rank)
         self._is_checked = False
 
     def copy_values(self) -> None:
         """Give all copies the owner's values. Collective over the ranks that have copies."""
         for shared in self._shared:
             for tie, parameter in shared.parameters.items():
-                copy_from(shared.ranks.index(_owner(tie, self._rank_of)), parameter, shared.group)
+                copy_from(shared.ranks.index(owner_of(tie, self._rank_of)), parameter, shared.group)
 
     def check(self) -> None:
         """Called before a step's first F.
@@ -89,7 +89,7 @@ class TiedGradients:
 
     def begin(self) -> None:
         """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps."""
-        for copy in self.copies:
+        for copy in self._copies:
             total = total_of(copy)
             if total is not None:
                 total.zero_()
@@ -113,19 +113,6 @@ class _Shared(NamedTuple):
     group: dist.ProcessGroup
     parameters: Mapping[Tie, nn.Parameter]
     sums: AllReduce
-
-
-def _owner(tie: Tie, rank_of: Sequence[int]) -> int:
-    first_stage, _ = tie[0]
-    return rank_of[first_stage]
-
-
-def _ranks(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
-    return tuple(sorted({rank_of[stage] for stage, _ in tie}))
-
-
-def _parameter(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
-    return next(stages[stage].get_parameter(name) for stage, name in tie if stage in stages)
 
 
 def _hooked(parameters: Mapping[Tie, nn.Parameter]) -> list[str]:

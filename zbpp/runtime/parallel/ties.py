@@ -59,6 +59,33 @@ class Report(NamedTuple):
     refusal: str = ""
 
 
+def owner_of(tie: Tie, rank_of: Sequence[int]) -> int:
+    """The rank that owns a tied parameter: that of its first stage."""
+    first_stage, _ = tie[0]
+    return rank_of[first_stage]
+
+
+def ranks_of(tie: Tie, rank_of: Sequence[int]) -> tuple[int, ...]:
+    """The ranks that have a copy of a tied parameter."""
+    return tuple(sorted({rank_of[stage] for stage, _ in tie}))
+
+
+def parameter_of(tie: Tie, stages: Mapping[int, nn.Module]) -> nn.Parameter:
+    """The tied parameter, on a rank that has a copy of it."""
+    return next(stages[stage].get_parameter(name) for stage, name in tie if stage in stages)
+
+
+def copies_here(
+    ties: Iterable[Tie], stages: Mapping[int, nn.Module], rank_of: Sequence[int], rank: int
+) -> list[nn.Parameter]:
+    """The tied parameters that this rank has a copy of and another rank owns."""
+    return [
+        parameter_of(tie, stages)
+        for tie in ties
+        if rank in ranks_of(tie, rank_of) and owner_of(tie, rank_of) != rank
+    ]
+
+
 def agree_on_ties(
     stages: Mapping[int, nn.Module], rank_of: Sequence[int], place: Place, model: Any = None
 ) -> list[Tie]:

@@ -1,27 +1,36 @@
 """Post-validation: at its gate, a step waits until the last update of the weights is validated.
 
-See zbpp.PostValidation, which gives pipelines such updates, and zbpp/schedule/gate.py. How a step begins
-again is in Rank.run.
+See zbpp.PostValidation, which gives pipelines such updates, and zbpp/schedule/gate.py. If the update was
+wrong, the step begins again: Rank.run drops its messages and its F's, and runs it from its beginning.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping
 from contextlib import suppress
-from functools import partial
 from types import MappingProxyType
 from typing import Protocol
 
 from zbpp.error_text import error_text
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature
-from zbpp.runtime.rank import Rank, Settle
-from zbpp.runtime.restored import InPlaceChanges
+from zbpp.runtime.executor import BeginAgain
+from zbpp.runtime.extra import Feature, Handler
+from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.rank import Rank
+from zbpp.runtime.restored import Buffers, InPlaceChanges
 from zbpp.runtime.update.posts import Posts
+from zbpp.schedule import Program
+from zbpp.schedule.passes.gate import with_gate
+from zbpp.schedule.program import PassGate
 
 
 class PendingUpdate(Protocol):
     """An update of the weights that is not validated yet: see Validation.pending."""
+
+    @property
+    def loss_scale(self) -> float:
+        """The loss scale of the next step, after `validate`."""
 
     def validate(self) -> bool:
         """Wait until all ranks know whether the update was right; redo it if not. Returns whether it was."""
@@ -31,13 +40,10 @@ class PendingUpdate(Protocol):
 
 
 class Validation(Feature):
-    """The validation of one pipeline's updates; an extra of the pipeline from the first `posts` on.
+    """The validation of one pipeline's updates.
 
-    loss_scale: returns the pipeline's.
-
-    pending: the update that is not validated yet; None: none. name_of_step: ranks compare the names of their
-    calls, since a step without an update would be waited for. has_changed_inputs: whether a stage of this
-    rank changes a step's inputs in place; False until `posts` is called.
+    pending: the update that is not validated yet; None: none. posts: by which ranks share the norms of their
+    gradients. has_changed_inputs: whether a stage of this rank changes a step's inputs in place.
     """
 
     name = "post_validation"
@@ -50,56 +56,84 @@ class Validation(Feature):
         }
     )
 
-    def __init__(self, rank: Rank, loss_scale: Callable[[], float]) -> None:
-        self._rank, self._loss_scale = rank, loss_scale
+    def attach(self, rank: Rank) -> None:
+        """See Extra."""
+        self._rank, self.posts = rank, Posts(rank.place, rank.timeout)
+        self._gate = rank.programs["step"].gate(rank.rank)
+        self._buffers, self._inputs = Buffers(rank.modules), InPlaceChanges(())
         self.pending: PendingUpdate | None = None
-        self.name_of_step, self.has_changed_inputs = "step", False
-        self._posts: Posts | None = None
-        self._inputs = InPlaceChanges(())
-        self._lost_update = ""  # why the weights belong to no step, if an update failed
+        self.has_changed_inputs = False
         # Whether an update was redone outside of a step. Another rank may learn of it only at the gate of its
         # next step, which then begins again. So this rank's next step has to begin again, too.
         self._begins_again = False
 
-    # ---- Calls
+    # ---- A step
+
+    def rewrite(self, call: str, program: Program) -> Program:
+        """See Feature."""
+        return with_gate(program, self._gate) if call == "step" else program
+
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature."""
+        return {PassGate: self._pass_gate}
+
+    def begin(self, call: Call) -> None:
+        """A step that changes, in place, what it was given from outside could not begin again."""
+        self._call = call
+        if call.kind == "step" and (self.pending is not None or self._begins_again):
+            self._buffers.keep()
+        feeds = [worker.feed for worker in self._rank.workers.values()]
+        frozen = [each for each in self._rank.trained() if not each.requires_grad]
+        self._inputs = InPlaceChanges([[(each.args, each.kwargs, each.targets) for each in feeds], frozen])
+
+    def end(self, call: Call, result: Result) -> None:
+        """No rank evaluates before its update is validated."""
+        self.has_changed_inputs |= self._inputs.are_found()
+        self._inputs = InPlaceChanges(())
+        if call.kind != "step":
+            self._begins_again = False
+
+    def fail(self, error: BaseException) -> None:
+        """A step that begins again has the buffers that it had before."""
+        self._inputs = InPlaceChanges(())
+        if isinstance(error, BeginAgain):
+            self._buffers.restore()
+
+    def close(self) -> None:
+        """Let the processes that wait for a value of this one stop waiting."""
+        with suppress(RuntimeError):  # the store may be gone, too
+            self.posts.give_up(self._rank.over)
+
+    def _pass_gate(self, at: PassGate) -> None:
+        """Validate the pending update. Raises BeginAgain if it was wrong: F's have used wrong weights."""
+        update = self.pending
+        if update is not None:
+            was_right = self._validated(update)
+            update.zero_grad()
+            if not was_right:
+                raise BeginAgain(self._call._replace(loss_scale=update.loss_scale))
+        elif self._begins_again:
+            self._begins_again = False
+            raise BeginAgain(self._call)
+
+    # ---- Between steps
 
     def settle(self) -> None:
-        """Validate the pending update, if there is one; afterwards the weights are final.
-
-        Raises RuntimeError if an update has failed: the weights may then be wrong for good.
-        """
-        if self._lost_update:
-            raise RuntimeError(self._lost_update)
+        """Validate the pending update, if there is one; afterwards the weights are final."""
         if self.pending is not None:
             self._begins_again = not self._validated(self.pending)
 
-    def all_have_settled(self) -> None:
-        """Called after a call that no rank makes before its update is validated."""
-        self._begins_again = False
-
-    def in_step(self, call: Call) -> Settle | None:
-        """What the step of this call does at its gate; None: it has no gate."""
-        if self.pending is not None:
-            return partial(self._pass_gate, self.pending, call)
-        return partial(self._repeat, call) if self._begins_again else None
-
     def give_up(self, why: str) -> None:
         """End the pipeline, since its weights belong to no step."""
-        self._lost_update = (
+        self._rank.wrong_weights = (
             f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
         )
         self.pending = None
         self._rank.end(why)
 
-    def _repeat(self, call: Call) -> Call:
-        self._begins_again = False
-        return call
-
-    def _pass_gate(self, update: PendingUpdate, call: Call) -> Call | None:
-        """Validate an update at the gate of a step. Returns the call of the step if it has to begin again."""
-        was_right = self._validated(update)
-        update.zero_grad()
-        return None if was_right else call._replace(loss_scale=self._loss_scale())
+    def set_name_of_step(self, name: str) -> None:
+        """Ranks compare the names of their steps, since a step without an update would be waited for."""
+        self._rank.name_of_step = name
 
     def _validated(self, update: PendingUpdate) -> bool:
         self.pending = None
@@ -109,45 +143,12 @@ class Validation(Feature):
             self.give_up(f"an update could not be validated ({error_text(error)}), and may be wrong")
             raise
 
-    # ---- What ranks tell each other
 
-    @property
-    def refusal(self) -> str:
-        """Why no step of this rank can have a gate; "" if steps can."""
-        try:
-            self._rank.extras.check(self)
-        except ValueError as error:
-            return str(error)
-        return ""
-
-    def posts(self) -> Posts:
-        """The Posts by which ranks share the norms of their gradients. The first call is collective."""
-        if self._posts is None:
-            self._rank.use(self)
-        assert self._posts is not None
-        return self._posts
-
-    def attach(self, rank: Rank) -> None:
-        """See Extra."""
-        self._posts = Posts(rank.place, rank.timeout)
-
-    def begin(self, call: Call) -> None:
-        """A step that changes, in place, what it was given from outside could not begin again."""
-        feeds = [worker.feed for worker in self._rank.workers.values()]
-        frozen = [each for each in self._rank.trained() if not each.requires_grad]
-        self._inputs = InPlaceChanges([[(each.args, each.kwargs, each.targets) for each in feeds], frozen])
-
-    def end(self, call: Call, result: Result) -> None:
-        """See Extra."""
-        self.has_changed_inputs |= self._inputs.are_found()
-        self._inputs = InPlaceChanges(())
-
-    def fail(self, error: BaseException) -> None:
-        """See Extra."""
-        self._inputs = InPlaceChanges(())
-
-    def close(self) -> None:
-        """Let the processes that wait for a value of this one stop waiting."""
-        if self._posts is not None:
-            with suppress(RuntimeError):  # the store may be gone, too
-                self._posts.give_up(self._rank.over)
+def validation_of(pipeline: Pipeline) -> Validation:
+    """The pipeline's validation. The first call is collective, and raises ValueError on all ranks or none."""
+    found = next((each for each in pipeline.extras if isinstance(each, Validation)), None)
+    if found is None:
+        found = Validation()
+        refuse_together(pipeline.refusal(found), pipeline.place.gather)
+        pipeline.use(found)
+    return found

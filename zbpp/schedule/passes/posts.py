@@ -1,4 +1,4 @@
-"""Where receives start: a pass that gives each Recv of a program a Post, and puts the gate into the program.
+"""Where receives start: a pass that gives each Recv of a program a Post.
 
 On gloo a receive that has started is a buffer at the host. It holds up nobody, so a rank starts as many
 receives ahead as the plan has in flight:
@@ -43,36 +43,38 @@ from zbpp.schedule.lower import Instruction, Post, Program, Recv, Reduce, Releas
 from zbpp.schedule.program import PassGate
 from zbpp.schedule.timetable import Action
 
-Posting = Callable[[Program, Gate | None], Program]
+Posting = Callable[[Program], Program]
 """One of the three passes below."""
 
+_BEFORE_POSTS = Send | Reduce | Release | PassGate
 Inserted = Mapping[int, Sequence[Instruction]]
 """{number of actions: what comes behind so many actions, before the Recvs of the next one}."""
 
 
-def in_flight(program: Program, gate: Gate | None = None) -> Program:
+def in_flight(program: Program) -> Program:
     """A program that keeps as many receives started as the plan has in flight, beside the awaited one."""
-    inserted = defaultdict[int, list[Instruction]](list)
+    inserted, gate = defaultdict[int, list[Instruction]](list), gate_of(program)
     for peer, receives in _receives(program).items():
         depth = max(program.in_flight[peer], 1)
         for number, (_, recv) in enumerate(receives):
             position = 0 if number < depth else receives[number - depth][0]
             inserted[_behind_gate(position, number, peer, gate)].append(Post(*recv))
-    return _assembled(program, inserted, gate)
+    return _assembled(program, inserted)
 
 
-def one_ahead(program: Program, gate: Gate | None = None) -> Program:
+def one_ahead(program: Program) -> Program:
     """A program whose receives start one action before the value has been sent in the unit timeline."""
-    inserted = defaultdict[int, list[Instruction]](list)
+    inserted, gate = defaultdict[int, list[Instruction]](list), gate_of(program)
     for position, number, recv in _in_order_of_sends(program):
         place = _behind_gate(max(position - 1, 0), number, recv.peer, gate)
         inserted[place].append(Post(*recv))
-    return _assembled(program, inserted, gate)
+    return _assembled(program, inserted)
 
 
-def when_sent(program: Program, gate: Gate | None = None) -> Program:
+def when_sent(program: Program) -> Program:
     """A program that starts and takes each receive where the value has been sent in the unit timeline."""
     inserted, before_gate = defaultdict[int, list[Instruction]](list), list[Instruction]()
+    gate = gate_of(program)
     for position, number, recv in _in_order_of_sends(program):
         both = Post(*recv), recv
         # A sender whose device waits comes to its gate only once all that it has sent before is received.
@@ -81,15 +83,22 @@ def when_sent(program: Program, gate: Gate | None = None) -> Program:
         else:
             inserted[_behind_gate(position, number, recv.peer, gate)] += both
     others = tuple([each for each in program.instructions if not isinstance(each, Recv)])
-    return _assembled(program._replace(instructions=others), inserted, gate, before_gate)
+    return _assembled(program._replace(instructions=others), inserted, before_gate)
 
 
-def unreceived(program: Program, gate: Gate) -> list[Recv]:
-    """The messages that are sent before their senders' gates, and that a program receives behind its own.
+def gate_of(program: Program) -> Gate | None:
+    """The gate of a program; None if it has none."""
+    return next((each.gate for each in program.instructions if isinstance(each, PassGate)), None)
+
+
+def unreceived(program: Program) -> list[Recv]:
+    """The messages that are sent before their senders' gates, and that are received behind this rank's.
 
     In the order in which a rank that begins the step again receives and drops them.
     """
-    place = program.instructions.index(PassGate())
+    gate = gate_of(program)
+    assert gate is not None  # else no step begins again
+    place = program.instructions.index(PassGate(gate))
     before, behind = (
         [each for each in part if isinstance(each, Recv)]
         for part in (program.instructions[:place], program.instructions[place:])
@@ -113,8 +122,9 @@ def _receives(program: Program) -> dict[int, list[tuple[int, Recv]]]:
 def _in_order_of_sends(program: Program) -> list[tuple[int, int, Recv]]:
     """Each Recv: the number of actions that begin before its value is sent, and its number on its link."""
     receives, taken, found = _receives(program), Counter[int](), list[tuple[int, int, Recv]]()
-    for position, peer in program.sent:
-        found.append((position, taken[peer], receives[peer][taken[peer]][1]))
+    positions = program.positions()
+    for place, peer in program.sent:
+        found.append((positions[place], taken[peer], receives[peer][taken[peer]][1]))
         taken[peer] += 1
     return found
 
@@ -126,21 +136,15 @@ def _behind_gate(position: int, number: int, peer: int, gate: Gate | None) -> in
     return max(position, gate.position)
 
 
-def _assembled(
-    program: Program,
-    inserted: Inserted,
-    gate: Gate | None,
-    before_gate: Sequence[Instruction] = (),
-) -> Program:
-    """The program with what is inserted; at its gate PassGate, before what the next action waits for."""
+def _assembled(program: Program, inserted: Inserted, before_gate: Sequence[Instruction] = ()) -> Program:
+    """The program with what is inserted."""
     found, between, position = list[Instruction](), list[Instruction](), 0
 
     def end_of_between() -> None:
-        ends = [place for place, each in enumerate(between, 1) if isinstance(each, Send | Reduce | Release)]
+        ends = [place for place, each in enumerate(between, 1) if isinstance(each, _BEFORE_POSTS)]
         last = ends[-1] if ends else 0
-        found.extend(between[:last])
-        if gate is not None and position == gate.position:
-            found.extend([*before_gate, PassGate()])
+        for each in between[:last]:
+            found.extend([*before_gate, each] if isinstance(each, PassGate) else [each])
         rest = between[last:]
         first = next((place for place, each in enumerate(rest) if isinstance(each, Recv)), len(rest))
         found.extend([*rest[:first], *inserted.get(position, ()), *rest[first:]])

@@ -27,6 +27,7 @@ from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
 from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
 from zbpp.runtime.update.posts import Ticket
+from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.rollback import Rollback
@@ -83,8 +84,9 @@ class PostValidatedUpdate(Update):
             raise ValueError(f"clip_norm={clip_norm!r}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
         pipeline.settle()  # another PostValidation may have used the pipeline before
-        _check_agreed(pipeline, clip_norm)
-        pipeline.validation.posts()
+        validation_of(pipeline)
+        check_equal("options of post-validation", pipeline.place.gather({"clip_norm": clip_norm}))
+        self._pipeline = pipeline
         self._rollback = Rollback(optimizer)
         self._pending: _Pending | None = None
         self._results: list[Result] = []
@@ -97,21 +99,23 @@ class PostValidatedUpdate(Update):
 
     def prepare(self, pipeline: Pipeline) -> None:
         """As `begin`, but leave the learning rate to the caller."""
-        if pipeline.validation.pending is not None and pipeline.validation.pending is not self:
+        self._pipeline, validation = pipeline, validation_of(pipeline)
+        if validation.pending is not None and validation.pending is not self:
             pipeline.settle()
         if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, after the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
-        pipeline.validation.name_of_step = "PostValidation.step"
+        validation.set_name_of_step("PostValidation.step")
 
     def end(self, pipeline: Pipeline, losses: Sequence[Tensor]) -> list[Result]:
         """Update the weights at once. Returns the results of the steps whose norm is known by now."""
-        pipeline.validation.name_of_step = "step"
+        validation = validation_of(pipeline)
+        validation.set_name_of_step("step")
         share, scale = share_of(pipeline, losses, self.wish), pipeline.loss_scale
         steps = self._is_good(norm_of([share.squares]) / scale)
-        has_changed = pipeline.validation.has_changed_inputs
+        has_changed = validation.has_changed_inputs
         refusal = _CHANGED_INPUTS.format(rank=pipeline.rank) if has_changed else ""
-        ticket = pipeline.validation.posts().post(_Posted(share, steps, refusal))
+        ticket = validation.posts.post(_Posted(share, steps, refusal))
         scale_before = None if self._loss_scale is None else self._loss_scale.state_dict()
         gradients = gradients_of(pipeline.parameters())
         try:
@@ -126,12 +130,12 @@ class PostValidatedUpdate(Update):
             self._rollback.after_step()
         except BaseException as error:  # the other ranks have this rank's share, and continue the run
             why = f"an update failed ({type(error).__name__}: {error}), and may be half done"
-            pipeline.validation.give_up(why)
+            validation.give_up(why)
             raise
         self._pending = _Pending(pipeline, gradients, ticket, steps, scale, self._rate, scale_before)
         if self._loss_scale is not None:  # for the next step; `_redo` undoes it if a gradient is not finite
             self._loss_scale.update(is_finite=True)
-        pipeline.validation.pending = self
+        validation.pending = self
         return self._take_results()
 
     def copies(self) -> list[Tensor]:
@@ -145,6 +149,11 @@ class PostValidatedUpdate(Update):
         return self._take_results()
 
     # ---- The PendingUpdate of a pipeline
+
+    @property
+    def loss_scale(self) -> float:
+        """See PendingUpdate."""
+        return self._pipeline.loss_scale
 
     def validate(self) -> bool:
         """Wait for the norm, and redo the update if it was wrong. Returns whether the update was right.
@@ -200,16 +209,3 @@ _CHANGED_INPUTS = (
     "begins again would get the changed values: clone inputs in the stage, make such a parameter a buffer, "
     "or write optimizer.validation=before"
 )
-
-
-def _check_agreed(pipeline: Pipeline, clip_norm: float | None) -> None:
-    """Raise ValueError on all ranks if the steps of one rank can't have a gate.
-
-    Each rank decides by clip_norm whether an update was right: if the ranks' differ, AgreementError on all.
-    """
-    told = pipeline.place.gather((pipeline.validation.refusal, {"clip_norm": clip_norm}))
-    refusals, given = zip(*told, strict=True)
-    for each in refusals:
-        if each:
-            raise ValueError(each)
-    check_equal("options of post-validation", given)

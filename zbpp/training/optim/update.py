@@ -225,8 +225,9 @@ class ReleasedUpdate(Update):
 
     It sets the learning rate before each step, and gathers the norm after the step.
 
-    per_parameter: see GradientRelease. The other arguments are those of Trainer. Raises ValueError
-    for options that need all gradients at the same time: clipping by the norm, a loss scale, master weights.
+    accumulate, per_parameter: see GradientRelease; with accumulate no norm is known. The other arguments are
+    those of Trainer. Raises ValueError for options that need all gradients at the same time: clipping by the
+    norm, a loss scale, master weights.
     Collective.
     """
 
@@ -235,6 +236,7 @@ class ReleasedUpdate(Update):
         pipeline: Pipeline,
         optimizer: torch.optim.Optimizer,
         *,
+        accumulate: bool,
         per_parameter: bool,
         clip_norm: float | None,
         masters: MasterWeights | None,
@@ -252,7 +254,12 @@ class ReleasedUpdate(Update):
                 "optimizer=optimi_adamw"
             )
         super().__init__(optimizer, clip_norm=None, masters=None, loss_scale=None)
-        pipeline.use(GradientRelease(optimizer, keep_squares=True, per_parameter=per_parameter))
+        self._accumulates = accumulate
+        pipeline.use(
+            GradientRelease(
+                optimizer, accumulate=accumulate, keep_squares=not accumulate, per_parameter=per_parameter
+            )
+        )
 
     def begin(self, pipeline: Pipeline, factor: float | None) -> None:
         """Set the learning rate. factor: multiplies the optimizer's base learning rate; None: it stays."""
@@ -262,4 +269,5 @@ class ReleasedUpdate(Update):
         """Return the step's result. `pipeline.step` has updated the weights already."""
         scale = pipeline.loss_scale
         outcome = outcome_of(pipeline.place.gather(share_of(pipeline, losses, self.wish)), pipeline, scale)
-        return [(outcome, {"grad_norm": outcome.norm, "learning_rate": self._rate, "skipped": False})]
+        norm = None if self._accumulates else outcome.norm
+        return [(outcome, {"grad_norm": norm, "learning_rate": self._rate, "skipped": False})]

@@ -1,0 +1,33 @@
+"""The extras of every pipeline: checks, those that its stages bring, and the features of its mesh."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from zbpp.job.cuda_settings import use_expandable_segments
+from zbpp.runtime.checks.full_device import FullDevice
+from zbpp.runtime.checks.losses_alike import LossesAlike
+from zbpp.runtime.checks.same_calls import SameCalls
+from zbpp.runtime.extra import Extra, brought_by
+from zbpp.runtime.parallel.experts import ExpertParallel
+from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Reshard
+from zbpp.runtime.parallel.reductions import Reductions
+from zbpp.runtime.rank import Rank
+
+
+def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Sequence[Extra]]:
+    """As many sequences on each process of the mesh, in the order in which they are attached.
+
+    reshard, mp_policy: as in Pipeline.
+    """
+    yield [SameCalls()]
+    if rank.receives_on_device and rank.device.type == "cuda":
+        use_expandable_segments()
+        yield [FullDevice()]
+    yield brought_by(worker.module for worker in rank.workers.values())
+    if EXPERT in rank.place.expert_groups:
+        yield [ExpertParallel()]
+    yield [Reductions(reshard=reshard, mp_policy=mp_policy)]
+    if TENSOR in rank.place.groups:
+        yield [LossesAlike()]

@@ -1,0 +1,20 @@
+"""The W of a language model's head at the end of its B; the W of all else keeps its place.
+
+... 3B5  HeadW 3W5  Send g(2,5) ... 3W5
+"""
+
+from __future__ import annotations
+
+from zbpp.schedule.lower import Instruction, Program
+from zbpp.schedule.program import HeadW
+from zbpp.schedule.timetable import Action, Op
+
+
+def with_head_w(program: Program, stage: int) -> Program:
+    """A program with a HeadW behind each B of this stage. In BW, the W of all weights follows B at once."""
+    found: list[Instruction] = []
+    for each in program.instructions:
+        found.append(each)
+        if isinstance(each, Action) and each.op == Op.B and each.stage == stage:
+            found.append(HeadW(stage, each.microbatch))
+    return program._replace(instructions=tuple(found))
