@@ -174,7 +174,7 @@ class Executor:
 
     def limit_waits(self, limit: timedelta) -> None:
         """From now on a wait for a message lasts so long at most."""
-        for box in self._boxes():
+        for box in self.boxes():
             box.limit = limit
 
     def forget_layouts(self) -> None:
