@@ -132,9 +132,9 @@ class Cutter:
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
         if self.num_microbatches > 1 and type(value) is list and len(value) == self.rows:
             raise ValueError(
-                f"{name} is a list of {len(value)} values, and the batch has {self.rows} rows. If the list has "
-                "one value per row, write zbpp.per_microbatch([...]) with the values of each microbatch; if "
-                f"each of its tensors has all rows, write tuple({name})"
+                f"{name} is a list of {len(value)} values, and the batch has {self.rows} rows. If the list "
+                "has one value per row, write zbpp.per_microbatch([...]) with the values of each microbatch. "
+                f"If each of its tensors has all rows, write tuple({name})"
             )
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_microbatches)]
 
