@@ -10,6 +10,7 @@ from torch.nn import functional as F
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, auxiliary_loss, make_mesh, plan, trace_stages
+from zbpp.training.batches import batch_for
 
 NUM_MICROBATCHES = 4
 
@@ -408,3 +409,61 @@ def test_traced_stages_go_with_shards():
     for found in run_ranks(in_shards, 2):
         for name, parameter in module.named_parameters():
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-12, atol=0)
+
+
+# ---------------------------------------------------------------- batches of the trainer's data
+
+
+class OfTwo(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, t, scale=None):
+        return self.last(self.first(x) + t)
+
+
+class OfPair(OfTwo):
+    def forward(self, pair):
+        return super().forward(*pair)
+
+
+ROWS, TIMES = torch.arange(16.0).view(4, 4) / 10, torch.ones(4, 4)
+GIVEN = [
+    (OfTwo, (ROWS[:2], TIMES[:2]), {}, {"t": TIMES, "x": ROWS, "target": ROWS}),
+    (OfTwo, (ROWS[:2],), {"t": TIMES[:2]}, {"x": ROWS, "t": TIMES, "target": ROWS}),
+    (OfTwo, (ROWS[:2], TIMES[:2]), {}, (ROWS, TIMES, ROWS)),
+    (OfPair, ((ROWS[:2], TIMES[:2]),), {}, ((ROWS, TIMES), ROWS)),
+    (OfPair, ((ROWS[:2], TIMES[:2]),), {}, ([ROWS, TIMES], ROWS)),
+]
+
+
+@pytest.mark.parametrize(("kind", "example", "keywords", "given"), GIVEN)
+def test_a_traced_stage_takes_what_the_whole_modules_forward_takes(kind, example, keywords, given):
+    """Dicts were refused: "stage 0 takes x, t by name only"."""
+    module = kind()
+    whole = module((ROWS, TIMES)) if kind is OfPair else module(ROWS, TIMES)
+    stages = trace_stages(module, example, ["last"], example_kwargs=keywords)
+    args, target = batch_for(stages, 2, _Always(given), 0, torch.device("cpu"))
+    pipeline = Pipeline(stages, plan("zb_v", 1, 2), nn.functional.mse_loss)
+    losses = pipeline.step(*args, target=target)
+    assert sum(losses).item() / 2 == pytest.approx(nn.functional.mse_loss(whole, ROWS).item(), rel=1e-5)
+
+
+def test_an_argument_that_the_example_lacks_is_refused():
+    stages = trace_stages(OfTwo(), (ROWS, TIMES), ["last"])
+    with pytest.raises(TypeError, match="the example has 2"):
+        stages[0](ROWS, TIMES, scale=TIMES)
+
+
+class _Always:
+    def __init__(self, batch):
+        self._batch = batch
+
+    def batch(self, number):
+        return self._batch
+
+
+def test_a_split_point_that_is_no_submodule_is_refused_with_the_nearest_names():
+    with pytest.raises(ValueError, match="OfTwo has no submodule 'lasst': write last, or one of first, last"):
+        trace_stages(OfTwo(), (ROWS, TIMES), ["lasst"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
+from inspect import Parameter, Signature
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -69,11 +71,38 @@ def _flat(args: tuple[Any, ...], kwargs: Mapping[str, Any], structure: TreeSpec)
         kwargs = {name: kwargs[name] for name in keywords.context}
     values, found = tree_flatten((args, dict(kwargs)))
     if found != structure:
+        values, found = tree_flatten(_as_tuples((args, dict(kwargs))))
+        example = tree_unflatten(range(structure.num_leaves), structure)
+        structure = tree_flatten(_as_tuples(example))[1]
+    if found != structure:
         raise TypeError(
             f"stage 0 got {len(args)} positional arguments and the keywords {list(kwargs)}; the example has "
             f"{positional.num_children} and {keywords.context}: pass all of them, in the same structure"
         )
     return tuple(values)
+
+
+def _as_tuples(value: Any) -> Any:
+    """A nest with tuples in place of lists: torch's default_collate makes lists of them."""
+    if isinstance(value, dict):
+        return {key: _as_tuples(each) for key, each in value.items()}
+    return tuple(map(_as_tuples, value)) if type(value) in (list, tuple) else value
+
+
+def in_structure(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], structure: TreeSpec, signature: Signature
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments of forward, those by position and those by name as in the example."""
+    positional, keywords = structure.children()
+    if any(each.kind is Parameter.VAR_POSITIONAL for each in signature.parameters.values()):
+        return args, dict(kwargs)
+    given = signature.bind(*args, **kwargs).arguments
+    named = {name: given[name] for name in keywords.context if name in given}
+    rest = {name: value for name, value in given.items() if name not in named}
+    behind = [*rest][positional.num_children :]
+    if any(rest[name] is not signature.parameters[name].default for name in behind):
+        return args, dict(kwargs)  # the example has no such argument
+    return tuple(rest.values())[: positional.num_children], named
 
 
 def _fits(value: Any, taken: Any) -> bool:
@@ -88,8 +117,11 @@ class TracedStage(nn.Module):
     Its submodules only hold parameters and buffers: what wraps one of them has no effect, and modes are those
     of the whole stage.
     traces: {training: Trace}. state: parameters and buffers by their names in the whole model; persistent:
-    the names that belong into a state_dict. extras: constants and subgraphs of the traces.
+    the names that belong into a state_dict. extras: constants and subgraphs of the traces. signature: of the
+    whole module's forward, on the first stage, which takes arguments by position and by name as that does.
     """
+
+    signature: Signature | None = None
 
     def __init__(
         self,
@@ -109,7 +141,11 @@ class TracedStage(nn.Module):
                 self.register_buffer(name, extra, persistent=False)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._traces[self.training](self, args, kwargs)
+        trace = self._traces[self.training]
+        if self.signature is not None and trace.inputs is not None:
+            with suppress(TypeError):  # the trace says what does not fit
+                args, kwargs = in_structure(args, kwargs, trace.inputs, self.signature)
+        return trace(self, args, kwargs)
 
 
 def _hold(stage: nn.Module, name: str, tensor: Tensor, *, is_persistent: bool) -> None:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from difflib import get_close_matches
+from inspect import signature
 from typing import Any
 
 import torch
@@ -52,6 +54,8 @@ def trace_stages(
     args = (example,) if isinstance(example, Tensor) else tuple(example)
     kwargs = dict(example_kwargs or {})
     points = list(split_points)
+    for point in points:
+        _check_is_submodule(module, point)
     state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     state |= dict(module.named_buffers(remove_duplicate=False))
     parts = {training: _parts(module, training, args, kwargs, points, state) for training in (True, False)}
@@ -63,9 +67,20 @@ def trace_stages(
         traces = {training: part.trace for training, part in own.items()}
         extras = own[True].extras | own[False].extras
         stages[index] = TracedStage(traces, share, persistent, extras).train(module.training)
+    stages[0].signature = signature(module.forward)  # type: ignore[assignment]
     if check:
         check_equal(module, stages, args, kwargs)
     return stages
+
+
+def _check_is_submodule(module: nn.Module, name: str) -> None:
+    names = [each for each, _ in module.named_modules() if each]
+    if name not in names:
+        near = get_close_matches(name, names, 1) or names[:1]
+        raise ValueError(
+            f"{type(module).__name__} has no submodule {name!r}: write {' or '.join(near)}, or one of "
+            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+        )
 
 
 def _parts(

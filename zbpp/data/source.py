@@ -12,6 +12,8 @@ pair of any of these (to train on, held out), or a `Data`. What a batch may be:
     (inputs, target), or (x, y, ..., target)       positional inputs in their order, the target last
     {"target": ..., "x": ..., "y": ...}            the target is called target or labels; a single other entry
                                                    is the input, several go to stage 0 by name
+
+An input may be nested: ((x, t), target) has one input, a pair.
 """
 
 from __future__ import annotations

@@ -87,6 +87,12 @@ def batch_for(
     return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None
 
 
+def _by_position(bound: inspect.BoundArguments) -> tuple[Any, ...]:
+    """The arguments of a traced stage, which takes by position what forward takes by name only."""
+    bound.apply_defaults()
+    return (*bound.args, *bound.kwargs.values())
+
+
 def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> tuple[Any, ...]:
     """The inputs in the order of forward's arguments. Raises ValueError if forward can't take them so."""
     if isinstance(inputs, tuple):
@@ -94,7 +100,11 @@ def positional(inputs: tuple[Any, ...] | dict[str, Any], module: nn.Module) -> t
     if len(inputs) == 1:
         return tuple(inputs.values())
     try:
-        # The class has the real signature: recompute and compile replace `module.forward`.
+        # The class has the real signature: recompute and compile replace `module.forward`. A traced stage has
+        # that of the whole module.
+        traced = getattr(module, "signature", None)
+        if isinstance(traced, inspect.Signature):
+            return _by_position(traced.bind(**inputs))
         bound = inspect.signature(type(module).forward).bind(module, **inputs)
     except TypeError as error:
         raise ValueError(f"a batch has the inputs {', '.join(inputs)}, but stage 0: {error}") from None
