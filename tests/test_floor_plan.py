@@ -94,7 +94,11 @@ MUST_NOT_IMPORT = [
     ("zbpp/planning/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/render/", _PURE, "plans are pure Python and numpy"),
     ("zbpp/cluster/", _PURE, "plans are pure Python and numpy"),
-    ("zbpp/schedule/families/", ("zbpp.schedule.lower",), "families know no messages"),
+    (
+        "zbpp/schedule/families/",
+        ("zbpp.schedule.lower", "zbpp.schedule.program", "zbpp.schedule.passes"),
+        "families know no messages",
+    ),
     ("zbpp/runtime/", ("zbpp.schedule.families",), "the runtime knows no schedule by name"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),

@@ -28,8 +28,7 @@ from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.update.validation import Validation
 from zbpp.schedule import Action
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.program import HeadW
+from zbpp.schedule.program import HeadW, Instruction
 from zbpp.training.trainer import Trainer
 
 

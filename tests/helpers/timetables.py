@@ -9,7 +9,8 @@ import random
 from collections.abc import Iterator
 
 from zbpp.schedule import Action, Op, Timetable, Value
-from zbpp.schedule.offload import Await, Drop, Fetch, Offload, Placed
+from zbpp.schedule.offload import Placed
+from zbpp.schedule.program import Await, Drop, Fetch, Offload
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 

@@ -80,6 +80,14 @@ def test_a_timetable_is_read_from_stdin():
     assert from_csv(done.stdout.strip()) == plan("zb_v", 4, 8)
 
 
+def test_a_program_has_the_messages_of_each_rank(output):
+    first, second = output("1f1b", "--ranks", 2, "--microbatches", 1, "--program").strip().split("\n\n")
+    assert first.splitlines() == [
+        "rank 0", "Post g(0,0) from 1", "0F0", "Send x(1,0) to 1", "Recv g(0,0) from 1", "0BW0", "Reduce 0",
+    ]  # fmt: skip
+    assert second.splitlines()[1:4] == ["Post x(1,0) from 0", "Recv x(1,0) from 0", "1F0"]
+
+
 CHOOSE = ["--choose", "--ranks", "4", "--microbatches", "8"]
 LONG_B = ["--f", "10", "--b", "16", "--w", "8", "--comm", "2"]
 
@@ -198,7 +206,7 @@ FILES = {
         ("zb_h1 --memory-limit 3", "zb_h1 needs 4 on rank 0, memory_limit allows 3"),
         ("zb_h1 --f 1,2,3", "Costs: f has 3 numbers for 4 stages"),
         ("zb_h1 --f -1", "Costs(f=-1.0"),
-        ("1f1b zb_h1 --text", "--text and --csv show one schedule"),
+        ("1f1b zb_h1 --text", "--text, --csv and --program show one schedule"),
         ("--timetable missing.txt", "--timetable missing.txt: there is no such file; zbpp plan NAME --text"),
         ("--timetable bad.txt", "bad.txt: line 1, word 2: '0G0' is no action"),
         ("--timetable bad.csv", "bad.csv: line 1, cell 2: '0G0' is no"),

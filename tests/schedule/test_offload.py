@@ -8,8 +8,8 @@ import pytest
 
 from zbpp import Costs, lower, plan, simulate
 from zbpp.schedule import Action, Op, choose_offload
-from zbpp.schedule.offload import Await, Drop, Fetch, Offload
 from zbpp.schedule.passes.copies import with_copies
+from zbpp.schedule.program import Await, Drop, Fetch, Offload
 
 NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
 

@@ -4,7 +4,7 @@ import pytest
 
 from zbpp.planning import SCHEDULES, plan
 from zbpp.schedule import Costs, Timetable, lower, simulate
-from zbpp.schedule.lower import Send
+from zbpp.schedule.program import Send
 from zbpp.schedule.timeline import transfers_of
 
 

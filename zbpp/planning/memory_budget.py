@@ -26,12 +26,12 @@ import numpy.typing as npt
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
-from zbpp.schedule.lower import Post, Program, Reduce, Release, lower
-from zbpp.schedule.offload import Drop, Fetch, Offload, RankOffload
+from zbpp.schedule.lower import lower
+from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.passes.copies import with_copies
 from zbpp.schedule.passes.posts import in_flight
 from zbpp.schedule.passes.update import with_accumulation
-from zbpp.schedule.program import Accumulate
+from zbpp.schedule.program import Accumulate, Drop, Fetch, Offload, Post, Program, Reduce, Release
 from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbpp.render.style import Timelines, first_start, panels_of
-from zbpp.schedule.lower import Reduce
-from zbpp.schedule.offload import Fetch, Offload
+from zbpp.schedule.program import Fetch, Offload, Reduce
 from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
 
 Event = dict[str, Any]

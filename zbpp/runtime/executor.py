@@ -34,9 +34,8 @@ from zbpp.runtime.links import (
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, PassGate, Program, Send
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.offload import Transport
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
+from zbpp.schedule.program import Instruction, Transport
 
 _NO_MESSAGE: Message = ()
 _PARTS = {

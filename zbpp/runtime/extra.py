@@ -40,8 +40,7 @@ from zbpp.autograd import WeightGrads
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.layout import Message
 from zbpp.schedule import Action, Op, Program
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.program import HeadW
+from zbpp.schedule.program import HeadW, Instruction
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank

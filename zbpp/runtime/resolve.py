@@ -41,7 +41,7 @@ from zbpp.schedule import (
     consumes,
     produces,
 )
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 

@@ -13,7 +13,9 @@ dataflow.py         which values an action needs and makes: the only statement o
 costs.py            how long actions and messages take, and how much memory is held between actions
 timeline.py         when each action and each message ran, predicted or measured
 simulate.py         timetable and costs -> timeline; refuses what can never finish
+program.py          what one rank executes: every instruction that there is, as a value with a text
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
+passes/             Program -> Program: what features put into a program
 families/           the field's schedules: pure functions of counts, one file per family
 passes/posts.py     where receives start: how far ahead of their use, on gloo and on NCCL
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
@@ -29,9 +31,9 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
-from zbpp.schedule.lower import Post, Program, Programs, Recv, Reduce, Release, Send, lower
+from zbpp.schedule.lower import Programs, lower
 from zbpp.schedule.offload_choice import choose_offload
-from zbpp.schedule.program import PassGate
+from zbpp.schedule.program import PassGate, Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable

@@ -27,113 +27,23 @@ Passes (passes/) put into a program what features need.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from itertools import accumulate
-from typing import NamedTuple, overload
+from collections.abc import Sequence
+from typing import overload
 
 import numpy as np
 
-from zbpp.schedule.dataflow import Value, produces
+from zbpp.schedule.dataflow import produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values
 from zbpp.schedule.gate import Gate, gate_positions
+from zbpp.schedule.program import Instruction, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Action, Op, Timetable
 
-
-class Send(NamedTuple):
-    """Start to send a value to another rank."""
-
-    value: Value
-    peer: int
-
-    def __str__(self) -> str:
-        return f"Send {self.value} to {self.peer}"
-
-
-class Post(NamedTuple):
-    """Start to receive the next value of the link from `peer`; see posts.py."""
-
-    value: Value
-    peer: int
-
-    def __str__(self) -> str:
-        return f"Post {self.value} from {self.peer}"
-
-
-class Recv(NamedTuple):
-    """Take the next value of the link from `peer`: wait for the oldest receive that has started."""
-
-    value: Value
-    peer: int
-
-    def __str__(self) -> str:
-        return f"Recv {self.value} from {self.peer}"
-
-
-class Release(NamedTuple):
-    """Wait until a value sent to `peer` has been received, then free its memory; oldest value first."""
-
-    value: Value
-    peer: int
-
-    def __str__(self) -> str:
-        return f"Release {self.value} to {self.peer}"
-
-
-class Reduce(NamedTuple):
-    """Start to reduce a stage's gradients over its replicas or shards: its last W or BW has run."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return f"Reduce {self.stage}"
-
-
-class Reduced(NamedTuple):
-    """Wait until a stage's gradients have been reduced; a program has it where somebody reduces them."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return f"Reduced {self.stage}"
-
-
-Instruction = Hashable
-"""Action, Send, Post, Recv, Release, Reduce, Transport, PassGate; or one of an extra: a value with a text."""
 # The slots around each action of a row, in the order in which they run:
 _NUM_SLOTS = 5
 _RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
-
-
-class Program(NamedTuple):
-    """What one rank executes, in order.
-
-    Two facts of the timeline in which F, B and W take one unit of time, BW takes two, and messages take none,
-    for posts.py. in_flight[peer]: the most values that the link from `peer` holds at a time. sent: for each
-    value that comes from another rank, in the order of their sends, how many actions of this rank begin
-    before the value is sent, and by whom it is sent. row: the rank's row of the timetable.
-    """
-
-    rank: int
-    instructions: tuple[Instruction, ...]
-    in_flight: dict[int, int]
-    sent: tuple[tuple[int, int], ...] = ()
-    row: Sequence[Action] = ()
-
-    def __str__(self) -> str:
-        return "\n".join(map(str, self.instructions))
-
-    def positions(self) -> Sequence[int]:
-        """For each place in the row, and its end: how many of the program's actions stand before it.
-
-        A pass may have dropped actions.
-        """
-        kept = {each for each in self.instructions if isinstance(each, Action)}
-        if len(kept) == len(self.row):
-            return range(len(self.row) + 1)
-        return [0, *accumulate(action in kept for action in self.row)]
 
 
 class Programs(Sequence[Program]):

@@ -21,45 +21,7 @@ from typing import NamedTuple
 
 from zbpp.schedule.costs import StageCosts
 from zbpp.schedule.dataflow import Value
-
-
-class Offload(NamedTuple):
-    """Start to copy a value out of device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Offload {self.value}"
-
-
-class Drop(NamedTuple):
-    """Wait until a value has been copied out, then free its device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Drop {self.value}"
-
-
-class Fetch(NamedTuple):
-    """Start to copy a value back into device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Fetch {self.value}"
-
-
-class Await(NamedTuple):
-    """Wait until a value is back in device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Await {self.value}"
-
-
-Transport = Offload | Drop | Fetch | Await
+from zbpp.schedule.program import Await, Drop, Fetch, Offload, Transport
 
 
 class Placed(NamedTuple):

@@ -19,7 +19,8 @@ import numpy.typing as npt
 
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.offload import Await, Drop, Fetch, Offload, Placed, RankOffload
+from zbpp.schedule.offload import Placed, RankOffload
+from zbpp.schedule.program import Await, Drop, Fetch, Offload
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Row
 

@@ -35,7 +35,7 @@ from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.runtime.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
 from zbpp.schedule import Action, Op, PlanError, Timetable
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 from zbpp.torch_pipelining.order import NoTimetable, orders_of, scales_gradients, timetable_of
 
 fallbacks: list[str] = []

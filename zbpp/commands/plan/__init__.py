@@ -28,12 +28,20 @@ from zbpp.render import (
     render_table,
     render_text,
 )
-from zbpp.schedule import PlanError, Timeline, Timetable, read_timetable, simulate, to_csv
+from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
+from zbpp.schedule.passes.posts import in_flight
 
 Outcomes = Mapping[str, Timeline | PlanError]
 """For each schedule, its timeline, or the error that says why there is none."""
 
-_FORMS: dict[str, Callable[[Timetable], str]] = {"text": str, "csv": to_csv}
+
+def _programs(timetable: Timetable) -> str:
+    """All ranks' programs as they run on gloo, without what features put into them."""
+    programs = (in_flight(program) for program in lower(timetable))
+    return "\n\n".join(f"rank {program.rank}\n{program}" for program in programs)
+
+
+_FORMS: dict[str, Callable[[Timetable], str]] = {"text": str, "csv": to_csv, "program": _programs}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -120,7 +128,7 @@ def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[fl
 
 def _only(outcomes: Outcomes) -> Timeline:
     if len(outcomes) > 1:
-        raise PlanError(f"--text and --csv show one schedule; {len(outcomes)} are named")
+        raise PlanError(f"--text, --csv and --program show one schedule; {len(outcomes)} are named")
     return next(iter(_timelines(outcomes).values()))
 
 

@@ -169,6 +169,7 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
     for name, text in {
         "text": "the raw timetable, as --timetable reads it",
         "csv": "the timetable as torch's CSV",
+        "program": "what each rank executes, messages included",
     }.items():
         group.add_argument(f"--{name}", action="store_const", const=name, dest="form", help=text)
     group.add_argument("--picture", type=_picture, metavar="FILE", help="draw to FILE (.png, .pdf, .svg)")

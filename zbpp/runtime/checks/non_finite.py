@@ -29,7 +29,7 @@ from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 
 _NAN, _INFINITY, _MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
 _AFTER = 2**31  # in the place of a microbatch: after the last one

@@ -39,7 +39,7 @@ from zbpp.runtime.extra import Observer, Run
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import to_csv
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 
 Note = tuple[str, object, float]
 """(kind, what is done, time of time.monotonic). A plain tuple: an instruction makes two."""

@@ -31,9 +31,8 @@ from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
-from zbpp.schedule.lower import Instruction
 from zbpp.schedule.passes.posts import Postings
-from zbpp.schedule.program import HeadW
+from zbpp.schedule.program import HeadW, Instruction
 
 
 class GraphMaker(Protocol):

@@ -23,7 +23,7 @@ from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_o
 from zbpp.runtime.layout import Layout, Message
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 
 _log = logging.getLogger(__name__)
 

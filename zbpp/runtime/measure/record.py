@@ -12,8 +12,7 @@ import torch
 
 from zbpp.runtime.extra import Background
 from zbpp.schedule import Action, Recv, Send, Value
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.program import HeadW
+from zbpp.schedule.program import HeadW, Instruction
 from zbpp.streams import Event, streams_of
 
 Times = npt.NDArray[np.float64]

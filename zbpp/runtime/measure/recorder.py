@@ -18,8 +18,7 @@ from zbpp.runtime.measure.record import StepRecord
 from zbpp.runtime.measure.timeline import measured_timeline
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Reduce, Timeline
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.offload import Fetch, Offload
+from zbpp.schedule.program import Fetch, Instruction, Offload
 
 
 class Recorder(Observer):

@@ -30,9 +30,9 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate
 from zbpp.schedule.costs import BYTES
-from zbpp.schedule.lower import Instruction
-from zbpp.schedule.offload import Await, Drop, Fetch, Offload, RankOffload
+from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.passes.copies import with_copies
+from zbpp.schedule.program import Await, Drop, Fetch, Instruction, Offload
 
 if TYPE_CHECKING:
     from zbpp.runtime.pipeline import Pipeline

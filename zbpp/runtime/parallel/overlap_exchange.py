@@ -31,7 +31,7 @@ from zbpp.runtime.layout import Message
 from zbpp.runtime.parallel.mesh import is_freed
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op
-from zbpp.schedule.lower import Instruction
+from zbpp.schedule.program import Instruction
 
 
 class OverlapExchange(Feature):

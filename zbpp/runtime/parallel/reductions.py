@@ -44,9 +44,8 @@ from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
-from zbpp.schedule.lower import Instruction, Reduced
 from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.program import HeadW, ReduceShared, ZeroCopies
+from zbpp.schedule.program import HeadW, Instruction, Reduced, ReduceShared, ZeroCopies
 
 _LOSS_SHARES = (
     "the loss is a module that shares a parameter with a stage, and shards put another one in its place in "

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from zbpp.schedule.lower import Instruction, Program, Recv
 from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.program import Instruction, Program, Recv
 from zbpp.schedule.timetable import Action
 
 

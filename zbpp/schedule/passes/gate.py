@@ -6,8 +6,7 @@
 from __future__ import annotations
 
 from zbpp.schedule.gate import Gate
-from zbpp.schedule.lower import Instruction, Program, Reduce, Release, Send
-from zbpp.schedule.program import PassGate
+from zbpp.schedule.program import Instruction, PassGate, Program, Reduce, Release, Send
 from zbpp.schedule.timetable import Action
 
 

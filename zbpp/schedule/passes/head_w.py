@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-from zbpp.schedule.lower import Instruction, Program
-from zbpp.schedule.program import HeadW
+from zbpp.schedule.program import HeadW, Instruction, Program
 from zbpp.schedule.timetable import Action, Op
 
 

@@ -39,8 +39,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from zbpp.schedule.gate import Gate
-from zbpp.schedule.lower import Instruction, Post, Program, Recv, Reduce, Release, Send
-from zbpp.schedule.program import PassGate
+from zbpp.schedule.program import Instruction, PassGate, Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.timetable import Action
 
 Posting = Callable[[Program], Program]

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from zbpp.schedule.lower import Program, Reduced
-from zbpp.schedule.program import ReduceShared, ZeroCopies
+from zbpp.schedule.program import Program, Reduced, ReduceShared, ZeroCopies
 from zbpp.schedule.timetable import Action, Op
 
 

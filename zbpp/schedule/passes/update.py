@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from typing import TypeGuard
 
-from zbpp.schedule.lower import Instruction, Program, Reduce, Reduced
-from zbpp.schedule.program import Accumulate, Update
+from zbpp.schedule.program import Accumulate, Instruction, Program, Reduce, Reduced, Update
 from zbpp.schedule.timetable import Action, Op
 
 
