@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from zbpp import Pipeline, per_microbatch, plan
 
 M, ROWS, SIZE, NUM_CLASSES = 4, 8, 5, 3
 
@@ -109,3 +109,11 @@ def test_a_metric_that_is_no_number_is_named(returned, message):
     pipeline = Pipeline({0: nn.Linear(2, 2)}, plan("zb_h1", 1, 2), nn.functional.mse_loss)
     with pytest.raises(ValueError, match=message):
         pipeline.evaluate(torch.ones(4, 2), metrics=lambda output, target: returned)
+
+
+def test_outputs_of_other_lengths_are_a_list_with_one_for_each_microbatch():
+    """torch.cat raised an error behind an evaluation that had ended."""
+    inputs = [torch.arange(6.0).view(2, 3), torch.arange(10.0).view(2, 5)]
+    pipeline = Pipeline({0: nn.Tanh()}, plan("gpipe", 1, 2), lambda y, t: y.sum(), dynamic_shapes=True)
+    _, outputs = pipeline.evaluate(per_microbatch(inputs), return_outputs=True)
+    assert [each.tolist() for each in outputs] == [torch.tanh(each).tolist() for each in inputs]

@@ -190,8 +190,8 @@ class Outputs:
     def concatenated(self) -> Any:
         """The outputs in the last stage's structure, concatenated along dim 0; None on other ranks.
 
-        Tensors without dimensions are stacked; None stays None; any other value becomes a list with one
-        value per microbatch.
+        Tensors without dimensions are stacked; None stays None; any other value, and tensors that differ
+        beyond dim 0, become a list with one value per microbatch.
         """
         if not self._outputs:
             return None
@@ -230,7 +230,9 @@ def _kept(value: Any) -> Any:
 def _joined(values: tuple[Any, ...]) -> Any:
     if not isinstance(values[0], Tensor):
         return None if values[0] is None else list(values)
-    return torch.cat(values) if values[0].dim() else torch.stack(values)
+    if not values[0].dim():
+        return torch.stack(values)
+    return torch.cat(values) if len({each.shape[1:] for each in values}) == 1 else list(values)
 
 
 def _rows(output: Any) -> int:
