@@ -105,23 +105,10 @@ MUST_NOT_IMPORT = [
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
 ]
-# The core of the runtime is its folder's own files, and the mesh and groups of parallel/; else folders in it
-# hold features and observers.
-EXTRAS = (
-    *(f"zbpp.runtime.{room}" for room in ("memory", "update", "checks", "failures", "graphs", "measure")),
-    *(
-        f"zbpp.runtime.parallel.{file}"
-        for file in (
-            "reductions",
-            "reduce",
-            "norm",
-            "experts",
-            "fully_shard",
-            "shard_stages",
-            "overlap_exchange",
-            "tied_gradients",
-        )
-    ),
+# The core of the runtime is its folder's own files; folders in it hold features and observers.
+EXTRAS = tuple(
+    f"zbpp.runtime.{room}"
+    for room in ("parallel", "memory", "update", "checks", "failures", "graphs", "measure")
 )
 # The split is the files of its folder; folders in it hold extras, which __init__.py registers.
 EXTRAS_OF_SPLIT = ("zbpp.autograd.models", "zbpp.autograd.offload", "zbpp.autograd.compiled")

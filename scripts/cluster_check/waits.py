@@ -18,7 +18,7 @@ from gpu_check.page import Here, Page
 from gpu_check.waits import SLEEP, Waits
 
 from cluster_check.rows import Check
-from zbpp.runtime.parallel.groups import job_store, link_groups
+from zbpp.runtime.groups import job_store, link_groups
 
 _END = "end"
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from gpu_check.measuring import MIB, digest, unlike
 from gpu_check.page import Here, Page
-from zbpp.runtime.parallel.groups import close_groups, urgent_options
+from zbpp.runtime.groups import close_groups, urgent_options
 from zbpp.runtime.parallel.reduce import AllReduce
 
 _LIMIT = timedelta(seconds=20)

@@ -12,7 +12,7 @@ from zbpp.data import regression_data
 from zbpp.job.world import World
 from zbpp.models.emulated import Emulated
 from zbpp.planning import SCHEDULES
-from zbpp.runtime.parallel.mesh import planned_by_rank_0
+from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import PlanError, choose_offload
 
 P, M = 2, 4

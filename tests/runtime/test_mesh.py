@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from helpers.processes import run_ranks
 from helpers.toy_lm import ToyLm, batch, rows_of
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
+from zbpp.runtime.mesh import num_pipeline_ranks
 from zbpp.runtime.parallel import reductions
-from zbpp.runtime.parallel.mesh import num_pipeline_ranks
 from zbpp.runtime.parallel.reduce import can_average
 
 M = 4

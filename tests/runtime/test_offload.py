@@ -11,7 +11,7 @@ from zbpp import ActivationOffload, Costs, Pipeline, Timetable, make_mesh, plan,
 from zbpp.autograd import recompute
 from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.runtime.memory.activation_offload import offload_of
-from zbpp.runtime.parallel.mesh import local_of
+from zbpp.runtime.mesh import local_of
 from zbpp.schedule import choose_offload
 
 CPU = torch.device("cpu")

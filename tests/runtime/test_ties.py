@@ -11,7 +11,7 @@ from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, check_replicas, clip_grad_norm_, plan
 from zbpp.autograd import recompute
-from zbpp.runtime.parallel.ties import check_ties, report_of, shared_parameters, ties_of
+from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.training.weights import save_weights
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5

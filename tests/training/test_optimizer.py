@@ -10,7 +10,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.parallel.squares import squares_of
+from zbpp.runtime.squares import squares_of
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, BATCH = 17, 6, 8

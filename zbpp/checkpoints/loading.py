@@ -23,7 +23,7 @@ from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.mesh import Place
 
 
 def load(

@@ -34,7 +34,7 @@ from zbpp.checkpoints.folders import (
     manifest_of,
     step_of,
 )
-from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.mesh import Place
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = {

@@ -22,7 +22,7 @@ from zbpp.checkpoints.nest import encoded
 from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters
 from zbpp.checkpoints.writing import Saving, is_first, line_of
 from zbpp.runtime import Extra, Pipeline
-from zbpp.runtime.parallel.groups import close_groups, gloo_group
+from zbpp.runtime.groups import close_groups, gloo_group
 from zbpp.runtime.rank import Rank
 
 

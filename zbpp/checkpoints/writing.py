@@ -23,7 +23,7 @@ from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.parallel.mesh import Place, local_of
+from zbpp.runtime.mesh import Place, local_of
 
 Failed = Callable[[str], None]
 

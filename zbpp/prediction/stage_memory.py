@@ -31,10 +31,10 @@ from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_
 from zbpp.runtime.measure.products import Products, products
 from zbpp.runtime.memory.restricted_update import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
+from zbpp.runtime.mesh import is_spread, local_of
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
-from zbpp.runtime.parallel.mesh import is_spread, local_of
-from zbpp.runtime.parallel.tensor_parallel import parallelize
+from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for

@@ -33,7 +33,7 @@ from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime import FlightRecorder
 from zbpp.runtime.measure import peak_memory_bytes
-from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.mesh import Place
 from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress

@@ -15,7 +15,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.gradient_release import updates_each_alone
-from zbpp.runtime.parallel.mesh import SHARD
+from zbpp.runtime.mesh import SHARD
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.optimizer import (
     OPTIMIZERS,

@@ -15,11 +15,11 @@ from zbpp.config import ParallelConfig, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.run.model import check_data_fit
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
-from zbpp.runtime.parallel.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
-from zbpp.runtime.parallel.tensor_parallel import parallelize
-from zbpp.runtime.parallel.ties import agree_on_ties
+from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.ties import agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for

@@ -17,7 +17,7 @@ from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_fac
 from zbpp.run.plan import build_replan
 from zbpp.run.stages import Parts
 from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
-from zbpp.runtime.parallel.mesh import Reshard
+from zbpp.runtime.mesh import Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
 from zbpp.training.optim.precision import PRECISIONS, LossScale

@@ -18,6 +18,10 @@ From `Pipeline(...)` to the end of a step, in reading order:
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, buffers of a step that begins again
+    mesh          make_mesh; a process's place in a mesh; DTensors. groups: process groups, one for each link
+    ties          parameters that are one parameter of the model, in several places of its stages
+    tensor_parallel, wrapped_stages  stages that their model splits; stages that a user has wrapped in FSDP2
+    squares       the squared norms of gradients
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: features and observers, which the core knows by
                   this interface alone
 
@@ -25,7 +29,7 @@ Features and observers, and what they use:
 
     standard      those of every pipeline
 
-    parallel/     replicas, shards, tied and tensor-parallel parameters: ALL COPIES GET ONE GRADIENT; norm
+    parallel/     replicas, shards, tied parameters, experts: ALL COPIES GET ONE GRADIENT; norm
     memory/       offload of activations and weights, gradient release, the head's W at once
     update/       an update that is validated at the gate of the next step
     checks/       do all ranks make the same calls? Are copies equal? WHERE DID NaN COME FROM?
@@ -53,8 +57,8 @@ from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
 from zbpp.runtime.memory.gradient_release import GradientRelease
 from zbpp.runtime.memory.head_at_once import HeadAtOnce
+from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.microbatch import per_microbatch, replicate
-from zbpp.runtime.parallel.mesh import make_mesh
 from zbpp.runtime.parallel.norm import clip_grad_norm_
 from zbpp.runtime.parallel.overlap_exchange import OverlapExchange
 from zbpp.runtime.pipeline import Pipeline

@@ -22,12 +22,12 @@ from zbpp.error_text import kind_of
 from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
 from zbpp.runtime.extra import brought_by
-from zbpp.runtime.parallel.groups import unique_name
-from zbpp.runtime.parallel.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
-from zbpp.runtime.parallel.tensor_parallel import has_split_parameters, parallelize
-from zbpp.runtime.parallel.ties import Tie, agree_on_ties
-from zbpp.runtime.parallel.wrapped_stages import refusal_of
+from zbpp.runtime.groups import unique_name
+from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
+from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
+from zbpp.runtime.ties import Tie, agree_on_ties
+from zbpp.runtime.wrapped_stages import refusal_of
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 

@@ -33,13 +33,13 @@ from zbpp.runtime.arguments import (
 )
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
 from zbpp.runtime.extra import Extra
-from zbpp.runtime.parallel.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.parallel.mesh import Place, Reshard
-from zbpp.runtime.parallel.ties import copies_here
+from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
+from zbpp.runtime.mesh import Place, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
+from zbpp.runtime.ties import copies_here
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of

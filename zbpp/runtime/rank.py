@@ -33,14 +33,14 @@ from zbpp.error_text import error_text
 from zbpp.runtime.call import Call, NamedLosses, Result
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import Extra, Extras
+from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
 from zbpp.runtime.links import OWN_LIMIT
+from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.parallel.groups import close_groups, link_groups, runs_on_device, set_timeout
-from zbpp.runtime.parallel.mesh import Place
-from zbpp.runtime.parallel.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count, Weights, weights_of
 from zbpp.schedule import Op, Programs, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST

@@ -10,8 +10,8 @@ from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, brought_by
+from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.experts import ExpertParallel
-from zbpp.runtime.parallel.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.reductions import Reductions
 from zbpp.runtime.rank import Rank
 

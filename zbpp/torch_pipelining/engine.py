@@ -32,8 +32,8 @@ from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature, Run
 from zbpp.runtime.layout import Message
+from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
 from zbpp.runtime.parallel.fully_shard import meshes_of
-from zbpp.runtime.parallel.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
 from zbpp.schedule import Action, Op, PlanError, Timetable
 from zbpp.schedule.program import Instruction
 from zbpp.torch_pipelining.order import NoTimetable, orders_of, scales_gradients, timetable_of

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zbpp.job.agreement import gather
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.mesh import whole_of
+from zbpp.runtime.mesh import whole_of
 from zbpp.seeding import seed_of
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.parameter_groups import check_all_match

@@ -20,8 +20,8 @@ from zbpp.job.world import World
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.memory.activation_offload import offload_plan_of
+from zbpp.runtime.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.parallel.experts import has_experts
-from zbpp.runtime.parallel.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.schedule import Costs, Timeline, simulate
 from zbpp.schedule.offload import RankOffload
 from zbpp.training.optim.update import Metrics

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from zbpp.job.agreement import gather
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Observer
-from zbpp.runtime.parallel.mesh import TENSOR
+from zbpp.runtime.mesh import TENSOR
 from zbpp.runtime.rank import Rank
 
 

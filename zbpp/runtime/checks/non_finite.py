@@ -24,7 +24,7 @@ from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.models.python_generators import restored_python_generators
 from zbpp.runtime.extra import Observer, Run
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.mesh import local_of
+from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers

@@ -27,7 +27,7 @@ from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Observer
-from zbpp.runtime.parallel.groups import Store, job_store
+from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.rank import Rank
 
 

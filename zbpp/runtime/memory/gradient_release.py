@@ -30,8 +30,8 @@ from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.memory.accumulation import Accumulation, refusal_of
 from zbpp.runtime.memory.restricted_update import is_optimi, parameters_of, update
-from zbpp.runtime.parallel.squares import squares_of
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.squares import squares_of
 from zbpp.schedule import Program
 from zbpp.schedule.passes.update import with_accumulation, with_updates
 from zbpp.schedule.program import Accumulate, Update

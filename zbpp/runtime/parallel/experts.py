@@ -20,8 +20,8 @@ from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Feature
-from zbpp.runtime.parallel.groups import close_groups, group_like
-from zbpp.runtime.parallel.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
+from zbpp.runtime.groups import close_groups, group_like
+from zbpp.runtime.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
 from zbpp.runtime.rank import Rank
 
 

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
-from zbpp.runtime.parallel.mesh import EXPERT, Place, Reshard, is_freed, is_fully_sharded, is_spread, local_of
+from zbpp.runtime.mesh import EXPERT, Place, Reshard, is_freed, is_fully_sharded, is_spread, local_of
 from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.runtime.stage import StageWorker
 

@@ -28,7 +28,7 @@ from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature, Run
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.mesh import is_freed
+from zbpp.runtime.mesh import is_freed
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction

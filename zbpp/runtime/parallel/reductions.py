@@ -25,9 +25,9 @@ from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.extra import Feature, Handler, Run, replaced_w
+from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.layout import Message
-from zbpp.runtime.parallel.groups import close_groups, group_like
-from zbpp.runtime.parallel.mesh import (
+from zbpp.runtime.mesh import (
     EXPERT_COPIES,
     REPLICATE,
     SHARD,

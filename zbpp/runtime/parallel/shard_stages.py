@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.parallel.fully_shard import FullyShardedStage
-from zbpp.runtime.parallel.mesh import (
+from zbpp.runtime.mesh import (
     EXPERT_COPIES,
     REPLICATE,
     RESHARD,
@@ -31,6 +30,7 @@ from zbpp.runtime.parallel.mesh import (
     is_fully_sharded,
     is_spread,
 )
+from zbpp.runtime.parallel.fully_shard import FullyShardedStage
 from zbpp.stage_api import blocks_of
 
 

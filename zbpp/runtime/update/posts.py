@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError
-from zbpp.runtime.parallel.groups import Store, job_store, unique_name
-from zbpp.runtime.parallel.mesh import Place
+from zbpp.runtime.groups import Store, job_store, unique_name
+from zbpp.runtime.mesh import Place
 
 _POLL_INTERVAL = 1.0  # s; a waiting process looks so often whether another process has given up
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.parallel.mesh import TENSOR, dimensions_of, is_split
+from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:

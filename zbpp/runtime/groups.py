@@ -23,7 +23,7 @@ from zbpp.job.agreement import broadcast
 from zbpp.runtime.host_links import HostLink, backend_of, needs_host_link
 
 if TYPE_CHECKING:
-    from zbpp.runtime.parallel.mesh import Place
+    from zbpp.runtime.mesh import Place
 
 _MAX_CTAS = 8  # blocks of a kernel that sends or receives; NCCL's own number is 16 to 32 over NVLink
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zbpp.job.agreement import gather
-from zbpp.runtime.parallel.mesh import SHARD, Place, local_of
+from zbpp.runtime.mesh import SHARD, Place, local_of
 
 ParameterPlace = tuple[int, str]
 """(stage, name of a parameter in that stage): one of the places where the model has the parameter."""
