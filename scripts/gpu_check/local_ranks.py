@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from gpu_check.page import Here
-from zbpp.runtime.parallel import groups
+from zbpp.runtime import groups
 
 _WAIT = 60.0  # s that a rank waits for another
 
