@@ -38,16 +38,13 @@ from torch import nn
 
 from zbpp.autograd import WeightGrads
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.layout import Message
+from zbpp.runtime.layout import Message, Run
 from zbpp.schedule import Action, Op, Program
 from zbpp.schedule.program import HeadW, Instruction
 
 if TYPE_CHECKING:
     from zbpp.runtime.rank import Rank
     from zbpp.runtime.stage import StageWorker
-
-Run = Callable[[Message], Message]
-"""An instruction as a function: takes a message, returns a message; () stands for none."""
 
 Handler = Callable[[Any], object]
 """What runs at an instruction of a feature; it is given the instruction, and takes and gives no message."""

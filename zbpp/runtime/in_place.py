@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.weight_grads import ChangedInPlace
-from zbpp.runtime.extra import Run
-from zbpp.runtime.layout import Message, layout_of
+from zbpp.runtime.layout import Message, Run, layout_of
 
 if TYPE_CHECKING:
     from zbpp.runtime.stage import StageWorker

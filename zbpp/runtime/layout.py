@@ -6,12 +6,15 @@ stage left out.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Message = tuple[Tensor | None, ...]
+Run = Callable[[Message], Message]
+"""An instruction as a function: takes a message, returns a message; () stands for none."""
 
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16,

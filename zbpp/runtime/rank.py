@@ -20,7 +20,7 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -42,7 +42,7 @@ from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count, Weights, weights_of
-from zbpp.schedule import Op, Programs, Timetable, lower
+from zbpp.schedule import Op, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
 
 _log = logging.getLogger(__name__)
@@ -61,15 +61,30 @@ METHODS: dict[str, dict[Op, StageMethod]] = {
 }
 
 
+_FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of_one}
+
+
+class Executors(dict[str, Executor]):
+    """{call: its executor}. An executor is made when its call is made first: a run may never evaluate."""
+
+    def __init__(self, make: Callable[[str], Executor]) -> None:
+        super().__init__()
+        self._make = make
+
+    def __missing__(self, name: str) -> Executor:
+        self[name] = made = self._make(name)
+        return made
+
+
 class Rank:
     """What one rank has of a pipeline; extras see it in `attach`.
 
     group: of the pipeline, for its links; None: this rank is alone. key: the prefix of this pipeline's names
     in the job's store. ties: of all ranks. The other arguments are Pipeline's.
 
-    modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, and
-    executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
-    `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
+    modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, for
+    a step. executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change
+    call `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
     is_alone: whether no other process takes part in a call. receives_on_device: whether a receive that has
     started occupies the device. wait_limit: how many seconds a wait for another rank may last now: `timeout`,
     and more in a step that may compile.
@@ -120,26 +135,22 @@ class Rank:
         )
         for stage in self._shared_hooks.stages:
             self.workers[stage].shared_hooks = self._shared_hooks
-        self.programs = {
-            "step": lower(timetable),
-            "evaluate": lower(timetable.forward_only()),
-            "predict": lower(timetable.forward_of_one()),
-        }
-        pairs = self.programs["step"].links
+        self.programs = lower(timetable)
+        pairs = self.programs.links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
         self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
-        self.executors = {
-            name: self.executor(name, programs, METHODS[name]) for name, programs in self.programs.items()
-        }
+        self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
+        self.executors = Executors(self._executor)
+        self.executors["step"]  # it is made, which refuses what can't run
 
-    def executor(self, name: str, programs: Programs, methods: Mapping[Op, StageMethod]) -> Executor:
-        """An executor of this rank's program for the call `name`."""
-        timetable, rank = self.timetable, self.rank
-        return Executor(
-            programs[rank],
+    def _executor(self, name: str) -> Executor:
+        """Make the executor of this rank's program for the call `name`."""
+        programs = self.programs if name == "step" else lower(_FORWARDS[name](self.timetable))
+        made = Executor(
+            programs[self.rank],
             self.workers,
-            methods,
-            timetable.num_stages,
+            METHODS[name],
+            self.timetable.num_stages,
             self._links,
             self.device,
             dynamic_shapes=self.dynamic_shapes,
@@ -147,6 +158,9 @@ class Rank:
             extras=self.extras,
             call=name,
         )
+        if self._message_limit is not None:
+            made.limit_waits(self._message_limit)
+        return made
 
     # ---- Extras
 
@@ -221,8 +235,9 @@ class Rank:
         self.wait_limit = seconds
         if seconds > self.timeout and self.rank == 0:
             _log.info("stages compile in this step: ranks wait for each other up to %.0f s", seconds)
+        self._message_limit = OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds)
         for each in self.executors.values():  # on gloo a wait has the limit, on NCCL a group
-            each.limit_waits(OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds))
+            each.limit_waits(self._message_limit)
         for group in (*self.place.mesh_groups(), *(self._links.values() if self.receives_on_device else ())):
             if isinstance(group, dist.ProcessGroup):
                 set_timeout(group, seconds)

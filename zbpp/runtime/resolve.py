@@ -24,9 +24,9 @@ from functools import partial
 from itertools import count
 from typing import Any, NamedTuple
 
-from zbpp.runtime.extra import Extras, Run
+from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import Handover
-from zbpp.runtime.layout import Message
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.links import Inbox, Outbox, channel_of
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import (

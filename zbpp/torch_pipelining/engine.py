@@ -30,8 +30,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.job.agreement import gather
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
-from zbpp.runtime.extra import Feature, Run
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Feature
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
 from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.schedule import Action, Op, PlanError, Timetable

@@ -88,7 +88,7 @@ class SameCalls(Observer):
 
     def attach(self, rank: Rank) -> None:
         """See Extra. The first and the last stage get parts of one batch, so their owners are neighbours."""
-        pairs, rank_of = rank.programs["step"].links, rank.timetable.rank_of
+        pairs, rank_of = rank.programs.links, rank.timetable.rank_of
         self._order: CallOrder | None = None  # None: no other rank is linked to this one
         if pairs:
             pairs = [*pairs, (rank_of[0], rank_of[-1])]

@@ -35,8 +35,8 @@ from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
 from zbpp.runtime.call import Call, Result
 from zbpp.runtime.executor import BeginAgain
-from zbpp.runtime.extra import Observer, Run
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Observer
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import to_csv
 from zbpp.schedule.program import Instruction

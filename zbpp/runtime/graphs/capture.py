@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.extra import Extras, Feature, Run
-from zbpp.runtime.layout import Layout, Message, TensorLayout, layout_of
+from zbpp.runtime.extra import Extras, Feature
+from zbpp.runtime.layout import Layout, Message, Run, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import seed_generators

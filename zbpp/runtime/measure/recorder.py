@@ -12,8 +12,8 @@ from torch.profiler import record_function
 
 from zbpp.autograd.models.exchange import Exchange, Pending, Transfer, exchanges_in
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Background, Observer, Run
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Background, Observer
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.measure.record import StepRecord
 from zbpp.runtime.measure.timeline import measured_timeline
 from zbpp.runtime.rank import Rank

@@ -24,8 +24,8 @@ from torch.utils._pytree import tree_leaves
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, Handler, Run
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Feature, Handler
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate

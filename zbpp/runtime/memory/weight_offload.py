@@ -44,8 +44,8 @@ from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, Run, bring, brought_by, replaced_w
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Feature, bring, brought_by, replaced_w
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker

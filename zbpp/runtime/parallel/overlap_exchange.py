@@ -26,8 +26,8 @@ import torch
 from zbpp.autograd.models.exchange import Pending, exchanges_in
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call import Call
-from zbpp.runtime.extra import Feature, Run
-from zbpp.runtime.layout import Message
+from zbpp.runtime.extra import Feature
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.mesh import is_freed
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op

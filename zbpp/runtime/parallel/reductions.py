@@ -24,9 +24,9 @@ from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooke
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, Handler, Run, replaced_w
+from zbpp.runtime.extra import Feature, Handler, replaced_w
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.layout import Message
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.mesh import (
     EXPERT_COPIES,
     REPLICATE,
