@@ -43,7 +43,7 @@ CASES = {
         "model.vocab_size=2000",
     ],
     "release": [*RELEASED, "memory.gradient_release=step"],
-    "accumulate": [*RELEASED, "memory.gradient_release=accumulate"],
+    "accumulate": [*RELEASED, "optimizer=optimi_adamw", "memory.gradient_release=accumulate"],
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],

@@ -75,7 +75,7 @@ class ActivationOffload(Feature):
             return
         if isinstance(self.gib, bool) or not isinstance(self.gib, int | float) or not self.gib > 0:
             raise ValueError(
-                f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; offload=None for none'
+                f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; for none, leave ActivationOffload out'
             )
         if self.costs.memory_unit != BYTES:
             raise ValueError(
