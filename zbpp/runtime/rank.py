@@ -82,10 +82,10 @@ class Rank:
     group: of the pipeline, for its links; None: this rank is alone. key: the prefix of this pipeline's names
     in the job's store. ties: of all ranks. The other arguments are Pipeline's.
 
-    modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, for
-    a step. executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change
-    call `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see
-    weights.py. is_alone: whether no other process takes part in a call. receives_on_device: whether a receive that has
+    modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, for a
+    step. executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
+    `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
+    is_alone: whether no other process takes part in a call. receives_on_device: whether a receive that has
     started occupies the device. wait_limit: how many seconds a wait for another rank may last now: `timeout`,
     and more in a step that may compile.
     over: why no call may follow; empty until then.

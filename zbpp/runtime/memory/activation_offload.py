@@ -75,7 +75,8 @@ class ActivationOffload(Feature):
             return
         if isinstance(self.gib, bool) or not isinstance(self.gib, int | float) or not self.gib > 0:
             raise ValueError(
-                f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; for none, leave ActivationOffload out'
+                f'gib={self.gib!r}: write "auto", or how many GiB may leave, above 0; for none, leave the '
+                "extra out"
             )
         if self.costs.memory_unit != BYTES:
             raise ValueError(
