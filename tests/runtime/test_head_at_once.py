@@ -4,7 +4,8 @@ import pytest
 import torch
 from optimi import AdamW
 
-from zbpp import GradientRelease, HeadAtOnce, Pipeline, plan
+from helpers.graph_maker import EmulatedGraphs
+from zbpp import CudaGraphs, GradientRelease, HeadAtOnce, Pipeline, plan
 from zbpp.models.llama import Llama
 from zbpp.runtime import StageWorker
 from zbpp.runtime.call import Feed, LossGradients
@@ -71,3 +72,19 @@ def test_it_is_over_when_the_extra_leaves():
     with pipeline.using(HeadAtOnce()):
         assert HeadW(0, 0) in executor.program.instructions
     assert HeadW(0, 0) not in executor.program.instructions
+
+
+def test_graphs_capture_it_at_its_place():
+    """Replayed steps equal eager ones; each HeadW is a graph of its own, so dz does not wait for W."""
+    found = {}
+    for maker in (None, EmulatedGraphs()):
+        graphs = [] if maker is None else [CudaGraphs(maker)]
+        pipeline = Pipeline(llama(), plan("zb_h1", 1, M), extras=[HeadAtOnce(), *graphs])
+        losses = [loss for _ in range(4) for loss in pipeline.step(tokens()[:, :-1], target=tokens()[:, 1:])]
+        found[bool(graphs)] = losses, [each.grad for each in pipeline.parameters()]
+        if graphs:
+            num_actions = len(pipeline.timetable.rows[0])
+            assert graphs[0].num_replays == 2
+            assert maker.num_captures == num_actions + M
+    assert torch.equal(torch.stack(found[True][0]), torch.stack(found[False][0]))
+    assert all(map(torch.equal, found[True][1], found[False][1]))

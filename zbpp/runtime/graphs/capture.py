@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.executor import Executor
-from zbpp.runtime.extra import Extras, Feature
+from zbpp.runtime.extra import Extras, Feature, Handler
 from zbpp.runtime.layout import Layout, Message, Run, TensorLayout, layout_of
 from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
@@ -212,6 +212,10 @@ class _Captures(Feature):
 
     def __init__(self, capture: Callable[[Captured, Message], Message]) -> None:
         self._capture = capture
+
+    def handlers(self, call: str) -> Mapping[type, Handler]:
+        """See Feature. What `around` replaces must be handled."""
+        return {HeadW: lambda at: None}
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
