@@ -30,6 +30,7 @@ MAY_IMPORT = {
         "partition",
         "checkpoints",
         "training",
+        "parity_check",
     },
     "zbpp/stage_api.py": set(),
     "zbpp/seeding.py": set(),
@@ -43,6 +44,9 @@ MAY_IMPORT = {
     # From a config to a finished run: what each rank trains, and what the run leaves.
     "zbpp/run/": {"config", "models", "prediction", "render", "run"} | _TRAINING,
     "zbpp/job/": {"job"},
+    # Any trainer beside plain autograd: it knows no schedule.
+    "zbpp/parity_check/": {"parity_check"} | _RUNTIME,
+    "zbpp/parity.py": {"parity_check"},
     "zbpp/data/": {"data", "seeding", "streams"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"config", "prediction", "render", "run"} | _TRAINING,

@@ -2,6 +2,7 @@
 
 import inspect
 import pkgutil
+from importlib import import_module
 from inspect import Parameter
 
 import pytest
@@ -25,7 +26,7 @@ NAMES = [
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "find_non_finite", "linear_cross_entropy", "load", "lower", "make_mesh",
-    "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
+    "parity", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
     "split_sequential", "trace_stages",
 ]  # fmt: skip
 
@@ -108,4 +109,6 @@ def test_a_plan_that_cannot_be_made_is_a_plan_error_and_a_value_error():
 def test_no_public_name_is_hidden_by_a_module_of_that_name():
     """`import zbpp.checkpoint.saving` put a module where `zbpp.checkpoint` was a function."""
     modules = {module.name for module in pkgutil.iter_modules(zbpp.__path__)}
-    assert not modules & set(zbpp.__all__)
+    for name in modules & set(zbpp.__all__):
+        value = getattr(zbpp, name)
+        assert import_module(f"zbpp.{name}") is getattr(zbpp, name) is value

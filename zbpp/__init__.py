@@ -16,6 +16,7 @@
     prediction   what each rank will hold, and what each switch would save
     cluster      scale on paper: a run on a cluster, from sizes and datasheets
     benchmark    measuring costs; timing schedules and runtimes
+    parity_check does a trainer compute what one process computes? (parity.py: the entry for torchrun)
     commands     the command line, a file for each command
 
     torch_pipelining  torch's Schedule classes on zbpp's Pipeline; torchtitan.py uses them
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     )
     from zbpp.checkpoints import load, save
     from zbpp.cutting import split_sequential, trace_stages
+    from zbpp.parity_check import parity
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, plan
     from zbpp.runtime import (
@@ -107,6 +109,7 @@ _HOME = {
     "load": "zbpp.checkpoints",
     "lower": "zbpp.schedule",
     "make_mesh": "zbpp.runtime",
+    "parity": "zbpp.parity_check",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.planning",
     "replicate": "zbpp.runtime",
@@ -149,6 +152,7 @@ __all__ = [
     "load",
     "lower",
     "make_mesh",
+    "parity",
     "per_microbatch",
     "plan",
     "replicate",

@@ -202,7 +202,7 @@ class Pipeline:
         """
         with self._one_call():
             call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self._rank.name_of_step)
-            losses, self.step_losses = self._rank.run(call, self._seeds())
+            losses, self.step_losses = self._rank.run(call, self.seeds())
         self.num_steps += 1
         return losses
 
@@ -271,7 +271,7 @@ class Pipeline:
     def _forward(self, call: Call) -> list[Tensor]:
         self.settle()
         with self._one_call(), torch.no_grad():
-            losses, self.evaluation_losses = self._rank.run(call, self._seeds())
+            losses, self.evaluation_losses = self._rank.run(call, self.seeds())
         return losses
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
@@ -282,7 +282,7 @@ class Pipeline:
         self.settle()
         seen = Outputs(is_kept=True, metrics=None)
         with self._evaluating():
-            self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self._seeds())
+            self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self.seeds())
         return seen.concatenated()
 
     @contextmanager
@@ -307,7 +307,7 @@ class Pipeline:
         with self._one_call(), eval_mode([*self.stages.values(), self._loss_fn]), torch.no_grad():
             yield
 
-    def _seeds(self) -> dict[int, int]:
+    def seeds(self) -> dict[int, int]:
         """Per stage, the seed of its microbatch 0 in the next step."""
         # Processes that see different data draw different numbers.
         part = [self.place.data_part] if self.place.data_part else []
