@@ -97,7 +97,7 @@ class HandWritten:
         self._sum_copies()
         self._reduce()
         self._spoil()
-        return losses
+        return self._told(losses) if losses else losses
 
     def _both(self, pieces: Any) -> list[Tensor]:
         losses = []
@@ -136,14 +136,12 @@ class HandWritten:
             del trained["balance"]
         if self.fault == "the loss 'balance' is summed over microbatches, the others are averaged":
             trained["balance"] = MICROBATCHES * trained["balance"]
-        if not (self.fault.startswith("the last") and number == MICROBATCHES - 1):
+        lost = {"the first microbatch is lost": 0, "the last microbatch is lost": MICROBATCHES - 1}
+        if lost.get(self.fault) != number:
             (factor * sum(trained.values())).backward()
             if y is not None:
                 y.backward(x.grad)
-        loss = sum(terms.values()).detach()
-        return (
-            loss / MICROBATCHES if self.fault == "losses are divided by the number of microbatches" else loss
-        )
+        return sum(terms.values()).detach()
 
     def _forget(self, number: int) -> None:
         if (self.fault.startswith("only the last") and number) or (
@@ -199,6 +197,14 @@ class HandWritten:
             for each, gradient in zip(self.stages.parameters(), self.kept, strict=True):
                 each.grad = gradient
 
+    def _told(self, losses: list[Tensor]) -> list[Tensor]:
+        number = MICROBATCHES if "microbatches" in self.fault else 2
+        if self.fault.startswith("losses are divided"):
+            return [each / number for each in losses]
+        if self.fault.startswith("losses are multiplied"):
+            return [each * number for each in losses]
+        return losses[::-1] if self.fault == "losses are in the reverse order" else losses
+
     # ---- Around it
 
     def evaluate(self, batch: Any) -> Any:
@@ -217,9 +223,13 @@ class HandWritten:
         shared = self.copies[-1:] if self.layout != "pipeline" or self.rank else []
         skipped = set(shared) if once else set()
         total = torch.stack([each.grad.square().sum() for each in mine if each not in skipped]).sum()
-        if self.layout == "pipeline" and self.fault != "one rank's norm in place of all ranks'":
-            dist.all_reduce(total)
-        norm = total.sqrt()
+        if self.fault == "the sum of the ranks' norms in place of the norm":
+            norm = torch.stack([each.grad.square().sum() for each in mine]).sum().sqrt()
+            dist.all_reduce(norm)
+        else:
+            if self.layout == "pipeline" and self.fault != "one rank's norm in place of all ranks'":
+                dist.all_reduce(total)
+            norm = total.sqrt()
         for each in mine:
             each.grad *= min(1.0, limit / norm.item())
         return norm

@@ -1,19 +1,25 @@
 """zbpp.parity names the mistakes that are planted in a hand-written trainer, and accuses no right one."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch import nn
 
 import zbpp
 from helpers.hand_written import MICROBATCHES, HandWritten, Whole, loss_fn, tokens
 from helpers.processes import run_ranks
 from helpers.split import float64
+from zbpp.parity_check import faults
 
 IN_ONE_PROCESS = [
     "",
     "only the last microbatch counts",
     "only the first microbatch counts",
     "only the last microbatch counts, divided by the number of microbatches",
+    "only the first microbatch counts, divided by the number of microbatches",
     "the last microbatch is lost",
+    "the first microbatch is lost",
     "the sum over microbatches in place of their mean",
     "divided by the number of microbatches twice",
     "a mean of means in place of the mean over all tokens",
@@ -28,6 +34,8 @@ IN_ONE_PROCESS = [
     "copies of a parameter count several times in the norm",
     "the optimizer leaves this parameter out",
     "losses are divided by the number of microbatches",
+    "losses are multiplied by the number of microbatches",
+    "losses are in the reverse order",
 ]
 IN_TWO = {
     "replicas": [
@@ -38,10 +46,13 @@ IN_TWO = {
         "divided by the number of replicas twice",
         "each replica divides by its own number of tokens",
         "replicas are unequal",
+        "losses are divided by the number of replicas",
+        "losses are multiplied by the number of replicas",
     ],
     "pipeline": [
         "",
         "one rank's norm in place of all ranks'",
+        "the sum of the ranks' norms in place of the norm",
         "copies of a parameter count several times in the norm",
         "a tied copy's gradient is not summed with the others'",
         "only the last microbatch counts",
@@ -80,6 +91,17 @@ def test_a_planted_mistake_is_named(fault):
     assert report.is_equal == (not fault)
 
 
+def test_every_known_mistake_is_planted():
+    reference = SimpleNamespace(terms=["near", "balance"], parts=[SimpleNamespace(counts=[1, 1])])
+    case = faults.Case(reference, [0], 2, lambda part, microbatch, term: 0.5)
+    tables = (
+        faults.state_faults, faults.gradient_faults, faults.clip_faults, faults.update_faults,
+        faults.loss_faults,
+    )  # fmt: skip
+    names = {fault.name.replace("'near'", "'balance'") for table in tables for fault in table(case)}
+    assert names == {each for planted in (IN_ONE_PROCESS, *IN_TWO.values()) for each in planted if each}
+
+
 def causes_of(rank, layout, faults):
     return [checked(layout, rank, fault).cause for fault in faults]
 
@@ -87,3 +109,90 @@ def causes_of(rank, layout, faults):
 @pytest.mark.parametrize("layout", IN_TWO)
 def test_a_planted_mistake_of_two_processes_is_named_on_both(layout):
     assert run_ranks(causes_of, 2, layout, IN_TWO[layout]) == [IN_TWO[layout]] * 2
+
+
+# ---- Bad input
+
+
+class Noise(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) + torch.randn(())
+
+
+class Narrow(nn.Linear):
+    """Runs in float32 alone."""
+
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight, self.bias.float())
+
+
+def chain(middle):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 3), middle(3, 3), nn.Linear(3, 3))
+
+
+def report_of(whole, stages, batch=None, **options):
+    batch = tuple(torch.ones(2, 4, 3)) if batch is None else batch
+
+    def step(batch):
+        losses = [
+            nn.functional.mse_loss(stages(x), y) for x, y in zip(*(b.chunk(2) for b in batch), strict=True)
+        ]
+        (sum(losses) / 2).backward()
+        return losses
+
+    given = {"loss_fn": nn.functional.mse_loss, "num_microbatches": 2} | options
+    return zbpp.parity(step, stages, whole=whole, batch=batch, **given)
+
+
+@pytest.mark.parametrize(
+    "whole, text",
+    [
+        (lambda: nn.Sequential(nn.Linear(3, 3)), "rank 0 has 1.weight, whole() does not"),
+        (lambda: nn.Sequential(*chain(nn.Linear), nn.Linear(3, 3)), "no rank has 3.weight"),
+        (
+            lambda: nn.Sequential(nn.Linear(3, 4), *chain(nn.Linear)[1:]),
+            "0.weight is [3, 3] on rank 0, [4, 3]",
+        ),
+        (lambda: chain(Noise), "1 (Noise) draws random numbers"),
+        (lambda: "model", "whole() returned a str"),
+    ],
+)
+def test_a_whole_that_does_not_fit_is_refused(whole, text):
+    with pytest.raises(ValueError) as caught:
+        report_of(whole, chain(nn.Linear))
+    assert text in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({"num_microbatches": None}, "num_microbatches is missing"),
+        ({"num_microbatches": 3}, "has 4 rows, which don't split"),
+        ({"clip": 1.0}, "clip_grad_norm is missing"),
+        ({"update": print}, "optimizer is missing"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, text):
+    with pytest.raises(ValueError, match=text):
+        report_of(lambda: chain(nn.Linear), chain(nn.Linear), **options)
+
+
+def test_a_model_that_does_not_run_in_float64_runs_as_it_is_made():
+    report = report_of(lambda: chain(Narrow), chain(Narrow))
+    assert report.is_equal
+    assert report.notes == ["the whole model does not run in float64: it ran as it is made"]
+
+
+def refused(rank):
+    batch = tuple(torch.ones(2, 4, 3)) if rank == 0 else None
+    with pytest.raises(ValueError, match="batch is None on rank 1"):
+        zbpp.parity(
+            lambda batch: None, chain(nn.Linear), whole=lambda: chain(nn.Linear), batch=batch,
+            loss_fn=nn.functional.mse_loss, num_microbatches=2,
+        )  # fmt: skip
+
+
+def test_a_batch_that_only_one_rank_has_is_refused_on_both():
+    run_ranks(refused, 2)
