@@ -49,6 +49,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 
 @runtime_checkable
@@ -144,6 +145,15 @@ def has_hooks(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     is_foreign = any(not str(each.__module__).startswith("torch.distributed.") for each in hooks)
     return is_foreign or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def batch_norms(module: nn.Module) -> Iterator[nn.Module]:
+    """The BatchNorms inside a module. A mixed precision keeps their weights in float32, as autocast does.
+
+    torch wants their weights and their statistics in one dtype, and statistics need float32. Their inputs may
+    have 16 bits.
+    """
+    return (each for each in module.modules() if isinstance(each, _BatchNorm))
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

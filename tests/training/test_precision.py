@@ -7,13 +7,15 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import LossScale, MasterWeights, Pipeline, plan
+from zbpp import Costs, LossScale, MasterWeights, Pipeline, plan
 from zbpp import config as configs
 from zbpp.data import regression_data, text_data
 from zbpp.models.gpt import Gpt
 from zbpp.run import app
 from zbpp.run.optimizer import build_masters
-from zbpp.run.stages import move_stages, recompute_stages
+from zbpp.run.stages import build_mesh, move_stages, recompute_stages
+from zbpp.run.trainer import Plan, build_pipeline
+from zbpp.training.batches import batch_for
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.replan import Replan
@@ -107,6 +109,73 @@ def test_mixed_runs_are_equal_to_the_last_bit_under_all_plans_and_near_those_in_
         for (loss, norm), (wanted_loss, wanted_norm) in zip(alone, expected, strict=True):
             assert loss == pytest.approx(wanted_loss, rel=tolerance)
             assert norm == pytest.approx(wanted_norm, rel=5 * tolerance)
+
+
+class Normed:
+    """A BatchNorm inside of each of two stages; one is the first layer."""
+
+    def build_stage(self, index, num_stages):
+        torch.manual_seed(index)
+        if index:
+            return nn.Sequential(
+                nn.Linear(8, 8), nn.Sequential(nn.BatchNorm1d(8), nn.Tanh()), nn.Linear(8, 4)
+            )
+        return nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 8))
+
+    def loss(self, output, target):
+        return F.mse_loss(output, target)
+
+
+def in_16_bits(stages, dtype):
+    """As autocast computes: products in 16 bits, BatchNorm with float32 weights."""
+    for each in stages.modules():
+        if isinstance(each, nn.Linear):
+            each.to(dtype)
+    return stages
+
+
+def normed(rank, name, degrees):
+    """(gradients, statistics) of a step, and what plain torch finds."""
+    chosen, model, timetable = PRECISIONS[name], Normed(), plan("zb_v", 1, M)
+    x, target = torch.randn(2, 4 * M, 4, generator=torch.Generator().manual_seed(0))
+    plain = in_16_bits(nn.Sequential(*(model.build_stage(s, 2) for s in range(2))), chosen.compute)
+    for rows, wanted in zip(x.to(chosen.compute).split(4), target.split(4), strict=True):
+        (F.mse_loss(plain(rows).float(), wanted) / M).backward()
+
+    config = configs.TrainConfig(precision=name, parallel=configs.ParallelConfig(**degrees))
+    mesh = None if rank is None else build_mesh(config.parallel, "cpu")
+    stages = {s: model.build_stage(s, 2) for s in range(2)}
+    move_stages(stages, CPU, chosen)
+    pipeline = build_pipeline(config, Plan(timetable, Costs()), model, stages, mesh)
+    masters = build_masters(pipeline, chosen)
+    (x,), target = batch_for(stages, 2, Batch(x, target), 0, CPU, target_dtype=torch.float32)
+    pipeline.step(x, target=target)
+    found = [p.grad if masters is None else p.main_grad for p in pipeline.parameters()]
+    found = [each.full_tensor() if hasattr(each, "full_tensor") else each for each in found]
+    wanted = [p.grad.float() for p in plain.parameters()]
+    statistics = [b for s in stages.values() for b in s.buffers()]
+    return found, wanted, statistics, [*plain.buffers()]
+
+
+class Batch:
+    def __init__(self, *batch):
+        self.given = batch
+
+    def batch(self, number):
+        return self.given
+
+
+@pytest.mark.parametrize("name", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("degrees", [{}, {"replicate": 2}, {"shard": 2}], ids=str)
+def test_batch_norm_computes_with_float32_weights_as_under_autocast(name, degrees):
+    """It raised 'expected scalar type BFloat16 but found Float'."""
+    for found, wanted, *statistics in (
+        run_ranks(normed, 2, name, degrees) if degrees else [normed(None, name, degrees)]
+    ):
+        assert all(each.dtype == torch.float32 for each in found)
+        for mine, plain in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, plain, rtol=0, atol=0.01 * float(plain.abs().max()) + 1e-6)
+        torch.testing.assert_close(*statistics)
 
 
 # ---------------------------------------------------------------- float16

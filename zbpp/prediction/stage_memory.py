@@ -40,7 +40,7 @@ from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.parameter_groups import Named
-from zbpp.training.optim.precision import PRECISIONS
+from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
 from zbpp.training.optim.rollback import changes_gradients
 
 FAKE = "on fake tensors: no memory was needed"
@@ -161,7 +161,7 @@ class _Stages:
         is_last = index == self._timetable.num_stages - 1
         masters = None
         if precision.is_mixed and not self._is_sharded:
-            masters = MasterWeights(stage.parameters(), precision.compute)
+            masters = MasterWeights(stage.parameters(), precision.compute, keep=kept_in_float32(stage))
         blocks = [[*each.parameters()] for each in [*blocks_of(stage)] or [stage]]
         largest = max(map(bytes_of, blocks), default=0)
         recompute_stages({index: stage}, config.memory.recompute)

@@ -33,7 +33,7 @@ from zbpp.training.optim.parameter_groups import (
     grouped,
     named_parameters,
 )
-from zbpp.training.optim.precision import Precision
+from zbpp.training.optim.precision import Precision, kept_in_float32
 
 
 def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | None:
@@ -44,7 +44,8 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
     """
     if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
         return None
-    return MasterWeights(pipeline.parameters(), precision.compute)
+    kept = (weight for stage in pipeline.stages.values() for weight in kept_in_float32(stage))
+    return MasterWeights(pipeline.parameters(), precision.compute, keep=kept)
 
 
 def optimizer_of(

@@ -67,14 +67,14 @@ def batch_for(
 ) -> tuple[tuple[Any, ...], Any]:
     """(args, target) of a step for the owner of `stages`: () without stage 0, None without the last stage.
 
-    number: the batch's number in the source. Floating-point inputs and targets get the dtype of the stages'
-    parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
+    number: the batch's number in the source. Floating-point inputs and targets get the narrowest dtype of the
+    stages' parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
     zbpp/data/source.py can't take apart, and for inputs that stage 0 does not take.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
     dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
-    dtype = next(dtypes, torch.float32)
+    dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
 
     def moved(dtype: torch.dtype, value: Any) -> Any:
         if not isinstance(value, Tensor):

@@ -31,7 +31,7 @@ from zbpp.runtime.mesh import (
     is_spread,
 )
 from zbpp.runtime.parallel.fully_shard import FullyShardedStage
-from zbpp.stage_api import blocks_of
+from zbpp.stage_api import batch_norms, blocks_of
 
 
 def shard_stages(
@@ -98,8 +98,12 @@ def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=mesh, mp_policy=inside)
         _wrap_experts(module, place, inside)
+    norms = [*batch_norms(stage)] if policy.param_dtype is not None else []
+    for module in norms:
+        fully_shard(module, mesh=mesh, mp_policy=replace(inside, param_dtype=None))
     for module in (*blocks, stage):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+        if module not in norms:
+            fully_shard(module, mesh=mesh, mp_policy=policy)
 
 
 def _experts_in(stage: nn.Module) -> list[nn.Module]:

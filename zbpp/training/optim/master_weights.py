@@ -24,6 +24,8 @@ class MasterWeights:
     gradients; then its data are cast to `dtype`. A frozen parameter is only cast. Integers and buffers stay
     as they are. Make this object when the weights are on their device, in float32, before the first forward.
 
+    keep: which of them compute in float32, such as a BatchNorm's. Such a parameter shares its master's memory.
+
         masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3)
         for x, y in batches:
@@ -37,7 +39,9 @@ class MasterWeights:
     Raises ValueError for a dtype other than bfloat16 or float16, and for parameters that can't have a master.
     """
 
-    def __init__(self, parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    def __init__(
+        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype, *, keep: Iterable[nn.Parameter] = ()
+    ) -> None:
         if dtype not in (torch.bfloat16, torch.float16):
             raise ValueError(f"dtype={dtype}: master weights are for torch.bfloat16 or torch.float16")
         given = list(dict.fromkeys(parameters))
@@ -45,8 +49,9 @@ class MasterWeights:
         for parameter in trained:
             _check(parameter)
         self._masters = {parameter: _master_of(parameter) for parameter in trained}
+        kept = set(keep)
         for parameter in given:
-            if parameter.is_floating_point():
+            if parameter.is_floating_point() and parameter not in kept:
                 _cast(parameter, dtype)
         for parameter, master in self._masters.items():
             parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's

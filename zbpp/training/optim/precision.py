@@ -7,18 +7,21 @@
     bfloat16       bfloat16        bfloat16    bfloat16
     float64        float64         float64     float64
 
-Norms and softmax compute in float32 inside torch's kernels, whatever they are given. The loss and the metrics
+Norms and softmax compute in float32 inside torch's kernels, whatever they are given. A BatchNorm keeps float32
+weights in a mixed precision (`zbpp.stage_api.batch_norms`). The loss and the metrics
 of a mixed run get the last stage's output in float32, unless they compute in float32 themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+
+from zbpp.stage_api import batch_norms
 
 
 class Precision(NamedTuple):
@@ -55,6 +58,11 @@ _ALL = (
     Precision("float64", torch.float64),
 )
 PRECISIONS = {each.name: each for each in _ALL}
+
+
+def kept_in_float32(stage: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a stage that compute in float32 in a mixed precision, too."""
+    return (parameter for norm in batch_norms(stage) for parameter in norm.parameters())
 
 
 class InFloat32(nn.Module):
