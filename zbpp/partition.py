@@ -67,8 +67,7 @@ def split_layers(
     if num_stages < 1:
         raise ValueError(f"num_stages={num_stages}: a pipeline has at least one stage; write 1 or more")
     if layers_per_stage is not None:
-        counts = list(layers_per_stage)
-        check_counts(counts, num_layers, num_stages, least_of_last=0 if last_cost else 1)
+        counts = checked_counts(layers_per_stage, num_layers, num_stages, least_of_last=0 if last_cost else 1)
     elif num_layers < num_stages:
         raise ValueError(
             f"num_layers={num_layers} is fewer than the {num_stages} stages, and each needs at least one: "
@@ -79,9 +78,14 @@ def split_layers(
     return [range(start, stop) for start, stop in pairwise(accumulate(counts, initial=0))]
 
 
-def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_last: int = 1) -> None:
-    """Raises ValueError unless `counts` are `num_stages` numbers, none too small, that add up right."""
-    given = f"layers_per_stage={counts}"
+def checked_counts(
+    given_counts: Sequence[int], num_layers: int, num_stages: int, least_of_last: int = 1
+) -> list[int]:
+    """The counts as a list. Raises ValueError unless they are `num_stages` whole numbers that fit."""
+    given = f"layers_per_stage={given_counts}"
+    counts = list(given_counts) if isinstance(given_counts, Sequence) else [given_counts]
+    if not isinstance(given_counts, Sequence) or not all(type(each) is int for each in counts):
+        raise ValueError(f"{given} is no list of whole numbers: write {num_stages} of them, one per stage")
     if len(counts) != num_stages:
         raise ValueError(f"{given} is for {len(counts)} stages: write {num_stages} numbers, one per stage")
     for stage, count in enumerate(counts):
@@ -89,6 +93,7 @@ def check_counts(counts: list[int], num_layers: int, num_stages: int, least_of_l
             raise ValueError(f"{given} leaves stage {stage} empty: write 1 or more")
     if sum(counts) != num_layers:
         raise ValueError(f"{given} adds up to {sum(counts)}: make it num_layers={num_layers}, or change that")
+    return counts
 
 
 class _Model:

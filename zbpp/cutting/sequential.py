@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from zbpp.partition import check_counts, partition
+from zbpp.partition import checked_counts, partition
 
 Children = list[tuple[str, nn.Module]]
 
@@ -97,8 +97,7 @@ def _counts(children: Children, num_stages: int, layers_per_stage: Sequence[int]
             "stages, or make one chain of all layers where a child is a chain itself"
         )
     if layers_per_stage is not None:
-        check_counts(list(layers_per_stage), len(children), num_stages)
-        return list(layers_per_stage)
+        return checked_counts(layers_per_stage, len(children), num_stages)
     sizes = [sum(each.numel() for each in child.parameters()) for _, child in children]
     # If no child has parameters, all children weigh the same.
     return partition(sizes if any(sizes) else [1] * len(sizes), num_stages)

@@ -96,6 +96,16 @@ def plan(
     return timetable
 
 
+def check_shape(name: str, num_ranks: int, *, placement: str | None, stages_per_rank: int | None) -> None:
+    """Raise the PlanError of `plan` for a placement or stages_per_rank that the schedule doesn't have.
+
+    No plan of full size is made: the answer is the same for two ranks and for more.
+    """
+    if placement is not None or stages_per_rank is not None:
+        few = min(num_ranks, 2)
+        plan(name, few, 2 * few, placement=placement, stages_per_rank=stages_per_rank, time_limit=0.0)
+
+
 def _generated(name: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> Timetable:
     """The timetable of the function behind a name, which is given the options that it declares."""
     declared = inspect.signature(SCHEDULES[name]).parameters

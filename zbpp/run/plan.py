@@ -20,7 +20,7 @@ from zbpp.planning import (
     read_memory_limit,
     takes_costs,
 )
-from zbpp.planning.plan import stages_per_rank
+from zbpp.planning.plan import check_shape, stages_per_rank
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
 from zbpp.training.measured_steps import Title
@@ -63,6 +63,7 @@ def _plan_options(schedule: ScheduleConfig, num_ranks: int) -> dict[str, Any]:
     with _naming_files():
         costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
     shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
+    check_shape(schedule.name, num_ranks, **shape)
     num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
     limit = read_memory_limit(schedule.memory_limit, costs)
     return {"costs": costs.per_stage(num_stages, num_ranks), "memory_limit": limit, **shape}

@@ -167,8 +167,8 @@ def _tried_cut(
 ) -> Cut:
     """The cut of a model, tried on a small copy. Raises ValueError as `find_cut` does."""
     kernels = getattr(config, "_attn_implementation", None), getattr(config, "_experts_implementation", None)
-    layers = None if layers_per_stage is None else tuple(layers_per_stage)
-    key = (type(config), config.to_json_string(use_diff=False), *kernels, num_stages, layers, seed)
+    cut = num_stages, str(layers_per_stage)
+    key = (type(config), config.to_json_string(use_diff=False), *kernels, *cut, seed)
     if key not in _tried:
         start = time.perf_counter()
         _tried[key] = find_cut(config, lambda count: split_layers(count, num_stages, layers_per_stage), seed)

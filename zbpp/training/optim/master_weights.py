@@ -24,7 +24,7 @@ class MasterWeights:
     gradients; then its data are cast to `dtype`. A frozen parameter is only cast. Integers and buffers stay
     as they are. Make this object when the weights are on their device, in float32, before the first forward.
 
-    keep: which of them compute in float32, such as a BatchNorm's. Such a parameter shares its master's memory.
+    keep: which of them compute in float32, as a BatchNorm's do. They share the memory of their masters.
 
         masters = MasterWeights(pipeline.parameters(), torch.bfloat16)
         optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3)

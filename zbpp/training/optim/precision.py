@@ -7,9 +7,9 @@
     bfloat16       bfloat16        bfloat16    bfloat16
     float64        float64         float64     float64
 
-Norms and softmax compute in float32 inside torch's kernels, whatever they are given. A BatchNorm keeps float32
-weights in a mixed precision (`zbpp.stage_api.batch_norms`). The loss and the metrics
-of a mixed run get the last stage's output in float32, unless they compute in float32 themselves.
+Norms and softmax compute in float32 inside torch's kernels, whatever they are given. In a mixed precision a
+BatchNorm's weights are float32 (see `zbpp.stage_api.batch_norms`), and the loss and the metrics get the last
+stage's output in float32, unless they compute in float32 themselves.
 """
 
 from __future__ import annotations
