@@ -20,6 +20,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
+from torch import nn
 
 from helpers.processes import run_ranks
 from zbpp import config as configs
@@ -391,6 +392,41 @@ def test_a_mistake_that_a_rank_finds_is_one_line(tmp_path, warm, given, line):
     assert list(tmp_path.iterdir()) == []
 
 
+class Misfit:
+    """Stage 1 takes other sizes than stage 0 returns, or the loss another dtype than the last stage's."""
+
+    def __init__(self, wrong="shape"):
+        self.wrong = wrong
+
+    def build_stage(self, index, num_stages):
+        if self.wrong == "dtype" and index:
+            return nn.Embedding(4, 4)
+        return nn.Linear(8, 8) if index == 0 or self.wrong == "loss" else nn.Linear(4, 4)
+
+    def loss(self, output, target):
+        return nn.functional.nll_loss(output, target)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        (
+            "shape",
+            r"mat1 and mat2 .*; the forward was given what stage 0 returned, \(float32\[2, 8\]\); in 1F0 ",
+        ),
+        ("dtype", r"indices.*; the forward was given what stage 0 returned, \(float32\[2, 8\]\); in 1F0 "),
+        ("loss", r"multi-target not supported; in the loss function; in 1F0 "),
+    ],
+)
+def test_a_stage_that_does_not_take_what_the_stage_before_returns_is_one_line(tmp_path, alone, wrong, words):
+    """40 lines of traceback, before; of stage 0 alone it was a line."""
+    model = ["model._target_=test_launch.Misfit", f"model.wrong={wrong}", "data=regression"]
+    given = [*command_line.arguments(model), "data.in_features=8", "data.out_features=8"]
+    with pytest.raises(configs.ConfigError, match=words) as caught:
+        train([*given, "schedule=zb_v", *TINY, "microbatch_size=2", f"run_dir={tmp_path}/run"])
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.mark.parametrize(
     ("command", "given", "line"),
     [
@@ -494,6 +530,8 @@ def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeyp
         (["schedule=zb_auto", "schedule.memory_limit=much"], PlanError, "much"),
         (["schedule=zb_h1", "schedule.stages_per_rank=2"], PlanError, "leave stages_per_rank out"),
         (["schedule=zb_h1", "schedule.memory_limit=0.5"], PlanError, "memory"),
+        (["schedule=zb_auto", "schedule.placement=v", "schedule.stages_per_rank=3"], PlanError, "contradict"),
+        (["schedule=zb_auto", "schedule.stages_per_rank=2"], PlanError, "leave stages_per_rank out"),
         (["schedule.name=zb_h9"], PlanError, "zb_h9"),
         (["schedule.replan=zb_h9"], configs.ConfigError, "zb_h9"),
         (["parallel.device=cuda"], DeviceError, "torch sees"),

@@ -144,6 +144,9 @@ def with_a_shared_buffer():
         (chain, 2, {"layers_per_stage": [7, 0]}, ValueError, r"=\[7, 0\] leaves stage 1 empty"),
         (chain, 2, {"layers_per_stage": [3, 3]}, ValueError, "adds up to 6"),
         (chain, 2, {"layers_per_stage": [3, 3, 1]}, ValueError, "is for 3 stages: write 2 numbers"),
+        (chain, 2, {"layers_per_stage": 3}, ValueError, "=3 is no list of whole numbers: write 2 of them"),
+        (chain, 2, {"layers_per_stage": ["3", 4]}, ValueError, r"=\['3', 4\] is no list of whole numbers"),
+        (chain, 2, {"layers_per_stage": [3.5, 3.5]}, ValueError, "is no list of whole numbers"),
     ],
 )  # fmt: skip
 def test_a_container_that_is_no_chain_or_a_cut_that_does_not_fit_is_refused(

@@ -186,6 +186,11 @@ def test_a_folder_is_refused_instead_of_starting_from_random_weights(tmp_path):
     assert HuggingFace(config=str(tmp_path / "config.json")) is not None
 
 
+def test_a_cut_that_is_no_list_is_refused():
+    with pytest.raises(ValueError, match=r"layers_per_stage=3 is no list of whole numbers: write 2 of them"):
+        model_of("llama", layers_per_stage=3).build_stage(0, 2)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

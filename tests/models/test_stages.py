@@ -154,6 +154,7 @@ REFUSALS = [
     # cuts into 6 stages
     (Mlp, MLP, {"layers_per_stage": None}, "num_layers=5"),
     (Mlp, MLP, {"layers_per_stage": [3, 2]}, r"layers_per_stage=\[3, 2\] is for 2 stages"),
+    (Mlp, MLP, {"layers_per_stage": 3}, "layers_per_stage=3 is no list of whole numbers"),
     (Mlp, MLP, {"layers_per_stage": [2, 0, 1, 1, 0, 1]}, "leaves stage 1 empty"),
     (Mlp, MLP, {"layers_per_stage": [1, 1, 1, 1, 1, 3]}, "adds up to 8"),
 ]

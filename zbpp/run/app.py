@@ -26,7 +26,7 @@ from zbpp.job.world import World, check_device, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
 from zbpp.run.data import build_data
-from zbpp.run.model import build_model, build_stages, layers_per_stage
+from zbpp.run.model import build_model, build_stages, explained_as_boundary, layers_per_stage
 from zbpp.run.plan import check_plan, costs_of, note_on_microbatches, planned, title_of
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
@@ -211,7 +211,10 @@ def _run(
         "first": trainer.next_step,
         "note": sharing(here.device),
     }
-    with progress(config.steps, shown=here.rank == 0, **options) as show:
+    with (
+        progress(config.steps, shown=here.rank == 0, **options) as show,
+        explained_as_boundary(lambda: trainer.next_step == trainer.first_step),
+    ):
         for metrics in trainer.run(config.steps):
             loggers.log(metrics)
             show(metrics, title=str(title_of(config.schedule, is_replanned=trainer.is_replanned)))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
 from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
+from zbpp.runtime.stage import FORWARD_NOTE, LOSS_NOTE
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
 from zbpp.training.optim.precision import Precision
@@ -122,6 +123,35 @@ def explained_as_data(where: str) -> Iterator[None]:
             f"the data do not fit the model: {where}: {first_line}; write another data=, or see its keys "
             "(ZBPP_TRACEBACK=1 shows where)"
         ) from error
+
+
+@contextmanager
+def explained_as_boundary(is_first_step: Callable[[], bool]) -> Iterator[None]:
+    """Turn what a forward behind stage 0, or the loss, raises in the first step into a ConfigError of a line.
+
+    These get their inputs only in a step. In later steps, and of other types, an error is a bug.
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        notes = [*getattr(error, "__notes__", ())]
+        is_of_boundary = any(note.startswith((FORWARD_NOTE, LOSS_NOTE)) for note in notes)
+        if type(error) not in _OF_TORCH or not is_of_boundary or not is_first_step():
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"the stages or the loss do not fit together: {'; '.join([first_line, *notes])} "
+            "(ZBPP_TRACEBACK=1 shows where)"
+        ) from error
+
+
+_OF_TORCH = (
+    RuntimeError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+    IndexError,
+)  # for wrong dtypes and shapes
 
 
 def _type_and_shape(value: Any) -> str:

@@ -40,6 +40,9 @@ from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
+FORWARD_NOTE = "the forward was given what stage"  # the begin of a note on what a forward raises
+LOSS_NOTE = "in the loss function"
+
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
 
 
@@ -269,7 +272,7 @@ class StageWorker:
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if self.index and not is_out_of_memory(error):
                 given = describe(layout_of(inputs))
-                error.add_note(f"the forward was given what stage {self.index - 1} returned, {given}")
+                error.add_note(f"{FORWARD_NOTE} {self.index - 1} returned, {given}")
             raise
 
     def _loss(self, microbatch: int, output: Any, loss_fn: Loss | None) -> Tensor:
@@ -280,7 +283,7 @@ class StageWorker:
             try:
                 output = loss_fn(output, self.feed.targets[microbatch])
             except Exception as error:
-                error.add_note("in the loss function")
+                error.add_note(LOSS_NOTE)
                 raise
         weights = self.feed.weights
         factor = None if weights is None else weights.of_means[microbatch]
