@@ -101,6 +101,33 @@ def test_states_and_options_of_an_optimizer_come_back(tmp_path, name):
     assert again.stages[0].calls == {"forward": 12, "names": ("a", 1.5)}
 
 
+class Growing(nn.Linear):
+    """Its extra state is a tensor, or nothing yet, as in Transformer Engine."""
+
+    def __init__(self, state):
+        super().__init__(3, 3)
+        self.state = state
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("saved", [torch.arange(5.0), torch.empty(0), None, {"a": torch.ones(2)}], ids=str)
+@pytest.mark.parametrize("fresh", [torch.ones(2), None], ids=str)
+def test_an_extra_state_may_have_another_size_and_kind_than_the_fresh_module_has(tmp_path, saved, fresh):
+    """As in torch's load_state_dict; it was refused as the checkpoint of another model."""
+    pipeline, again = (
+        zbpp.Pipeline({0: nn.Sequential(Growing(state))}, zbpp.plan("gpipe", 1, 2), nn.functional.mse_loss)
+        for state in (saved, fresh)
+    )
+    zbpp.save(tmp_path, pipeline, step=1)
+    zbpp.load(tmp_path, again)
+    assert plain(again.state_dict()) == plain(pipeline.state_dict())
+
+
 def test_what_is_no_tensor_travels_as_json():
     value = {
         1: [None, True, float("inf"), "text"],

@@ -154,7 +154,8 @@ def _check_model(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
     saved: dict[str, tuple[int, ...]] = {}
     refusal = ""
     try:
-        own = {name: tuple(getattr(each, "shape", ())) for name, each in pipeline.state_dict().items()}
+        state = pipeline.state_dict().items()
+        own = {name: () if model_states.is_extra(name) else tuple(each.shape) for name, each in state}
         saved = checkpoint.shapes() | dict.fromkeys(checkpoint.facts["model"]["extra"], ())
     except Exception as error:  # the other processes wait
         refusal = _told(error, checkpoint)

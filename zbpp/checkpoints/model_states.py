@@ -26,11 +26,16 @@ def collect(pipeline: Pipeline, masters: Masters | None, tensors: dict[str, Tens
     """
     extra: Facts = {}
     for name, value in pipeline.state_dict(keep_vars=True).items():
-        if isinstance(value, Tensor):
+        if not is_extra(name):
             tensors[f"model.{name}"] = _trained(value, masters).detach()
         else:
             extra[name] = encoded(value, f"extra.{name}", tensors)
     return {"extra": extra, "num_steps": pipeline.num_steps, "loss_scale": pipeline.loss_scale}
+
+
+def is_extra(name: str) -> bool:
+    """Whether a state of a module's `get_extra_state` has this name. It may be of any kind and size."""
+    return name.rpartition(".")[2] == "_extra_state"
 
 
 def _trained(value: Tensor, masters: Masters | None) -> Tensor:
@@ -46,7 +51,7 @@ class RestoredModel:
     def __init__(self, pipeline: Pipeline, masters: Masters | None, facts: Facts, saved: Saved) -> None:
         self._pipeline, self._masters, self._facts = pipeline, masters, facts
         self._own = pipeline.state_dict(keep_vars=True)
-        self._tensors = {name: each for name, each in self._own.items() if isinstance(each, Tensor)}
+        self._tensors = {name: each for name, each in self._own.items() if not is_extra(name)}
         self.targets = {f"model.{name}": self._empty(each) for name, each in self._tensors.items()}
         for name in self._own.keys() - self._tensors.keys():
             decoded(facts["extra"][name], lambda key: self._add(key, saved))
