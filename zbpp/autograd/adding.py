@@ -8,7 +8,7 @@ is then summed in float32 and added without being rounded to 16 bits on the way.
     a GPU, an older torch               addmm_         mm or bmm with out_dtype in parts, then an addition
     a CPU                               addmm_         the factors are cast in parts
 
-Which operations a torch has is asked, not its version. NOT RUN ON A GPU YET.
+`has_kernel` asks torch for the operation, not for its version. NOT RUN ON A GPU YET.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _add_widened(target: Tensor, left: Tensor, right: Tensor, fresh: bool) -> No
 
 
 def _parts(rows: int, target: Tensor, left: Tensor, right: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """So many rows of the target and of the left factor at a time; in a batch each left has its right."""
+    """(target, left, right) in parts of `rows` rows. The right factor is cut in a batch only."""
     factors = right.split(rows) if target.dim() == 3 else repeat(right)
     return zip(target.split(rows), left.split(rows), factors, strict=False)
 
@@ -82,7 +82,7 @@ def has_kernel(operation: str, device: str) -> bool:
 
 
 def _rows_of(factor: Tensor) -> int:
-    """How many rows of a factor, or of a product, are widened at a time."""
+    """How many rows of a factor, or of a product, are cast to float32 at a time."""
     return max(1, _WIDENED // max(1, 4 * math.prod(factor.shape[1:])))
 
 

@@ -1,6 +1,6 @@
 """Leaves with hooks: W sums a microbatch's gradient, and autograd's engine takes it to the leaf's own node.
 
-Hooks of any kind may be on a leaf. The engine runs all of them as in a plain backward, in its order:
+A leaf may have hooks of any kind. The engine runs them all, in the order of a plain backward:
 
     tasks of W ──sum──► gradient ──engine──► tensor hooks, multi-grad hooks │ prehooks of the leaf's node
                                              .grad or main_grad += gradient │ post-accumulate hooks
@@ -28,10 +28,10 @@ Give = Callable[[Sequence[Node], Sequence[Tensor | None]], None]
 
 
 class HookedTask:
-    """The tasks of leaves with hooks. They run as one: the engine takes all their gradients in one run.
+    """The tasks of some leaves with hooks, as one task: one run of the engine delivers all their gradients.
 
-    nodes: the leaves' AccumulateGrad nodes, in the order in which the gradients are given. give: what takes
-    the gradients. A leaf without a gradient gets None, and its hooks run, too.
+    nodes: the leaves' AccumulateGrad nodes, in the order in which the engine reaches them. give: the function
+    that gets nodes and gradients. A leaf without a gradient gets None, and its hooks run, too.
     """
 
     def __init__(self, nodes: Sequence[Node], tasks: list[Task]) -> None:
@@ -52,7 +52,7 @@ class HookedTask:
         return (tensor for task in self.tasks for tensor in task.tensors())
 
     def accumulate(self) -> None:
-        """Compute each leaf's gradient, and give it."""
+        """Compute each leaf's gradient, and pass them to `give`."""
         with without_hooks(self.nodes), set_aside([*self.leaves()]):
             while self.tasks:
                 self.tasks.pop(0).accumulate()
@@ -63,7 +63,7 @@ class HookedTask:
 def give_to_leaves(nodes: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
     """Let the engine take gradients to AccumulateGrad nodes, one after the other, in one run.
 
-    The engine may keep a gradient as the leaf's `.grad`: it must be nobody else's.
+    The engine may keep a gradient as the leaf's `.grad`: nobody else may hold or change that tensor.
     """
     leaves, token = [leaf_tensor(node) for node in nodes], torch.empty(0)
     with torch.enable_grad():
@@ -100,10 +100,10 @@ class _ToLeaf(torch.autograd.Function):
 def grouped(tasks: list[Task], hooked: Mapping[int, Node]) -> list[Task]:
     """The tasks of W, with HookedTasks in place of the tasks of leaves with hooks.
 
-    hooked: {id of a leaf with hooks: its node}; those of HookedTasks among `tasks` are added. A HookedTask
-    stands where the last of its tasks stood. Leaves are together in one HookedTask if one task computes the
-    gradients of several of them, or if they have a multi-grad hook together. Raises ValueError for a
-    multi-grad hook that watches computed tensors as well.
+    hooked: {id of a leaf with hooks: its node}; leaves of HookedTasks among `tasks` are grouped anew, too. A
+    HookedTask stands where the last of its tasks stood. Two leaves are in one HookedTask if one task computes
+    both their gradients, or if one multi-grad hook watches both. Raises ValueError for a multi-grad hook that
+    also watches a tensor that is no leaf.
     """
     nodes = {**hooked, **{id(leaf_tensor(node)): node for each in tasks for node in _nodes_of(each)}}
     if not nodes:

@@ -107,10 +107,10 @@ def head_in_layers(
 ) -> float:
     """The vocabulary head's cost in units of a layer; layer_parameters: entries of a layer's matrices.
 
-    Costs are the multiply-adds of the matrix products in one token's forward pass: for each matrix the number
-    of its entries; for causal attention twice `hidden_size` for each key, where a token sees half of the
-    sequence on average. B and W together take twice as much everywhere, so the ratio holds for a whole step.
-    Norms, activations, softmax and the embedding count as nothing: they only move memory.
+    A cost is the number of multiply-adds of the matrix products in one token's forward pass. A weight matrix
+    costs the number of its entries. Causal attention costs twice `hidden_size` for each key that the token
+    sees: on average half of the sequence. B and W together cost twice their F everywhere, so the ratio holds
+    for a whole step. Norms, activations, softmax and the embedding count as nothing: they only move memory.
     """
     return hidden_size * vocab_size / (layer_parameters + hidden_size * sequence_length)
 
@@ -118,7 +118,8 @@ def head_in_layers(
 def initialise(module: nn.Module, seed: int, std: StdRule, tied: Mapping[str, str] | None = None) -> None:
     """Give the parameters of a module on the meta device initial values that depend on (seed, name) only.
 
-    tied: {name: the name whose values, and whose Parameter if it is here, this one gets}.
+    tied: {name: name of another parameter of the whole model}. The first one gets the other one's values. If
+    the module has the other one, both are one Parameter.
     """
     made: dict[str, nn.Parameter] = {}
     for name, parameter in list(module.named_parameters()):

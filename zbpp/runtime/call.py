@@ -1,8 +1,8 @@
-"""One call of `Pipeline.step`, `evaluate` or `predict`: what it gives to stages, and what it returns.
+"""One call of `Pipeline.step`, `evaluate` or `predict`: the arguments of the stages, and the results.
 
-A call returns losses by name, and of an evaluation the last stage's outputs and their metrics. Auxiliary
-losses have a name, and so have the entries of a loss that is a dict. A StageWorker keeps them as tensors.
-They become numbers only when a caller asks for them, so a step does not wait for the device.
+Named losses are auxiliary losses, and the entries of a loss that is a dict. A StageWorker keeps them as
+tensors. They become numbers when a caller asks for them, so a step does not wait for the device. An
+evaluation also returns the last stage's outputs and their metrics.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class LossGradients:
 
 
 class Feed(NamedTuple):
-    """What one stage is given from outside the pipeline. Each sequence has one entry per microbatch."""
+    """One stage's arguments from outside the pipeline. Each sequence has one entry per microbatch."""
 
     args: Sequence[tuple[Any, ...]]  # empty for a stage whose inputs come from the stage before it
     kwargs: Sequence[dict[str, Any]]
@@ -62,9 +62,10 @@ NO_FEED = Feed((), (), None, (), LossGradients())
 class Call(NamedTuple):
     """The arguments of one call on this rank.
 
-    kind: which program it runs, such as "step". name: must be the same on all ranks; "": kind. rows: of the
-    batch; None if this rank was given no part of it. has_graph: whether a graph of the caller gets gradients
-    at the end of the call. weights: of the losses, if they are computed already.
+    kind: the program that the call runs: "step", "evaluate" or "predict". name: ranks compare it, and refuse
+    the call where it differs; "": the kind. rows: the number of the batch's rows; None if this rank was given
+    none. has_graph: whether the inputs have a graph of the caller's, which gets gradients at the end of the
+    call. weights: of the losses; None until they are computed.
     """
 
     args: tuple[Any, ...]
@@ -105,7 +106,7 @@ class Call(NamedTuple):
 
 
 class Result(NamedTuple):
-    """The losses of one call on this rank; `losses` is empty but on the last stage's owner."""
+    """The losses of one call on this rank; without the last stage `losses` is empty."""
 
     losses: list[Tensor]
     named: NamedLosses

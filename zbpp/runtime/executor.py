@@ -1,11 +1,12 @@
 """One rank's program: resolved once into functions over slots, which every step calls in turn.
 
-See resolve.py: there each instruction becomes a function of one message, with the slot that the message
-comes from and the slot that the result goes to. `run` below is all that a step does.
+resolve.py makes of each instruction a function of one message, with the slot that the message comes from and
+the slot that the result goes to. `run` below is all that a step does.
 
-A program has two variants: receives start where the next call needs them (zbpp/schedule/passes/posts.py).
-`prepare` chooses the variant. A handler may end a call by BeginAgain; `drop_messages` then empties the links,
-and the program can be run from its beginning.
+A program has two variants, which differ in where receives start (zbpp/schedule/passes/posts.py): one for a
+call whose actions may wait for the whole device, one for all other calls. `prepare` chooses the variant. A
+handler may end a call by BeginAgain; `drop_messages` then empties the links, and the program can run from its
+beginning.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ _PARTS = {
 
 
 class BeginAgain(Exception):
-    """A step has to begin again, as this call: its F's were computed with weights that have changed since.
+    """The step has to run again from its beginning: its F's have used weights that have changed since.
 
-    The handler of PassGate raises it.
+    call: the arguments for the second run. The handler of PassGate raises it.
     """
 
     def __init__(self, call: Call) -> None:
@@ -60,14 +61,14 @@ class BeginAgain(Exception):
 class Executor:
     """Runs one program over the stages and links of one rank.
 
-    methods: {op: the method of StageWorker that does it}. postings: of the links. extras: of the pipeline;
-    None: none. call: "step", "evaluate" or "predict".
+    methods: {op: the method of StageWorker that does it}. postings: the passes that place receives on these
+    links. extras: of the pipeline; None: none. call: "step", "evaluate" or "predict".
 
     inboxes: by sender. pool: the receive buffers of inboxes that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
-    and a tuner do. True for the first pass and for the first one after `rebind` or `forget_layouts`; with
-    dynamic shapes for all passes. An extra sets it in `end` if the next step may wait, too.
+    and a tuner do. True for the first pass, and for the first one after `rebind` or `forget_layouts`; with
+    dynamic shapes for all passes. Where the following step may wait, too, an extra sets it to True in `end`.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class Executor:
         self.prepare()
 
     def prepare(self) -> None:
-        """Choose what the next `run` runs, before the extras begin the call."""
+        """Choose the variant that the next `run` runs. Called before the extras' `begin`."""
         posting = self.postings.may_wait if self.may_wait else self.postings.later
         if posting not in self._variants:
             program = posting(self._extras.rewrite(self._call, self.given))
@@ -126,12 +127,12 @@ class Executor:
 
     @property
     def instructions(self) -> list[Instruction]:
-        """Those of `program` at which something runs, in order."""
+        """The instructions of `program` at which a function runs, in order."""
         return [each for each in self._resolution.instructions if each is not None]
 
     @property
     def device(self) -> torch.device:
-        """Where messages are."""
+        """The device whose memory holds the messages."""
         return self.pool.device
 
     def run(self) -> None:
@@ -201,8 +202,8 @@ def _weight_actions(program: Program) -> Iterator[Action]:
 def _explain(error: Exception, instructions: Sequence[Instruction | None], position: int, rank: int) -> None:
     """Note the action on its error; raise another error for a message that failed, or that may not be sent.
 
-    instructions: of the pass; None for what is no instruction. position: of the one that failed. rank: in the
-    pipeline. Errors of reductions say more themselves.
+    instructions: those of the functions that ran; None for a function that belongs to no instruction.
+    position: of the function that failed. rank: in the pipeline. Errors of reductions name themselves.
     """
     instruction = instructions[position]
     if isinstance(instruction, Action):

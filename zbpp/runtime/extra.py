@@ -1,29 +1,28 @@
 """Features and observers: what a pipeline does beside running its program.
 
-The core runs a program over stages and links, and knows no extra. An extra is a feature or an observer. A
-user gives extras to the pipeline, for good or for a while:
+The core runs a program over stages and links. It imports no feature and no observer. An extra is one of the
+two. A user gives extras to a pipeline, for good or for a while:
 
     pipeline = Pipeline(stages, timetable, loss_fn, extras=[ActivationOffload(costs)])
     with pipeline.using(Recorder()) as recorder:
         pipeline.step(x, target=y)
 
-A FEATURE changes what a call does, in up to three ways. It is told for which call: "step", "evaluate" or
-"predict".
+A FEATURE changes a call by up to three methods. Their argument `call` is "step", "evaluate" or "predict":
 
     rewrite    a pass: Program -> Program. It inserts instructions of its own, drops or replaces others
     handlers   {type of an instruction: the function that runs there}
-    around     a function around what runs at an instruction, or in its place
+    around     returns a function that wraps the function of an instruction, or replaces it
 
-An OBSERVER has `around`, too, and changes nothing: it is outside of all features.
+An OBSERVER has `around`, too. Its function changes nothing, and wraps those of all features:
 
     at          core    handler    first feature    second feature       observer
     0F0         run                first(run)       second(first(run))   seen(second(first(run)))
     Fetch ...           fetch      fetch            fetch                seen(fetch)
-    Reduce 0                                                             nothing runs: nobody handles it
+    Reduce 0                                                             no feature handles it: nothing runs
 
-Passes run in the order of the list: a feature sees the instructions of the features before it. Everything is
-bound once, when a program is resolved, so an extra that is not there costs nothing. The other methods are
-called in the order of the list, too; an extra that is closed was the last one.
+Passes run in the order of the list: a feature sees the instructions that earlier features have inserted.
+Functions are wrapped once, when a program is resolved, so without extras a step costs nothing more. The other
+methods are called in the order of the list, too, except `close`: the last extra is closed first.
 """
 
 from __future__ import annotations
@@ -47,22 +46,23 @@ if TYPE_CHECKING:
     from zbpp.runtime.stage import StageWorker
 
 Handler = Callable[[Any], object]
-"""What runs at an instruction of a feature; it is given the instruction, and takes and gives no message."""
+"""The function that runs at an instruction of a feature. Its argument is the instruction; no message."""
 
 Background = Callable[[], Callable[[], None]]
-"""Called when work in the background begins; returns a function to be called when that work has ended.
+"""An observer's function for work in the background, such as a copy or a reduction beside F, B and W.
 
-Both may be called by any thread; on a GPU, in the stream whose work they mark.
+The feature calls it when the work begins, and calls the function that it returns when the work has ended.
+Any thread may make the two calls. On a GPU the work's stream is then the current one.
 """
 
 
 class Extra:
     """Base class of Feature and Observer; every method does nothing.
 
-    name: what users call the extra. excludes: {name of another extra, of a dimension of the mesh with several
-    processes, or "dynamic_shapes": what to write instead}; the two can't be in one pipeline. This is the only
-    place that says so: a pipeline checks it, the config reads it, the docs list it. State that `attach` makes
-    belongs to one pipeline.
+    name: of the extra, in error messages and in `excludes`. excludes: {what can't be in one pipeline with
+    this extra: what to write instead}. A key is another extra's name, a dimension of the mesh, which then
+    must have one process, or "dynamic_shapes". Pipeline, config and docs read this table and no other one.
+    State that `attach` makes belongs to one pipeline.
     """
 
     name: str = ""
@@ -72,7 +72,7 @@ class Extra:
         """Make groups and buffers, wrap stages, refuse what can't work. Collective over the mesh."""
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """Return what runs at an instruction of a call's program: `run`, or a function around it."""
+        """Return the function that runs at an instruction: `run` itself, or one that wraps or replaces it."""
         return run
 
     def begin(self, call: Call) -> None:
@@ -82,15 +82,15 @@ class Extra:
         """Called after a call's last instruction."""
 
     def settle(self) -> None:
-        """Called before something between calls reads or changes the weights: make them final. Collective."""
+        """Make the weights final: between two calls, somebody is about to read or change them. Collective."""
 
     def loaded(self) -> None:
         """Called when weights were loaded into the stages. Collective, if the extra is used on all ranks."""
 
     def fail(self, error: BaseException) -> None:
-        """Called instead of `end` when a call has failed: drop what it has left.
+        """Called instead of `end` when a call has failed: drop its tensors.
 
-        What it raises is raised instead of the error.
+        An exception that this method raises takes the place of the call's error.
         """
 
     def close(self) -> None:
@@ -98,22 +98,22 @@ class Extra:
 
 
 class Feature(Extra):
-    """Base class of what changes calls; see above."""
+    """Base class of extras that change calls; see above."""
 
     def rewrite(self, call: str, program: Program) -> Program:
         """Return the program of a call with the instructions of this feature."""
         return program
 
     def handlers(self, call: str) -> Mapping[type, Handler]:
-        """For each type of instruction that this feature runs in such a call, the function that runs it."""
+        """Return {type of instruction: the function that runs it in this call}."""
         return {}
 
 
 class Observer(Extra):
-    """Base class of what sees each instruction, and changes nothing."""
+    """Base class of extras that see each instruction, and change nothing."""
 
     def background(self, at: Instruction) -> Background | None:
-        """Return what wants to know when work runs that the instruction starts in the background."""
+        """Return the function for work that an instruction starts in the background; None: none."""
         return None
 
 
@@ -121,7 +121,7 @@ RunW = Callable[["StageWorker", WeightGrads], None]
 
 
 def replaced_w(workers: Mapping[int, StageWorker], at: Instruction, run_w: RunW) -> Run | None:
-    """What runs at a W, a BW or a HeadW if `run_w` adds the gradients; None for another instruction."""
+    """The function of a W, BW or HeadW in which `run_w` adds the gradients; None for other instructions."""
     if not (isinstance(at, HeadW) or (isinstance(at, Action) and at.op in (Op.W, Op.BW))):
         return None
     worker, microbatch = workers[at.stage], at.microbatch
@@ -166,7 +166,7 @@ class Extras(list[Extra]):
     def check(self, extra: Extra, others: Iterable[str] = ()) -> None:
         """Raises ValueError if one of the others excludes the extra, or the extra one of them.
 
-        others: what an extra may exclude beside extras.
+        others: the names in the pipeline that are no extras, see `Extra.excludes`.
         """
         together = [*self, extra]
         names = {each.name for each in together} | {*others}
@@ -177,12 +177,12 @@ class Extras(list[Extra]):
 
     @property
     def features(self) -> list[Feature]:
-        """Those that change calls, in order."""
+        """The features, in order."""
         return [each for each in self if isinstance(each, Feature)]
 
     @property
     def observers(self) -> list[Observer]:
-        """Those that see instructions, in order."""
+        """The observers, in order."""
         return [each for each in self if isinstance(each, Observer)]
 
     def rewrite(self, call: str, program: Program) -> Program:
@@ -192,9 +192,9 @@ class Extras(list[Extra]):
         return program
 
     def binder(self, call: str) -> Callable[[Instruction, Run | None], Run | None]:
-        """Return the function that finds what runs at an instruction of a call's program; None: nothing.
+        """Return a function from an instruction to the function that runs there; None if nothing runs.
 
-        Its second argument is what the core runs there; None for an instruction that the core doesn't know.
+        Its second argument is the core's function; None for an instruction that the core doesn't know.
         """
         handlers, wrapping = self._handlers(call), (*self.features, *self.observers)
 
@@ -243,7 +243,7 @@ class Extras(list[Extra]):
             each.loaded()
 
     def fail(self, error: BaseException) -> None:
-        """See Extra. Each extra is told, also if another one raises."""
+        """See Extra. `fail` of every extra is called, even if one of them raises."""
         with ExitStack() as stack:
             for each in self:
                 stack.callback(each.fail, error)

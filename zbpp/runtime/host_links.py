@@ -1,4 +1,4 @@
-"""Links through host memory, for stages on GPUs in a job on gloo: gloo sends what is in host memory only.
+"""Links through host memory, for stages on GPUs in a job on gloo, which sends from host memory only.
 
     sender     current stream   .. F0 | F1 ..
                the link's own         [copy to the host]
@@ -10,16 +10,17 @@
 A HostLink stands in the place of a link's process group: it has `send` and `recv`, which return something to
 wait for. They serve machines whose GPUs reach each other only through the host, and several ranks on one GPU.
 
-What keeps this from a deadlock: the thread waits for the device only, and what the device does never waits
-for another rank, since a copy to the device is queued only once its message is on the host. So each message
-leaves this rank as soon as it is computed, whatever this rank's program waits for.
+It can't deadlock. The thread waits for the device alone. The device never waits for another rank, since a
+copy to the device is queued only once its message is on the host. So each message leaves this rank as soon as
+it is computed, whatever this rank's program waits for.
 
 The life of memory:
-- A sent tensor is read by the copy to the host. `wait`, by which `Outbox.release` frees it, comes after it.
-- Host memory is gloo's while it sends or receives. torch's allocator of pinned memory then gives it out
-  again, once the copies that use it have ended.
-- A receive buffer is given out when the current stream has queued its last reader. The copy into it starts
-  behind the event that `recv` records there.
+- The copy to the host reads a sent tensor. `Outbox.release` frees the tensor after `wait`, which ends behind
+  that copy.
+- gloo holds the host memory while it sends or receives. torch's allocator of pinned memory gives this memory
+  out again once the copies that use it have ended.
+- A receive buffer is given out when the current stream has queued its last reader. `recv` then records an
+  event in the current stream, and the copy into the buffer starts behind this event.
 
 NOT RUN ON A GPU YET: tests/runtime/test_streams.py records the order of streams on the CPU.
 """
@@ -41,9 +42,9 @@ class Started(Protocol):
     """A send or a receive that has been started."""
 
     def wait(self, timeout: timedelta, /) -> Any:
-        """Wait until the tensor may be changed or freed, or read; on a GPU the current stream may wait.
+        """Wait until a sent tensor may be changed and freed, or a received one read.
 
-        timeout: how long at most; 0: as the group says.
+        On a GPU the current stream may wait in place of the host. timeout: how long at most; 0: the group's.
         """
 
 
@@ -91,7 +92,7 @@ class HostLink:
         return Received(self, self.group.recv([host], peer, tag), host, tensor, self.now())
 
     def close(self) -> dist.ProcessGroup:
-        """Stop to send; returns the group, which is left to the caller. Waits for the device, for no rank."""
+        """End the thread; return the group, which the caller closes. Waits for the device, for no rank."""
         self._thread.shutdown(cancel_futures=True)
         return self.group
 
@@ -120,7 +121,7 @@ class HostLink:
         return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
 
     def _send(self, tensor: Tensor, host: Tensor, copied: Event | None, peer: int, tag: int) -> dist.Work:
-        """In the thread: let gloo send when the copy has ended, until which `tensor` must live."""
+        """In the thread: once the copy has ended, let gloo send. As an argument `tensor` lives until then."""
         if self._streams is not None and copied is not None:
             with self._streams.use(self._stream):  # else CUDA would set up the thread's default device, too
                 copied.synchronize()
@@ -138,7 +139,7 @@ class Sent(NamedTuple):
 
 
 class Received(NamedTuple):
-    """A message on its way in. free: the event from which on `tensor` may be written."""
+    """A message on its way in. free: the event behind which `tensor` may be written."""
 
     link: HostLink
     work: dist.Work

@@ -1,9 +1,10 @@
-"""Memory that a later action needs must stay as it is: in-place changes of it are noticed, and explained.
+"""Guards and explains in-place changes: memory that a later action needs must stay as it is.
 
 A message is the memory that a stage returned, not a copy. It may be memory of a buffer, of a parameter, or of
 the step's input, and the stage's next F may overwrite it while the message is under way. Autograd counts the
 in-place changes of a tensor's memory (`_version`). The count is noted when the message leaves its stage, and
-compared when the next stage has it: at a Release, or where the consumer begins on the same rank.
+compared when the next stage has read it: at the Release of a sent message; for a stage of the same rank,
+where the consuming action begins.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Handover:
         self._channel, self._versions = channel, list[int]()
 
     def noted(self, run: Run) -> Run:
-        """The producer, behind which the counts are noted."""
+        """The function of the producer: `run`, then note the counts."""
 
         def producer(message: Message) -> Message:
             made = run(message)
@@ -71,7 +72,7 @@ class Handover:
         return producer
 
     def checked(self, run: Run) -> Run:
-        """The consumer, which raises MessageChanged if a count has grown."""
+        """The function of the consumer: raise MessageChanged if a count has grown, else `run`."""
 
         def consumer(message: Message) -> Message:
             check_unchanged(self._channel, message, self._versions)

@@ -65,7 +65,7 @@ _FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of
 
 
 class Executors(dict[str, Executor]):
-    """{call: its executor}. An executor is made when its call is made first: a run may never evaluate."""
+    """{call: its executor}. An executor is made before the first such call: a run may never evaluate."""
 
     def __init__(self, make: Callable[[str], Executor]) -> None:
         super().__init__()
@@ -90,10 +90,11 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set four more. lost: what a failed call has destroyed beside its messages, which ends the
-    pipeline; empty if nothing. wrong_weights: why the weights belong to no step; empty if they do.
-    name_of_step: ranks must give their steps the same. released: {id of a parameter whose gradient the last
-    step has used and dropped: the gradient's sum of squares, if that is kept}; None: gradients stay.
+    An extra may set four more. lost: for error messages, what a failed call has destroyed beside its
+    messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
+    those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
+    next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
+    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`.
     """
 
     def __init__(
@@ -141,7 +142,7 @@ class Rank:
         self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
         self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
         self.executors = Executors(self._executor)
-        self.executors["step"]  # it is made, which refuses what can't run
+        self.executors["step"]  # made here, so that a program that can't run is refused before the first step
 
     def _executor(self, name: str) -> Executor:
         """Make the executor of this rank's program for the call `name`."""
@@ -188,7 +189,7 @@ class Rank:
             extra.close()
 
     def rebind(self) -> None:
-        """Let the programs of all calls have what the extras make of them now."""
+        """Make the programs of all calls anew, by the passes and functions of the extras of now."""
         for executor in self.executors.values():
             executor.rebind()
 
@@ -211,7 +212,7 @@ class Rank:
         self.check_not_over()
         executor = self.executors[call.kind]
         try:
-            if call.kind != "step":  # its shapes may be others than the last one's
+            if call.kind != "step":  # its shapes may differ from the last evaluation's
                 executor.forget_layouts()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
@@ -276,7 +277,7 @@ class Rank:
         return weights_of(targets, self.count, self.device, place.num_data_parts, place.sum_over_data)
 
     def settle(self) -> None:
-        """Make the weights final, if an extra has left them open. Raises RuntimeError if they are wrong."""
+        """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""
         if self.wrong_weights:
             raise RuntimeError(self.wrong_weights)
         self.extras.settle()

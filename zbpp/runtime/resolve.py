@@ -49,7 +49,7 @@ EMPTY_SLOT, UNREAD_SLOT, FIRST_SLOT = 0, 1, 2  # messages wait in the slots from
 
 
 class Resolved(NamedTuple):
-    """An instruction as a function, with the slots of what it takes and gives."""
+    """The function of an instruction, with the slots that its message comes from and its result goes to."""
 
     function: Callable[[Message], Any]
     takes: int = EMPTY_SLOT
@@ -60,7 +60,7 @@ _OF_AN_EXTRA = Resolved(lambda message: ())
 
 
 class Resolution(NamedTuple):
-    """A program as functions. instructions: what each function was; None for what is no instruction."""
+    """A program as functions. instructions: of each function; None for the functions that end a pass."""
 
     functions: list[Resolved]
     instructions: list[Instruction | None]
@@ -70,9 +70,9 @@ class Resolver:
     """Finds the functions of one rank's instructions.
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
-    extras, call: whose handlers and functions run, see extra.py.
+    extras: their handlers and functions run in calls of the kind `call`, see extra.py.
 
-    slots: where each value waits: those that the instructions of `program` take.
+    slots: {value: the slot in which it waits}, for the values that instructions of `program` take.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Resolver:
         self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
 
     def resolution(self, program: Program) -> Resolution:
-        """The functions of a pass: those of the program, and those after it."""
+        """The functions of a program, and behind them one for each outbox, which ends its last sends."""
         functions, resolved = list[Resolved](), list[Instruction | None]()
         bind = self._extras.binder(self._call)
         for each in program.instructions:
@@ -136,7 +136,7 @@ class Resolver:
         return {value for action in actions for value in _taken(action) if value in made}
 
     def _handing_over(self, instruction: Instruction, run: Run) -> Run:
-        """`run`, with the guard of the messages from and to other stages of this rank."""
+        """`run`, wrapped so that messages from and to other stages of this rank are guarded, see Handover."""
         if not isinstance(instruction, Action):
             return run
         for value in _taken(instruction):

@@ -1,9 +1,9 @@
 """Hooks of parameters that several stages of one rank have: once per microbatch, on the sum over the stages.
 
                W of stage 3, microbatch 0     W of stage 0, microbatch 0
-    weight     3's part is kept               + 0's part ──engine──► hooks, .grad
+    weight     stage 3's gradient is kept     + stage 0's gradient ──engine──► hooks, .grad
 
-Without hooks each W adds its part to `.grad`, and nothing is kept.
+Without hooks each W adds its gradient to `.grad`, and no gradient is kept.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from zbpp.autograd.weight_grads import Task
 
 
 class SharedHooks:
-    """Keeps the parts of such gradients, from the W of one stage to the last W of the microbatch.
+    """Sums the gradients of such parameters, from a microbatch's first W to its last one.
 
-    The argument: the modules of the rank's stages; the loss is part of the last stage. stages: those that
-    share a parameter with another one.
+    Its argument: {stage of this rank: its modules}; the loss is part of the last stage. stages: those that
+    share a parameter with another stage of this rank.
     """
 
     def __init__(self, stages: Mapping[int, Sequence[nn.Module]]) -> None:
@@ -58,7 +58,7 @@ class SharedHooks:
         self._num_hooks = num_hooks_made()
 
     def keep(self, tasks: Sequence[Task], microbatch: int) -> None:
-        """Let W keep the gradients of shared leaves with hooks."""
+        """Let these tasks of a W give the gradients of shared leaves to this object, not to the leaves."""
         for task in tasks:
             if isinstance(task, HookedTask) and not self._shared.isdisjoint(map(id, task.leaves())):
                 task.give = partial(self._add, microbatch)
@@ -70,7 +70,7 @@ class SharedHooks:
             kept[node] = gradient if before is None else before if gradient is None else before + gradient
 
     def end_w(self, stage: int, microbatch: int) -> None:
-        """A W has ended: after the microbatch's last one, the leaves get their gradients."""
+        """The W of a stage has ended. After the microbatch's last W, give the sums to the leaves."""
         ended = self._ended.setdefault(microbatch, set())
         ended.add(stage)
         if ended == self.stages:

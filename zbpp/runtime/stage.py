@@ -1,6 +1,6 @@
 """One stage's work: F, B, W and BW of its microbatches, in whatever order the program asks for them.
 
-    F   module forward; keeps where gradients enter and leave its graph   -> saved, auxiliary losses
+    F   the module's forward; keeps the edges of its graph                -> saved, auxiliary losses
     B   one backward pass through that graph, which frees it              -> gradient of the input, deferred
     W   adds to `.grad` the weight gradients that B deferred
     BW  B and at once its W
@@ -40,7 +40,7 @@ from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
-FORWARD_NOTE = "the forward was given what stage"  # the begin of a note on what a forward raises
+FORWARD_NOTE = "the forward was given what stage"  # how the note on a forward's error begins
 LOSS_NOTE = "in the loss function"
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
@@ -54,10 +54,12 @@ class StageLosses(NamedTuple):
 
 
 class _Saved(NamedTuple):
-    """Where gradients enter and leave the graph of a microbatch; None where none does.
+    """What F of a microbatch leaves for its B: edges of the graph, not the tensors.
 
-    auxiliary: where the gradients of auxiliary losses enter, and these gradients. B needs the edges only, not
-    inputs and outputs themselves: their memory is free as soon as nothing else refers to it.
+    inputs: of each input of F, the edge at which its gradient leaves the graph; None if it has no gradient.
+    outputs: of each output, the edge at which its gradient enters; None if it has none. auxiliary: of each
+    auxiliary loss, the same edge and the gradient itself. may_have_hooks: whether F has put hooks on its
+    graph. Inputs and outputs are not kept, so their memory is free as soon as nobody else holds them.
     """
 
     inputs: tuple[GradientEdge | None, ...]
@@ -87,7 +89,7 @@ class StageWorker:
         self.shared_hooks: SharedHooks | None = None
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
-        self.feed = NO_FEED  # what this call gives to the stage
+        self.feed = NO_FEED  # the stage's part of this call's arguments
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self._has_counted = False  # whether a call has ended in which the counts of losses were compared
@@ -196,7 +198,7 @@ class StageWorker:
         return grads
 
     def end_w(self, microbatch: int) -> None:
-        """All gradients of a microbatch's W were added."""
+        """Called when the microbatch's W has added all its gradients."""
         if self.shared_hooks is not None:
             self.shared_hooks.end_w(self.index, microbatch)
 
@@ -249,7 +251,7 @@ class StageWorker:
         return self._deferred.get(microbatch) or WeightGrads([])
 
     def take_deferred(self, microbatch: int) -> WeightGrads:
-        """The same, for the W of a microbatch: it is gone from here."""
+        """Return what B of a microbatch has left for W, and forget it."""
         return self._deferred.pop(microbatch, None) or WeightGrads([])
 
     def _inputs(self, microbatch: int, message: Message) -> tuple[Any, ...]:

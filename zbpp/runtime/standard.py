@@ -1,4 +1,4 @@
-"""The extras of every pipeline: checks, those that its stages bring, and the features of its mesh."""
+"""The extras of every pipeline: checks, features that belong to its stages, and features of its mesh."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from zbpp.runtime.rank import Rank
 
 
 def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Sequence[Extra]]:
-    """As many sequences on each process of the mesh, in the order in which they are attached.
+    """Yield the extras in the order in which they are attached; every process yields as many sequences.
 
-    reshard, mp_policy: as in Pipeline.
+    After each sequence the processes agree that none of them refuses it. reshard, mp_policy: as in Pipeline.
     """
     yield [SameCalls()]
     if rank.receives_on_device and rank.device.type == "cuda":

@@ -1,13 +1,14 @@
-"""What the loss of a microbatch weighs in the loss of its step, where targets weigh alike.
+"""The weight of each microbatch's loss in the loss of a step, if all targets of the step weigh the same.
 
-The loss of a step is the mean over its targets: those of all microbatches, and of all replicas and shards.
-A loss that says how many targets a microbatch has (`mean_over` in zbpp/stage_api.py) is multiplied by
+The loss of such a step is the mean over the targets of all microbatches, replicas and shards. Its loss
+function says how many targets a microbatch has (`mean_over` in zbpp/stage_api.py). Before B starts, a
+microbatch's loss is multiplied by
 
-    count of the microbatch x number of microbatches x number of replicas and shards / count of the step
+    targets of the microbatch x number of microbatches x number of replicas and shards / targets of the step
 
-before B starts. Microbatches, replicas and shards are averaged elsewhere, as if all weighed the same. So the
-mean of the losses that a step returns is the step's loss. If all counts are equal the factor is exactly 1.
-The counts are known before the first F, where the targets are.
+Gradients are averaged over microbatches, replicas and shards, as without weights. So the plain mean of the
+weighted losses is the step's loss. If all microbatches have the same number of targets, the factor is exactly
+1. The rank that computes the loss counts the targets before its first F.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Count = Callable[[Any], Tensor | float]
 
 
 class Weights(NamedTuple):
-    """Factors of the losses of one call: float64, without dimensions, on the device of the targets.
+    """The weights of the losses of one call: float64, without dimensions, on the device of the stages.
 
-    of_means: of each microbatch's mean. of_sum: of a sum over a microbatch's targets. counts: of each.
+    of_means: per microbatch, the factor of a loss that is a mean over the microbatch's targets. of_sum: the
+    factor of a loss that is a sum over them. counts: per microbatch, the number of targets.
     """
 
     of_means: Sequence[Tensor]
@@ -41,8 +43,8 @@ def weights_of(
 ) -> Weights:
     """The weights of microbatches with these targets.
 
-    num_parts: how many replicas and shards see different data. sum_over_parts: sums a number over them, in
-    place; collective.
+    count: the number of targets of one microbatch. num_parts: how many processes see different data.
+    sum_over_parts: sums a tensor over these processes, in place; collective.
     """
     with torch.no_grad():
         found = [torch.as_tensor(count(each)).to(device, torch.float64) for each in targets]

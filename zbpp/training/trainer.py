@@ -77,19 +77,19 @@ class Trainer:
     instead, and whose state a checkpoint holds. clip_norm: the largest norm of the gradients of all stages
     together. metrics(output, target): further numbers of a held-out microbatch, beside its loss.
 
-    num_recorded: how many of the last steps are measured action by action. record_every: the second and third
-    step and every so many steps are measured, too; 0: none. replan: may replace the
-    pipeline after the first steps.
+    num_recorded: how many of the last steps are measured action by action. record_every=n: the second step,
+    the third and every n-th are measured, too; 0: none. replan: may replace the pipeline after the first
+    steps.
 
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
-    loss_scale before each step; None: that scale stays as it is. Either way norm and gradients are divided by
-    the scale. gradient_release: the pipeline's step updates the weights itself, see zbpp.GradientRelease;
-    there, too, accumulate, and what per_parameter says of the optimizer. post_validation: the update does not
-    wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
+    loss_scale before each step; None: pipeline.loss_scale stays as it is. Either way norm and gradients are
+    divided by pipeline.loss_scale. gradient_release: the pipeline's step updates the weights itself.
+    zbpp.GradientRelease explains this argument, `accumulate` and `per_parameter`. post_validation: the update
+    does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 
     non_finite: skip, stop or continue where a loss or the norm of the gradients is NaN or infinite, see
-    non_finite.py. callbacks: what else happens around the steps.
+    non_finite.py. callbacks: called around the steps.
     Raises ValueError for options that exclude each other.
     """
 

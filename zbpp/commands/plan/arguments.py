@@ -1,4 +1,4 @@
-"""The options of `zbpp plan`, which form of the command reads which, and the costs that they give."""
+"""The options of `zbpp plan`: which of them each form of the command reads, and the costs that they say."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ class PendingUpdate(Protocol):
 class Validation(Feature):
     """The validation of one pipeline's updates.
 
-    pending: the update that is not validated yet; None: none. posts: by which ranks share the norms of their
-    gradients. has_changed_inputs: whether a stage of this rank changes a step's inputs in place.
+    pending: the update that is not validated yet; None: none. posts: through which ranks exchange the norms
+    of their gradients. has_changed_inputs: whether a stage of this rank has changed a step's inputs in place.
     """
 
     name = "post_validation"
@@ -78,7 +78,7 @@ class Validation(Feature):
         return {PassGate: self._pass_gate}
 
     def begin(self, call: Call) -> None:
-        """A step that changes, in place, what it was given from outside could not begin again."""
+        """Note the step's inputs: a step that changes them in place could not begin again with them."""
         self._call = call
         if call.kind == "step" and (self.pending is not None or self._begins_again):
             self._buffers.keep()
@@ -87,14 +87,14 @@ class Validation(Feature):
         self._inputs = InPlaceChanges([[(each.args, each.kwargs, each.targets) for each in feeds], frozen])
 
     def end(self, call: Call, result: Result) -> None:
-        """No rank evaluates before its update is validated."""
+        """Note whether the inputs were changed. Each rank has validated its update before an evaluation."""
         self.has_changed_inputs |= self._inputs.are_found()
         self._inputs = InPlaceChanges(())
         if call.kind != "step":
             self._begins_again = False
 
     def fail(self, error: BaseException) -> None:
-        """A step that begins again has the buffers that it had before."""
+        """Give a step that begins again the buffers from before the step."""
         self._inputs = InPlaceChanges(())
         if isinstance(error, BeginAgain):
             self._buffers.restore()
@@ -132,7 +132,7 @@ class Validation(Feature):
         self._rank.end(why)
 
     def set_name_of_step(self, name: str) -> None:
-        """Ranks compare the names of their steps, since a step without an update would be waited for."""
+        """Name the next steps. Ranks compare names, and refuse a step that some run without an update."""
         self._rank.name_of_step = name
 
     def _validated(self, update: PendingUpdate) -> bool:

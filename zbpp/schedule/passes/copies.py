@@ -1,4 +1,4 @@
-"""The copies of an activation offload: between two actions, where `Placed` (offload.py) says.
+"""Inserts the copies of an activation offload, at the places that schedule/offload.py's `Placed` gives.
 
 ... 0F3  Drop saved(0,1)  Offload saved(0,3)  Recv g(0,0) from 1  Await saved(0,0)  0B0 ...
 """

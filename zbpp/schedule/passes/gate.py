@@ -1,6 +1,6 @@
-"""The gate of a rank as an instruction: where a step may turn out to begin again, see gate.py.
+"""Inserts the Gate: the place where a rank learns whether its step has to begin again, see schedule/gate.py.
 
-... 0F3  Send x(1,3) to 1  Gate  Recv g(0,0) from 1  0B0 ...      before what the action behind it waits for
+... 0F3  Send x(1,3) to 1  Gate  Recv g(0,0) from 1  0B0 ...      before the receives of the action behind it
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The W of a language model's head at the end of its B; the W of all else keeps its place.
+"""Inserts the W of a language model's head behind its B; the W of the stage's other weights keeps its place.
 
 ... 3B5  HeadW 3W5  Send g(2,5) ... 3W5
 """
@@ -10,7 +10,7 @@ from zbpp.schedule.timetable import Action, Op
 
 
 def with_head_w(program: Program, stage: int) -> Program:
-    """A program with a HeadW behind each B of this stage. In BW, the W of all weights follows B at once."""
+    """A program with a HeadW behind each B of this stage. A BW is left alone: its W follows B at once."""
     found: list[Instruction] = []
     for each in program.instructions:
         found.append(each)

@@ -1,7 +1,7 @@
-"""Where receives start: a pass that gives each Recv of a program a Post.
+"""Inserts a Post, which starts a receive, for each Recv of a program.
 
-On gloo a receive that has started is a buffer at the host. It holds up nobody, so a rank starts as many
-receives ahead as the plan has in flight:
+On gloo a receive that has started is a buffer in host memory. It delays nothing, so a rank starts receives
+ahead, as many as the plan has messages in flight:
 
     in_flight       Post g(0,0)  Post g(0,1)  0F0 ... 0F1  Post g(0,2)  Recv g(0,0)  0B0  0F2 ...
 
@@ -136,7 +136,7 @@ def _behind_gate(position: int, number: int, peer: int, gate: Gate | None) -> in
 
 
 def _assembled(program: Program, inserted: Inserted, before_gate: Sequence[Instruction] = ()) -> Program:
-    """The program with what is inserted."""
+    """The program with the inserted instructions. before_gate: those that stand directly before its gate."""
     found, between, position = list[Instruction](), list[Instruction](), 0
 
     def end_of_between() -> None:

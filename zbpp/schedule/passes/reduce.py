@@ -1,8 +1,9 @@
-"""Reductions of a step: behind everything else, wait for the stages, then reduce what they share.
+"""Inserts the end of a step's reductions: wait for that of each stage, then reduce the shared parameters.
 
     ... 1F0 Zero copies 1B0 ... 1W7 Reduce 1 ... 0W7 Reduce 0 | Reduced 1  Reduced 0  Reduce shared parameters
 
-`lower` has put the Reduce of each stage behind the stage's last W.
+`lower` has put a stage's Reduce, which starts its reduction, behind the stage's last W. Before the first B,
+Zero copies sets the gradients of tied parameters' copies to zero.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from zbpp.schedule.timetable import Action, Op
 
 
 def with_reductions(program: Program, stages: Iterable[int]) -> Program:
-    """A program that waits for the reductions of these stages; an evaluation's program stays as it is."""
+    """A program that ends the reductions of these stages; a program without backward stays as it is."""
     instructions = program.instructions
     backwards = (at for at, each in enumerate(instructions) if isinstance(each, Action) and each.op != Op.F)
     first = next(backwards, None)
