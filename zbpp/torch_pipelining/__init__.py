@@ -9,9 +9,11 @@ schedules go through: a step runs on a zbpp.Pipeline over the same stages, in to
     install()    replaces it in torch's own classes, for trainers that import these; uninstall() undoes that
     on_zbpp      the same for one schedule object of torch's
     use_plan     a schedule of zbpp's in place of torch's order, with the same stages on the same ranks
+    doctor       what a schedule costs on torch's runtime and on zbpp, on one page
     fallbacks    why schedules run on torch's runtime, one text per schedule object
 
     order.py     torch's order of actions as a Timetable
+    doctor.py    measures both runtimes
     engine.py    a Pipeline for a schedule object; what runs on torch's runtime instead, and why
 """
 
@@ -23,6 +25,7 @@ from torch.distributed import pipelining
 from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_stage, pipe_split, pipeline
 from torch.distributed.pipelining import schedules as torchs
 
+from zbpp.torch_pipelining.doctor import doctor
 from zbpp.torch_pipelining.engine import fallbacks, run_step, use_plan
 
 __all__ = [
@@ -37,6 +40,7 @@ __all__ = [
     "ScheduleZBVZeroBubble",
     "SplitPoint",
     "build_stage",
+    "doctor",
     "fallbacks",
     "get_schedule_class",
     "install",

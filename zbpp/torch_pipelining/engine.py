@@ -11,10 +11,11 @@ random numbers in forward are seeded from the caller's generator, one number per
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +44,8 @@ fallbacks: list[str] = []
 _ENGINE, _PLAN = "_zbpp_engine", "_zbpp_plan"  # attributes of a schedule object
 _MOST_SEED = 2**62
 
+Schedule = TypeVar("Schedule")
+
 
 def use_plan(schedule: Any, name: str, **options: Any) -> None:
     """From the next step on, run a schedule of zbpp's with the same stages on the same ranks.
@@ -66,7 +69,7 @@ def run_step(
 ) -> None:
     """A schedule's `_step_microbatches`. of_torch: torch's own, for what can't run here."""
     arg_mbs, kwarg_mbs = schedule._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-    stages = _stages_of(schedule)
+    stages = stages_of(schedule)
     engine = vars(schedule).get(_ENGINE)
     if engine is None or not engine.fits(schedule, stages):
         if engine is not None:
@@ -79,8 +82,22 @@ def run_step(
         engine.step(schedule, arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, **more)
 
 
-def _stages_of(schedule: Any) -> list[Any]:
+def stages_of(schedule: Any) -> list[Any]:
+    """The stages of this rank."""
     return schedule._stages if isinstance(schedule, torchs.PipelineScheduleMulti) else [schedule._stage]
+
+
+def engine_of(schedule: Any) -> _Engine:
+    """What runs the steps of a schedule that has made one."""
+    engine: _Engine = vars(schedule)[_ENGINE]
+    return engine
+
+
+def without_engine(schedule: Schedule) -> Schedule:
+    """A copy of the schedule object over the same stages, as if it had made no step here."""
+    found = copy.copy(schedule)
+    vars(found).pop(_ENGINE, None)
+    return found
 
 
 class _Engine:
@@ -105,6 +122,12 @@ class _Engine:
         is_over = self._pipeline is not None and self._pipeline.is_over
         return not is_over and self._made_for == _signature(schedule, stages)
 
+    @property
+    def pipeline(self) -> Pipeline:
+        """What runs the steps, if there is no `reason`."""
+        assert self._pipeline is not None
+        return self._pipeline
+
     def drop(self) -> None:
         """Give up the Pipeline, at once."""
         if self._pipeline is not None:
@@ -121,8 +144,7 @@ class _Engine:
         loss_kwargs: Mapping[str, Any] | None = None,
     ) -> None:
         """One iteration, with its results where torch's methods leave them."""
-        pipeline, number = self._pipeline, schedule._n_microbatches
-        assert pipeline is not None
+        pipeline, number = self.pipeline, schedule._n_microbatches
         is_scaled = scales_gradients(schedule)
         factor = number if is_scaled else 1
         args = _columns(arg_mbs, factor)
@@ -138,7 +160,7 @@ class _Engine:
                 found = pipeline.forward(*args, target=target, observe=self._loss.note, **kwargs)
         finally:
             outputs = self._loss.end()
-        for stage in _stages_of(schedule):
+        for stage in stages_of(schedule):
             if stage.is_last:
                 stage.output_chunks = outputs
                 if losses is not None:

@@ -1,0 +1,83 @@
+"""torch_pipelining.doctor: what it measures is so, and it leaves the model as it was."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed import pipelining
+from torch.utils.checkpoint import checkpoint
+
+from helpers.processes import run_ranks
+from zbpp import torch_pipelining
+
+WIDTH, ROWS, MICROBATCHES, DEPTH = 64, 64, 4, 6
+
+
+class Block(nn.Module):
+    """Some layers; checkpointed, they run twice."""
+
+    def __init__(self, number, is_checkpointed):
+        super().__init__()
+        torch.manual_seed(number)
+        pairs = [(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(DEPTH)]
+        self.inner = nn.Sequential(*(each for pair in pairs for each in pair))
+        self.is_checkpointed = is_checkpointed
+
+    def forward(self, x):
+        if self.is_checkpointed:
+            return checkpoint(self.inner, x, use_reentrant=False)
+        return self.inner(x)
+
+
+def diagnosed(rank, name, source, is_checkpointed):
+    if source == "installed":
+        torch_pipelining.install()
+    try:
+        return _diagnosed(rank, name, source, is_checkpointed)
+    finally:
+        torch_pipelining.uninstall()
+
+
+def _diagnosed(rank, name, source, is_checkpointed):
+    kind = getattr(torch_pipelining if source == "zbpp" else pipelining, name)
+    mine = [rank] if name == "Schedule1F1B" else [rank, rank + 2]
+    blocks = [Block(number, is_checkpointed) for number in mine]
+    count = 2 * len(mine)
+    stages = [
+        pipelining.PipelineStage(block, number, count, torch.device("cpu"))
+        for number, block in zip(mine, blocks, strict=True)
+    ]
+    loss_fn = nn.functional.mse_loss
+    schedule = kind(stages[0] if len(mine) == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
+    x, y = torch.randn(2, ROWS, WIDTH)
+    found = torch_pipelining.doctor(schedule, (x, y))
+    assert all(parameter.grad is None for block in blocks for parameter in block.parameters())
+    schedule.step(*([x] if rank == 0 else []), target=y if rank == 1 else None)  # it still works
+    assert type(schedule) is kind
+    return found
+
+
+@pytest.mark.parametrize("source", ["torch", "zbpp", "installed"])
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleavedZeroBubble"])
+def test_what_a_microbatch_holds_falls_to_nothing_and_forwards_run_once(name, source):
+    first, second = run_ranks(diagnosed, 2, name, source, False)
+    assert str(first) == str(second)
+    assert first.reason == ""
+    assert first.switch in str(first)
+    row = 4 * WIDTH * ROWS // MICROBATCHES  # bytes of a tensor between layers
+    for measured in (first.on_torch, first.on_zbpp):
+        assert {each for blocks in measured.runs.values() for each in blocks.values()} == {1}
+        for after_f, after_b, after_w in measured.held.values():
+            assert after_f >= 2 * DEPTH * row  # what each layer returns
+            assert abs(after_w) <= 2 * row  # messages
+            assert after_b >= after_w
+        assert 0 <= measured.planned.bubble_rate < 1
+        assert measured.planned.timetable.num_microbatches == MICROBATCHES
+    if name != "Schedule1F1B":
+        assert first.on_zbpp.held[1][1] < first.on_torch.held[1][1]  # torch keeps the graph between B and W
+
+
+def test_forwards_of_checkpointed_blocks_are_counted_with_their_recomputes():
+    found, _ = run_ranks(diagnosed, 2, "Schedule1F1B", "torch", True)
+    for measured in (found.on_torch, found.on_zbpp):
+        assert measured.runs == {0: {"inner": 2}, 1: {"inner": 2}}
+    assert "inner of stage 0 2 times" in str(found)

@@ -1,0 +1,346 @@
+"""What a pipeline of torch's costs on torch's runtime, and what it would cost on zbpp: one page.
+
+Each runtime makes three steps of the batch: one to set up, one that is timed, one whose live tensors are
+counted, which slows it down. Gradients, buffers and random states are afterwards as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbpp.autograd.leaf_grad import set_aside
+from zbpp.job.agreement import gather
+from zbpp.runtime.extra import Observer
+from zbpp.runtime.layout import Run
+from zbpp.runtime.measure import Recorder, StepRecord, measured_costs, measured_timeline
+from zbpp.runtime.measure.live_tensors import Counter, counter_of
+from zbpp.runtime.restored import Buffers, restored_generators
+from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
+from zbpp.schedule.program import Instruction
+from zbpp.stage_api import blocks_of
+from zbpp.torch_pipelining.engine import engine_of, stages_of, without_engine
+from zbpp.torch_pipelining.order import timetable_of
+
+_MIB = 2**20
+Changes = dict[tuple[int, Op], list[int]]
+"""By stage and op: the bytes that each action has left alive, less what it freed."""
+
+
+@dataclass
+class Measured:
+    """One runtime's steps, of all ranks.
+
+    held: per stage, the bytes that a microbatch holds after its F, B and W (after BW, which is both), with
+    messages that are not sent yet. peak:
+    per rank, the most bytes alive beyond those before the step. runs: per stage, how often the forward of
+    each block runs for a microbatch. timeline: of the timed step. planned:
+    the schedule's order, simulated at the costs of the timed step.
+    """
+
+    held: Mapping[int, tuple[float, float, float]]
+    peak: Sequence[int]
+    runs: Mapping[int, Mapping[str, float]]
+    timeline: Timeline
+    planned: Timeline
+
+
+@dataclass
+class Diagnosis:
+    """What `doctor` has found; str() is the page. on_zbpp: None if the schedule can't run there, for the
+    reason `reason`. switch: the line that lets the schedule run on zbpp.
+    """
+
+    name: str
+    on_torch: Measured
+    on_zbpp: Measured | None
+    reason: str
+    switch: str = "zbpp.torch_pipelining.on_zbpp(schedule)"
+
+    def __str__(self) -> str:
+        runtimes = {"torch": self.on_torch} | ({"zbpp": self.on_zbpp} if self.on_zbpp else {})
+        timetable = self.on_torch.timeline.timetable
+        lines = [
+            f"{self.name}: {timetable.num_ranks} ranks, {timetable.num_stages} stages, "
+            f"{timetable.num_microbatches} microbatches",
+            "",
+            "a microbatch holds, MiB      after F   after B   after W",
+        ]
+        for stage in range(timetable.num_stages):
+            for runtime, of in runtimes.items():
+                held = "".join(f"{each / _MIB:>10.3f}" for each in of.held[stage])
+                lines.append(f"stage {stage:<4} {runtime:<15}{held}")
+        lines += [
+            "",
+            "most bytes in a step, MiB     " + "".join(f"rank {r:<5}" for r in range(timetable.num_ranks)),
+        ]
+        for runtime, of in runtimes.items():
+            lines.append(f"{'':<10} {runtime:<15}" + "".join(f"{each / _MIB:>10.3f}" for each in of.peak))
+        lines += ["", "forwards of a block for a microbatch"]
+        for runtime, of in runtimes.items():
+            lines.append(f"{'':<10} {runtime:<15} {_runs_text(of.runs)}")
+        lines += ["", "bubble rate                   measured   planned   step, ms"]
+        for runtime, of in runtimes.items():
+            rates = f"{of.timeline.bubble_rate:>13.3f}{of.planned.bubble_rate:>10.3f}"
+            lines.append(f"{'':<10} {runtime:<15}{rates}{of.timeline.makespan:>11.1f}")
+        reason = f"this schedule can't run on zbpp: {self.reason}"
+        return "\n".join([*lines, "", reason if self.reason else f"to run it on zbpp: {self.switch}"])
+
+
+def _runs_text(runs: Mapping[int, Mapping[str, float]]) -> str:
+    """`once` if every block runs once; else the blocks that run more often."""
+    often = [
+        f"{name} of stage {stage} {number:g} times"
+        for stage, blocks in sorted(runs.items())
+        for name, number in blocks.items()
+        if number != 1
+    ]
+    return ", ".join(often) + (", the others once" if often else "") or "each once"
+
+
+def doctor(schedule: Any, batch: Sequence[Any]) -> Diagnosis:
+    """Measure a schedule of torch's on torch's runtime and on zbpp. Collective over the pipeline.
+
+    schedule: an object of one of torch's Schedule classes, which has a loss_fn. batch: (*inputs, target), as
+    `schedule.step` splits them; the same on all ranks. Returns the same on all ranks.
+    """
+    stages = stages_of(schedule)
+    modules = [each.submod for each in stages]
+    buffers = Buffers(modules)
+    buffers.keep()
+    device = torch.device(stages[0].device)
+    parameters = [each for module in modules for each in module.parameters()]
+    with restored_generators(device), set_aside(parameters):
+        on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
+        recorder = _OfTorch(stages, device)
+        found = _measured(recorder, lambda: _step(on_torch, stages, batch), stages, timetable)
+        for parameter in parameters:
+            parameter.grad = None
+        on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, device)
+    buffers.restore()
+    return Diagnosis(type(schedule).__name__, found, on_zbpp, reason)
+
+
+def _measured_on_zbpp(
+    schedule: Any, stages: Sequence[Any], batch: Sequence[Any], device: torch.device
+) -> tuple[Measured | None, str]:
+    from zbpp.torch_pipelining import on_zbpp
+
+    ours = on_zbpp(_on_torch(schedule))
+    _step(ours, stages, batch)
+    engine = engine_of(ours)
+    if engine.reason:
+        return None, engine.reason
+    try:
+        recorder = _OfZbpp(engine.pipeline, device)
+        timetable = engine.pipeline.timetable
+        return _measured(recorder, lambda: _step(ours, stages, batch), stages, timetable), ""
+    finally:
+        engine.drop()
+
+
+# ---- Schedules
+
+
+def _on_torch(schedule: Any) -> Any:
+    """A copy of the schedule that runs on torch's runtime, also if it or its class runs on zbpp."""
+    from zbpp.torch_pipelining import _STEP, _installed
+
+    theirs = next(each for each in type(schedule).__mro__ if each.__module__.startswith("torch."))
+    owner = next(each for each in theirs.__mro__ if _STEP in vars(each))
+    method = _installed.get(owner, vars(owner)[_STEP])
+    found: Any = object.__new__(type(theirs.__name__, (theirs,), {_STEP: method}))
+    vars(found).update(vars(without_engine(schedule)))
+    return found
+
+
+def _step(schedule: Any, stages: Sequence[Any], batch: Sequence[Any]) -> None:
+    *inputs, target = batch
+    is_last = any(each.is_last for each in stages)
+    schedule.step(
+        *(inputs if any(each.is_first for each in stages) else ()),
+        target=target if is_last else None,
+        losses=[] if is_last else None,
+        return_outputs=False,
+    )
+
+
+# ---- Recording
+
+
+class _OfTorch:
+    """Records torch's stages: which actions ran, when, and what they have left alive."""
+
+    def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
+        self._stages, self.device = stages, device
+        self._record, self._row = StepRecord(device), list[Action]()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """Inside, a step is timed."""
+        mark = self._record.begin(self._row)
+
+        def around(action: Action, run: Callable[[], Any]) -> Any:
+            self._row.append(action)
+            mark()
+            result = run()
+            mark()
+            return result
+
+        with self._wrapped(around):
+            yield
+
+    def timeline(self, group: Any) -> Timeline:
+        """Of the timed step. Collective."""
+        return measured_timeline(self._record, Timetable(gather(self._row, group)), group)
+
+    @contextmanager
+    def counting(self, counter: Counter) -> Iterator[Changes]:
+        """Inside, the live bytes around each action are counted."""
+        changes: Changes = {}
+
+        def around(action: Action, run: Callable[[], Any]) -> Any:
+            before = counter.now
+            result = run()
+            changes.setdefault((action.stage, action.op), []).append(counter.now - before)
+            return result
+
+        with self._wrapped(around):
+            yield changes
+
+    @contextmanager
+    def _wrapped(self, around: Callable[[Action, Callable[[], Any]], Any]) -> Iterator[None]:
+        """Inside, `around` runs each action of the stages."""
+        names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+        for stage in self._stages:
+            for name in names:
+                setattr(stage, name, _observed(stage, name, around))
+        try:
+            yield
+        finally:
+            for stage in self._stages:
+                for name in names:
+                    delattr(stage, name)
+
+
+def _observed(stage: Any, name: str, around: Callable[[Action, Callable[[], Any]], Any]) -> Any:
+    method = getattr(stage, name)
+
+    def observed(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+        is_whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
+        ops = {"forward_one_chunk": Op.F, "backward_one_chunk": Op.BW if is_whole else Op.B}
+        action = Action(stage.stage_index, ops.get(name, Op.W), microbatch)
+        return around(action, lambda: method(microbatch, *args, **kwargs))
+
+    return observed
+
+
+class _OfZbpp:
+    """Records a Pipeline in the same way."""
+
+    def __init__(self, pipeline: Any, device: torch.device) -> None:
+        self._pipeline, self.device = pipeline, device
+        self._recorder = Recorder()
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        """See _OfTorch."""
+        with self._pipeline.using(self._recorder):
+            yield
+
+    def timeline(self, group: Any) -> Timeline:
+        """See _OfTorch."""
+        return self._recorder.timeline()
+
+    @contextmanager
+    def counting(self, counter: Counter) -> Iterator[Changes]:
+        """See _OfTorch."""
+        with self._pipeline.using(_Counting(counter)) as observer:
+            yield observer.changes
+
+
+class _Counting(Observer):
+    """Counts the live bytes around each action."""
+
+    name = "doctor"
+
+    def __init__(self, counter: Counter) -> None:
+        self._counter = counter
+        self.changes: Changes = {}
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """See Extra."""
+        if not isinstance(at, Action):
+            return run
+
+        def counted(message: Any) -> Any:
+            before = self._counter.now
+            result = run(message)
+            self.changes.setdefault((at.stage, at.op), []).append(self._counter.now - before)
+            return result
+
+        return counted
+
+
+def _measured(
+    recorder: _OfTorch | _OfZbpp, step: Callable[[], None], stages: Sequence[Any], timetable: Timetable
+) -> Measured:
+    group = stages[0].group
+    step()  # sets up; afterwards gradients have their memory
+    with recorder.timing():
+        step()
+    timeline = recorder.timeline(group)
+    with ExitStack() as stack:
+        runs = [stack.enter_context(_counted_runs(each.submod)) for each in stages]
+        counter = counter_of(recorder.device)
+        stack.enter_context(counter)
+        changes = stack.enter_context(recorder.counting(counter))
+        before = counter.mark()
+        step()
+        peak = counter.highest - before
+    number = timetable.num_microbatches
+    own = [
+        (each.stage_index, _held(changes, each.stage_index), {name: n / number for name, n in of.items()})
+        for each, of in zip(stages, runs, strict=True)
+    ]
+    parts = gather((own, peak), group)
+    everywhere = [each for part, _ in parts for each in part]
+    return Measured(
+        {stage: held for stage, held, _ in everywhere},
+        [peak for _, peak in parts],
+        {stage: blocks for stage, _, blocks in everywhere},
+        timeline,
+        simulate(timetable, measured_costs(timeline)),
+    )
+
+
+def _held(changes: Changes, stage: int) -> tuple[float, float, float]:
+    of = {op: median(changes.get((stage, op), [0])) for op in Op}
+    after_b = of[Op.F] + (of[Op.B] if (stage, Op.B) in changes else of[Op.BW])
+    return of[Op.F], after_b, after_b + of[Op.W]
+
+
+@contextmanager
+def _counted_runs(module: nn.Module) -> Iterator[dict[str, int]]:
+    """Inside, the forwards of the module's blocks are counted, also those of recomputes."""
+    blocks = set(map(id, blocks_of(module)))
+    counts = {name: 0 for name, each in module.named_modules() if id(each) in blocks}
+
+    def count(name: str) -> None:
+        counts[name] += 1
+
+    hooks = [
+        module.get_submodule(name).register_forward_pre_hook(lambda *_, name=name: count(name))
+        for name in counts
+    ]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
