@@ -133,28 +133,25 @@ class _Check:
                 raise ValueError(
                     f"batch is None on rank {', '.join(missing)}: give every rank the batch of its step"
                 )
-            parameters = self._held.parameters()
-            device = parameters[0].device if parameters else torch.device("cpu")
-            reference = Reference(whole, loss_fn, device, draws_dropout=self._held.pipeline is not None)
-            by_part = {each.part: batch for each, (batch, _) in reversed([*zip(facts, batches, strict=True)])}
-            ordered = {each.part: by_part[each.part] for each in facts}
-
-            def take() -> None:
-                reference.take(ordered, facts, number, tokens)
-                reference.begin(facts)
-
-            reference.prepare(weights, buffers, take)
+            by_part: dict[str, Any] = {}
+            for each, (batch, _) in zip(facts, batches, strict=True):
+                by_part.setdefault(each.part, batch)
+            reference = self._reference(whole, loss_fn)
+            reference.prepare(weights, buffers, lambda: reference.take(by_part, facts, number, tokens))
             dtypes = {each.value.dtype for of_rank in weights for each in of_rank if each.value is not None}
             dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
-            self._made = Judge(reference, dtype, tolerance, optimizer)
+            self._made = judge = Judge(reference, dtype, tolerance, optimizer)
             if any(each for _, each in batches):
-                self._judge.report.notes.append("dropout is off: the trainer's random numbers are not known")
+                judge.report.notes.append("dropout is off: the trainer's random numbers are not known")
             if not reference.is_double:
-                self._judge.report.notes.append(
-                    "the whole model does not run in float64: it ran as it is made"
-                )
+                judge.report.notes.append("the whole model does not run in float64: it ran as it is made")
 
         self._ranks.on_first(make)
+
+    def _reference(self, whole: Callable[[], nn.Module], loss_fn: Callable[..., Any]) -> Reference:
+        parameters = self._held.parameters()
+        device = parameters[0].device if parameters else torch.device("cpu")
+        return Reference(whole, loss_fn, device, draws_dropout=self._held.pipeline is not None)
 
     def run(
         self,

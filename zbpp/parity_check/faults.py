@@ -58,7 +58,10 @@ class Case(NamedTuple):
     def gradient(self, name: str, own: int, weight: Weight, *, untied: bool = False) -> Gradients:
         """The weighted gradients, computed once. own: the part that the weight depends on."""
         if (name, own) not in self.known:
-            self.known[name, own], _ = self.reference.gradients(weight, untied=untied)
+            found, _ = self.reference.gradients(weight, untied=untied)
+            self.known[name, own] = {
+                name: None if each is None else each.cpu() for name, each in found.items()
+            }
         return self.known[name, own]
 
 
@@ -326,5 +329,5 @@ def _largest(tensor: Tensor) -> float:
 def _or_zeros(gradient: Tensor | None, at: Difference) -> Tensor:
     some = at.expected if at.found is None else at.found
     if gradient is not None:
-        return gradient.cpu()
+        return gradient
     return torch.zeros(()) if some is None else torch.zeros_like(some, dtype=torch.float64)

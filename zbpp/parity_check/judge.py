@@ -87,35 +87,19 @@ class Judge:
         after: Sequence[Sequence[Sent]],
     ) -> bool:
         """Compare the norm and the gradients after clipping."""
-        squares = [
-            [
-                (id(self._places[each.names[0]]), each.value.double().square().sum().item())
-                for each in of_rank
-                if each.value is not None
-            ]
-            for of_rank in before
-        ]
+        squares = [[*self._squares_of(of_rank)] for of_rank in before]
         case = self._case_now._replace(squares=squares, clip=clip, known={})
         norm = total_norm(case)
+        kept = {(rank, names[0]): value for rank, each in enumerate(before) for names, value in each}
         expected = {
-            (rank, each.names[0]): None if each.value is None else clipped(case, norm, each.value.double())
-            for rank, of_rank in enumerate(before)
-            for each in of_rank
+            key: None if value is None else clipped(case, norm, value.double()) for key, value in kept.items()
         }
-        kept = {(rank, each.names[0]): each.value for rank, of_rank in enumerate(before) for each in of_rank}
         largest = _largest(expected.values())
-        found = [
-            Difference(
-                rank,
-                each.names,
-                each.value,
-                expected[rank, each.names[0]],
-                self._scale(expected[rank, each.names[0]], largest),
-                before=kept[rank, each.names[0]],
-            )
-            for rank, of_rank in enumerate(after)
-            for each in of_rank
-        ]
+        found = []
+        for rank, (names, value) in ((rank, each) for rank, of_rank in enumerate(after) for each in of_rank):
+            wanted, unclipped = expected[rank, names[0]], kept[rank, names[0]]
+            scale = self._scale(wanted, largest)
+            found.append(Difference(rank, names, value, wanted, scale, before=unclipped))
         whole = torch.tensor([norm], dtype=torch.float64)
         found += [
             Difference(rank, ("norm",), torch.tensor([value], dtype=torch.float64), whole, norm)
@@ -124,6 +108,11 @@ class Judge:
         ]
         # torch adds 1e-6 to the norm, others do not.
         return self._judge(f"clipping of {check}", found, clip_faults, case, least=2e-6 / max(norm, 1e-6))
+
+    def _squares_of(self, sent: Sequence[Sent]) -> Iterator[tuple[int, float]]:
+        for names, value in sent:
+            if value is not None:
+                yield id(self._places[names[0]]), value.double().square().sum().item()
 
     def update(self, check: str, gradients: Sequence[Sequence[Sent]], sent: Sequence[Sequence[Sent]]) -> bool:
         """Compare an update. Both sides update with the ranks' gradients: so rounding does not add up."""
@@ -204,19 +193,11 @@ class Judge:
     ) -> bool:
         found = []
         for rank, given in enumerate(losses):
-            if not given:
-                continue
-            part = case.part_of[rank]
-            mean = sum(case.weight(part, i, "") * each for i, each in enumerate(own[part]))
-            mean /= sum(case.weight(part, i, "") for i in range(len(own[part])))
-            whole = torch.tensor(own[part], dtype=torch.float64)
-            # A rank may return the batch's mean, or the losses of some of the microbatches.
-            is_mean = len(given) == 1 and len(whole) > 1
-            expected = torch.tensor([mean]) if is_mean else whole
-            value = torch.tensor(given, dtype=torch.float64)
-            pieces = expected.split(len(value)) if len(value) <= len(expected) else (expected,)
-            closest = min(pieces, key=lambda each: error_of(value, each, 1.0))
-            found.append(Difference(rank, ("losses",), value, closest, _largest([expected])))
+            if given:
+                value, part = torch.tensor(given, dtype=torch.float64), case.part_of[rank]
+                possible = [*_possible_losses(len(given), part, own, case)]
+                closest = min(possible, key=lambda each: error_of(value, each, 1.0))
+                found.append(Difference(rank, ("losses",), value, closest, _largest([closest])))
         if not found:
             self.report.notes = [*dict.fromkeys([*self.report.notes, "no rank returned a loss"])]
         return self._judge(check, found, loss_faults, case)
@@ -267,6 +248,19 @@ class Judge:
                 f"{self.report.checks[worst]:.1e} ({worst}), and up to {self._tolerance:.0e} is rounding"
             )
         return self.report
+
+
+def _possible_losses(number: int, part: int, own: Sequence[Sequence[float]], case: Case) -> Iterator[Tensor]:
+    """What a rank may return as so many losses: those of some of its microbatches, or a mean."""
+    mine = torch.tensor(own[part], dtype=torch.float64)
+    yield from mine.split(number) if number <= len(mine) else (mine,)
+    if number == 1:
+        weights = [[case.weight(p, i, "") for i in range(len(each))] for p, each in enumerate(own)]
+        sums = [
+            sum(w * loss for w, loss in zip(*each, strict=True)) for each in zip(weights, own, strict=True)
+        ]
+        yield torch.tensor([sums[part] / sum(weights[part])], dtype=torch.float64)  # of its own data
+        yield torch.tensor([sum(sums)], dtype=torch.float64)  # of all data
 
 
 def _largest(tensors: Iterable[Tensor | None]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -118,10 +118,7 @@ class Held:
         """What the reference needs to know before the next call. part: of this rank's batch."""
         if self.pipeline is None:
             return Facts(part, {}, {})
-        modules = {
-            index: [self._name(index, name) for name, _ in module.named_modules() if name]
-            for index, module in self.modules.items()
-        }
+        modules = {index: [*self._modules_in(index, module)] for index, module in self.modules.items()}
         return Facts(f"{part} {self.pipeline.place.data_part}", self.pipeline.seeds(), modules)
 
     def zero_grad(self) -> None:
@@ -136,6 +133,12 @@ class Held:
         for index, module in self.modules.items():
             for name, value in of(module, remove_duplicate=False):
                 yield self._name(index, name), value
+
+    def _modules_in(self, index: int, module: nn.Module) -> Iterator[str]:
+        for name, _ in module.named_modules():
+            with suppress(LookupError):  # names may be a dict's look-up, which knows parameters only
+                if name:
+                    yield self._name(index, name)
 
     def _name(self, index: int, name: str) -> str:
         return self._names(index, _WRAPPERS.sub("", name))

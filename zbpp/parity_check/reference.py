@@ -116,6 +116,7 @@ class Reference:
             counts = [float(tokens(target)) if tokens else 1.0 for _, _, target in microbatches]
             moved = [tree_map(self._moved, each) for each in microbatches]
             self.parts.append(Part(names.count(name) / len(names), moved, counts))
+        self.begin(facts)
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
