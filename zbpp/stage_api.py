@@ -45,6 +45,7 @@ has the same losses under all schedules of one cut; a model without dropout also
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -122,6 +123,16 @@ def mean_over(count: Callable[[Any], Tensor | float]) -> Callable[[Function], Fu
 def mean_over_tokens(function: Function) -> Function:
     """`mean_over(num_tokens)`: targets are whole numbers, and -100 is none."""
     return mean_over(num_tokens)(function)
+
+
+def mark_of(function: object, name: str) -> Any:
+    """A mark of a loss or metrics function, `num_targets` or `widens_itself`; None without one.
+
+    A functools.partial of a marked function is marked, too.
+    """
+    while isinstance(function, functools.partial) and not hasattr(function, name):
+        function = function.func
+    return getattr(function, name, None)
 
 
 def by_last_stage(function: Function) -> Function:

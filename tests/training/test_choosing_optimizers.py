@@ -331,7 +331,7 @@ def test_the_trainer_steps_a_scheduler_and_its_state_goes_on_where_it_was():
         lambda named: [torch.optim.SGD(named.values(), lr=0.1)], behind_warm_up(make, 2), clip_norm=0.3
     )
     found = by_trainer(options, clip_norm=0.3)
-    same(found, expected, rel=1e-5)  # torch adds 1e-6 to the norm
+    same(found, expected)
     same(by_trainer(options, clip_norm=0.3, post_validation=True), found, rel=0)
 
 

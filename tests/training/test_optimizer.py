@@ -106,7 +106,7 @@ def plain_clip(clip_norm):
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 1), ("zb_v", 1), ("zb_h1", 2), ("1f1b", 4)])
 def test_the_norm_over_all_stages_is_torchs_of_the_whole_model_whatever_the_cut(schedule, num_ranks):
-    """Clipping too. torch divides by norm + 1e-6: that is how far the two may be apart."""
+    """Clipping too, by torch's formula."""
     clip_norm = 0.1
     results = run_ranks(clip, num_ranks, schedule, num_ranks, clip_norm)
     norms = {norm for norm, _ in results}
@@ -118,4 +118,4 @@ def test_the_norm_over_all_stages_is_torchs_of_the_whole_model_whatever_the_cut(
     assert found.keys() == expected.keys()
     floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
     for name, grad in expected.items():
-        torch.testing.assert_close(found[name], grad, rtol=2e-6, atol=1e-6 * floor, msg=name)
+        torch.testing.assert_close(found[name], grad, rtol=1e-11, atol=1e-6 * floor, msg=name)

@@ -18,7 +18,6 @@ from zbpp.job.errors import CommunicationError
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
 from zbpp.runtime.mesh import local_of
-from zbpp.runtime.parallel.norm import gradients_of, scale_gradients
 from zbpp.runtime.update.posts import Posts
 from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.precision import PRECISIONS
@@ -113,10 +112,8 @@ def synchronous(pipeline, optimizer, scheduler):
         now[0], (x, y) = step, batch(step, pipeline.place.data_part)
         optimizer.zero_grad()
         losses.append([each.item() for each in pipeline.step(x, target=y)])
-        norm = clip_grad_norm_(pipeline, math.inf).item()
+        norm = clip_grad_norm_(pipeline, CLIP).item()
         if math.isfinite(norm):
-            if norm > CLIP:
-                scale_gradients(gradients_of(pipeline.parameters()), CLIP / norm)
             optimizer.step()
         scheduler.step()
         norms.append(norm)

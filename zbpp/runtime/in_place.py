@@ -97,8 +97,8 @@ def explained(error: MessageChanged, workers: Mapping[int, StageWorker]) -> Chan
     )
 
 
-def explained_in_b(error: RuntimeError, module: nn.Module, index: int) -> ChangedInPlace | None:
-    """Autograd's error in B for a saved tensor that has changed, with its name; None for another error.
+def explained_in_backward(error: RuntimeError, module: nn.Module, index: int) -> ChangedInPlace | None:
+    """Autograd's error in B or W for a saved tensor that has changed, with its name; None for another error.
 
     Autograd says the tensor's shape and count of changes. A view of a buffer has the buffer's count, and
     perhaps another shape.

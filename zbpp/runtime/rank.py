@@ -44,6 +44,7 @@ from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count, Weights, weights_of
 from zbpp.schedule import Op, Timetable, lower
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
+from zbpp.stage_api import mark_of
 
 _log = logging.getLogger(__name__)
 
@@ -121,7 +122,7 @@ class Rank:
         self.released: Mapping[int, Tensor] | None = None
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
-        self.count: Count | None = getattr(loss_fn, "num_targets", None)
+        self.count: Count | None = mark_of(loss_fn, "num_targets")
         self.modules = [*stages.values(), *([loss_fn] if isinstance(loss_fn, nn.Module) else [])]
         last = timetable.num_stages - 1
         self.workers = {

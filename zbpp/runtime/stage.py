@@ -34,7 +34,7 @@ from zbpp.runtime.boundary import (
     graph_input,
 )
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
-from zbpp.runtime.in_place import explained_in_b, place_in
+from zbpp.runtime.in_place import explained_in_backward, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
 from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.weights import weighed
@@ -219,10 +219,7 @@ class StageWorker:
         try:
             grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
         except RuntimeError as error:
-            explained = explained_in_b(error, self.module, self.index)
-            if explained is None:
-                raise
-            raise explained from None
+            raise explained_in_backward(error, self.module, self.index) or error from None
         if self.shared_hooks is not None:
             self.shared_hooks.keep(deferred, microbatch)
         weight_grads = WeightGrads(deferred, large)
@@ -241,6 +238,8 @@ class StageWorker:
             if place:
                 error.add_note(f"the memory is {place} of stage {self.index}")
             raise
+        except RuntimeError as error:
+            raise explained_in_backward(error, self.module, self.index) or error from None
 
     def has_auxiliary_losses(self, microbatch: int) -> bool:
         """Whether F of a microbatch, whose B has not run, has reported auxiliary losses."""

@@ -54,10 +54,16 @@ def clip_grad_norm_(pipeline: Pipeline, max_norm: float, *, error_if_nonfinite: 
             f"the norm of the gradients is {norm}, so they were not clipped; error_if_nonfinite=False lets "
             "it pass"
         )
-    scale = max_norm / (norm + 1e-6)  # as in torch, so that results are equal
-    if not scale >= 1:  # also true for NaN
-        scale_gradients(gradients_of(pipeline.parameters()), scale)
+    factor = clip_factor(norm, max_norm)
+    if factor != 1:
+        scale_gradients(gradients_of(pipeline.parameters()), factor)
     return torch.tensor(norm, dtype=torch.float64)
+
+
+def clip_factor(norm: float, max_norm: float) -> float:
+    """What gradients of this norm are multiplied by, as by torch's clip_grad_norm_; NaN for a norm of NaN."""
+    factor = max_norm / (norm + 1e-6)
+    return factor if not factor >= 1 else 1.0
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

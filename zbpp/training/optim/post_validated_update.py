@@ -25,7 +25,7 @@ from torch import Tensor
 
 from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.norm import gradients_of, is_bound, norm_of
+from zbpp.runtime.parallel.norm import clip_factor, gradients_of, is_bound, norm_of
 from zbpp.runtime.update.posts import Ticket
 from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.master_weights import MasterWeights
@@ -197,7 +197,7 @@ class PostValidatedUpdate(Update):
 
     def _is_good(self, norm: float) -> bool:
         """Whether gradients of this norm are finite and need no clipping."""
-        return math.isfinite(norm) and (self._clip_norm is None or norm <= self._clip_norm)
+        return math.isfinite(norm) and (self._clip_norm is None or clip_factor(norm, self._clip_norm) == 1)
 
     def _take_results(self) -> list[Result]:
         results, self._results = self._results, []

@@ -32,12 +32,11 @@ class PostValidation:
             scheduler.step()
         validated.settle()
 
-    Losses and weights equal those of this loop to the last bit, if one leaves out the 1e-6 that
-    `clip_grad_norm_` adds to the norm before it divides:
+    Losses and weights equal those of this loop to the last bit:
 
             optimizer.zero_grad()
             losses = pipeline.step(x, target=y)
-            norm = clip_grad_norm_(pipeline, 1.0)     # scales if norm > clip_norm, by clip_norm / norm
+            norm = clip_grad_norm_(pipeline, 1.0)
             if norm.isfinite():
                 optimizer.step()
             scheduler.step()

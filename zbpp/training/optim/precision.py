@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zbpp.stage_api import batch_norms
+from zbpp.stage_api import batch_norms, mark_of
 
 
 class Precision(NamedTuple):
@@ -46,7 +46,7 @@ class Precision(NamedTuple):
 
         Not if the function does so itself, see `zbpp.stage_api.widens_itself`.
         """
-        is_cast = self.is_mixed and not getattr(function, "widens_itself", False)
+        is_cast = self.is_mixed and not mark_of(function, "widens_itself")
         return InFloat32(function) if is_cast else function
 
 
@@ -74,7 +74,7 @@ class InFloat32(nn.Module):
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         super().__init__()
         self.function = function
-        self.num_targets = getattr(function, "num_targets", None)  # see `zbpp.stage_api.mean_over`
+        self.num_targets = mark_of(function, "num_targets")  # see `zbpp.stage_api.mean_over`
 
     def forward(self, output: Any, target: Any) -> Any:
         """The function's result."""

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from zbpp.runtime import GradientRelease, Pipeline
 from zbpp.runtime.call import Means, NamedLosses, summed
-from zbpp.runtime.parallel.norm import gradients_of, norm_of, scale_gradients, squares_in_mesh
+from zbpp.runtime.parallel.norm import clip_factor, gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.precision import LossScale
 
@@ -192,10 +192,7 @@ class Update:
 
     def _factor(self, norm: float, loss_scale: float) -> float:
         """The factor by which the gradients are multiplied, to divide out the loss scale and to clip."""
-        factor = 1 / loss_scale
-        if self._clip_norm is not None and not norm <= self._clip_norm:  # also for NaN, as in torch
-            factor *= self._clip_norm / norm
-        return factor
+        return (1.0 if self._clip_norm is None else clip_factor(norm, self._clip_norm)) / loss_scale
 
     def _update(self, gradients: list[Tensor], factor: float) -> None:
         if factor != 1:
