@@ -26,7 +26,11 @@ NAMES = [
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "find_non_finite", "linear_cross_entropy", "load", "lower", "make_mesh",
+<<<<<<< HEAD
     "parity", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
+=======
+    "order_microbatches", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
+>>>>>>> b27345cb (Costs know microbatches of different lengths; order_microbatches finds their order, with a bound; zbpp plan --lengths)
     "split_sequential", "trace_stages",
 ]  # fmt: skip
 
@@ -69,9 +73,9 @@ def test_the_signature_of_plan():
 
 def test_the_signature_of_costs_and_their_defaults():
     names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "host", "static", "exchange"]
-    assert [name for name, _ in parameters(Costs)] == [*names, "memory_unit"]
+    assert [name for name, _ in parameters(Costs)] == [*names, "memory_unit", "lengths", "quadratic"]
     numbers = [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert list(defaults(Costs).values()) == [*numbers, "activations"]
+    assert list(defaults(Costs).values()) == [*numbers, "activations", (), None]
 
 
 def test_the_signature_of_simulate_and_lower():

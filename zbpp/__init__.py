@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.parity_check import parity
     from zbpp.partition import split_layers
-    from zbpp.planning import SCHEDULES, plan
+    from zbpp.planning import SCHEDULES, order_microbatches, plan
     from zbpp.runtime import (
         ActivationOffload,
         CudaGraphs,
@@ -109,6 +109,7 @@ _HOME = {
     "load": "zbpp.checkpoints",
     "lower": "zbpp.schedule",
     "make_mesh": "zbpp.runtime",
+    "order_microbatches": "zbpp.planning",
     "parity": "zbpp.parity_check",
     "per_microbatch": "zbpp.runtime",
     "plan": "zbpp.planning",
@@ -152,6 +153,7 @@ __all__ = [
     "load",
     "lower",
     "make_mesh",
+    "order_microbatches",
     "parity",
     "per_microbatch",
     "plan",

@@ -5,6 +5,7 @@ choose           `choose`: which schedule to use, at given costs and memory
 problem          what is to be planned: the search and the bounds take it
 search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
 bounds/          how good a plan can be at best
+order/           in which order microbatches of different lengths go through a timetable
 dependencies     what actions wait for, by kind of action
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
@@ -16,7 +17,8 @@ stage_bytes      the bytes of a stage, and how memory switches change them
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, PlanningRequest, choose
-from zbpp.planning.memory_limit import read_memory_limit
+from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
+from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import About, RankCosts, about_in_words, read_costs
 
@@ -26,6 +28,7 @@ __all__ = [
     "Answer",
     "Bound",
     "Certificate",
+    "MemoryLimit",
     "PlanningRequest",
     "RankCosts",
     "about_in_words",
@@ -34,6 +37,9 @@ __all__ = [
     "choose",
     "compare",
     "lower_bound",
+    "order_bound",
+    "order_microbatches",
+    "own_path",
     "placement_of",
     "plan",
     "read_costs",

@@ -90,7 +90,7 @@ def plan(
     options = {"costs": costs, "memory_limit": memory_limit, **shape, **searching, "progress": progress}
     timetable = _generated(name, num_ranks, num_microbatches, options)
     _check_placement(name, timetable, placement, stages_per_rank)
-    costs.per_stage(timetable.num_stages)  # refuses lists of another length
+    costs.per_stage(timetable.num_stages, num_microbatches)  # refuses lists of another length
     if memory_limit is not None:
         check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable

@@ -10,7 +10,7 @@ list of its ids in order.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -29,6 +29,7 @@ from zbpp.planning.placement import placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
 from zbpp.schedule.exchange import hide_in_exchanges
+from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
@@ -63,8 +64,19 @@ class Problem:
         self.require(self.least_memory)
 
     def with_microbatches(self, num_microbatches: int) -> Problem:
-        """The same pipeline with another number of microbatches."""
-        return replace(self, num_microbatches=num_microbatches)
+        """The same pipeline with the first so many microbatches, or with more of them if all are alike."""
+        lengths = self.costs.lengths[:num_microbatches]
+        return replace(self, num_microbatches=num_microbatches, costs=replace(self.costs, lengths=lengths))
+
+    @cached_property
+    def uniform(self) -> Problem:
+        """The same work in microbatches that are all alike; this problem if they are."""
+        return replace(self, costs=self.costs.uniform) if self.costs.lengths else self
+
+    def of_microbatch(self, microbatch: int) -> Problem:
+        """One microbatch alone, in the same pipeline."""
+        length = self.stage_costs.length(microbatch)
+        return replace(self, num_microbatches=1, costs=self.costs.of_length(length))
 
     # -- the placement ------------------------------------------------------------------------
 
@@ -93,7 +105,10 @@ class Problem:
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        return self.costs.per_stage(self.num_stages)
+        return self.costs.per_stage(self.num_stages, self.num_microbatches)
+
+    def length(self, microbatch: int) -> float:
+        return self.stage_costs.length(microbatch)
 
     @cached_property
     def has_exchange(self) -> bool:
@@ -102,33 +117,58 @@ class Problem:
 
     @cached_property
     def duration(self) -> list[float]:
-        """For each kind, its time (ms), of a W that runs in no exchange."""
-        return [self.stage_costs.duration[op][stage] for stage in range(self.num_stages) for op in Op]
+        """By id, the time of each action (ms), of a W that runs in no exchange."""
+        linear = self._by_id(self.stage_costs.duration, self.stage_costs.lengths)
+        if self.stage_costs.quadratic is None:
+            return linear
+        squares = tuple(length**2 for length in self.stage_costs.lengths)
+        quadratic = self._by_id(self.stage_costs.quadratic, squares)
+        return [x + y for x, y in zip(linear, quadratic, strict=True)]
 
     @cached_property
     def memory(self) -> list[float]:
-        """For each kind, what the action adds to its rank's memory; negative where it frees memory."""
-        return [self.stage_costs.memory[op][stage] for stage in range(self.num_stages) for op in Op]
+        """By id, what the action adds to its rank's memory; negative where it frees memory."""
+        return self._by_id(self.stage_costs.memory, self.stage_costs.lengths)
+
+    def _by_id(self, per_stage: Mapping[Op, Sequence[float]], factors: Sequence[float]) -> list[float]:
+        """The cost of each kind, once for each microbatch, times the microbatch's factor."""
+        kinds = [per_stage[op][stage] for stage in range(self.num_stages) for op in Op]
+        if factors:
+            return [cost * factor for cost in kinds for factor in factors]
+        return [cost for cost in kinds for _ in range(self.num_microbatches)]
+
+    def durations_of(self, microbatch: int) -> list[float]:
+        """By kind, the time of each action of a microbatch (ms)."""
+        return self.duration[microbatch :: self.num_microbatches]
 
     def times_in(self, plan: Plan) -> list[float]:
         """By id, the time of each action at its place in a plan (ms).
 
         It is the action's duration, but for W's that run in exchanges (zbpp/schedule/exchange.py).
         """
-        times = [time for time in self.duration for _ in range(self.num_microbatches)]
+        times = [*self.duration]
+        costs = RowCosts(self.stage_costs)
         for ids, row in zip(plan, self.timetable_of(plan).rows, strict=True) if self.has_exchange else ():
-            at_place, _ = hide_in_exchanges(row, np.array([times[a] for a in ids]), self.stage_costs.exchange)
+            at_place, _ = hide_in_exchanges(row, np.array([times[a] for a in ids]), costs.exchange(row))
             for a, time in zip(ids, at_place.tolist(), strict=True):
                 times[a] = time
         return times
 
     def message(self, source: int, target: int) -> float:
-        """The time (ms) of a message from one stage to another: 0 if both are on the same rank."""
+        """The time (ms) of a message of a microbatch of length 1 from one stage to another.
+
+        0 if both are on the same rank.
+        """
         return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
+
+    def latency(self, a: int) -> float:
+        """How long (ms) the message takes that an action waits for; 0 if it waits for none."""
+        kind, microbatch = divmod(a, self.num_microbatches)
+        return self.messages.latency[kind] * self.length(microbatch)
 
     @cached_property
     def messages(self) -> Messages:
-        """The messages that actions wait for, by kind; from the data-flow table."""
+        """The messages that actions wait for, by kind, at length 1; from the data-flow table."""
         return messages_between(self.num_stages, self.message)
 
     # -- memory limits ------------------------------------------------------------------------
@@ -154,12 +194,13 @@ class Problem:
 
     @cached_property
     def least_memory(self) -> list[float]:
-        """Per rank, the least memory that microbatches need: one microbatch on all its stages.
+        """Per rank, the least memory that microbatches need: the longest one on all its stages.
 
         Any B comes after all F's of its microbatch, so a rank holds `saved` of all its stages at once.
         Microbatch after microbatch with whole backwards needs no more, see `one_by_one`.
         """
-        return [sum(self.stage_costs.memory[Op.F][stage] for stage in stages) for stages in self.stages_of]
+        saved, longest = self.stage_costs.memory[Op.F], max(self.stage_costs.lengths, default=1.0)
+        return [longest * sum(saved[stage] for stage in stages) for stages in self.stages_of]
 
     def require(self, least: Sequence[float]) -> None:
         """Raises PlanError if some rank's limit is below `least` and what it holds all the time."""
@@ -194,7 +235,10 @@ class Problem:
         in every plan. If not, it may start later: for rank_of=(0, 0, 1) rank 0 may run 0F1 before 1F0, and
         rank 1 waits for 1F0.
         """
-        starts = earliest_starts(self.num_stages, self.duration, self.message)
+        scale = self.length(0)
+        starts = earliest_starts(
+            self.num_stages, self.durations_of(0), lambda *stages: scale * self.message(*stages)
+        )
         return [starts[kind_of(stages[0], Op.F)] for stages in self.stages_of]
 
     @cached_property
@@ -214,10 +258,13 @@ class Problem:
     @cached_property
     def tolerance(self) -> float:
         """Times that differ by no more count as equal: the busiest rank's work, times ROUNDING (ms)."""
-        times = self.stage_costs.duration
-        per_stage = [sum(times[op][s] for op in (Op.F, Op.B, Op.W)) for s in range(self.num_stages)]
-        busiest = max(sum(per_stage[stage] for stage in stages) for stages in self.stages_of)
-        return ROUNDING * self.num_microbatches * busiest
+        return ROUNDING * max(self.work_of(rank) for rank in range(self.num_ranks))
+
+    def work_of(self, rank: int) -> float:
+        """The time (ms) of a rank's F's, B's and W's; the work of the uniform problem is the same."""
+        times = self.uniform.stage_costs.duration
+        each = (times[op][stage] for stage in self.stages_of[rank] for op in (Op.F, Op.B, Op.W))
+        return self.num_microbatches * sum(each)
 
     # -- plans --------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, CostNumbers, Costs, PerStage
+from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, TIMES, CostNumbers, Costs, PerStage
 from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import PlanError, printable, shown
 
@@ -37,7 +37,10 @@ class RankCosts(CostNumbers):
             name: _fitted(value, num_stages, num_ranks, is_message=name == "comm")
             for name, value in self.numbers.items()
         }
-        return Costs(**fitted, memory_unit=self.memory_unit)
+        quadratic = None if self.quadratic is None else self.quadratic.per_stage(num_stages, num_ranks)
+        if quadratic is not None:  # only its times count, and the others have the values of Costs()
+            quadratic = Costs(**{name: getattr(quadratic, name) for name in TIMES})
+        return Costs(**fitted, memory_unit=self.memory_unit, lengths=self.lengths, quadratic=quadratic)
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:
@@ -73,12 +76,22 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
         about = given.pop("about", {})
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
+        squared = given.pop("quadratic", None)
         unit = given.pop("memory_unit", ACTIVATIONS)
         if not isinstance(unit, str) or unit not in _UNITS:
             raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
         for name in given.keys() - set(COST_NAMES):
             raise PlanError(f"{shown(name)} is no cost; known: {', '.join(COST_NAMES)}, memory_unit")
-        return RankCosts(**given, memory_unit=unit), about
+        return RankCosts(**given, memory_unit=unit, quadratic=_quadratic(squared)), about
+
+
+def _quadratic(given: object) -> RankCosts | None:
+    """The part of the times that grows with the square of a microbatch's length; a time left out is 0."""
+    if given is None:
+        return None
+    if not isinstance(given, dict) or given.keys() - set(TIMES):
+        raise PlanError(f"quadratic is {shown(given)}; an object with any of {', '.join(TIMES)} is expected")
+    return RankCosts(**{"f": 0.0, "b": 0.0, "w": 0.0, **given})
 
 
 def about_in_words(about: About) -> str:

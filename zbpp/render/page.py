@@ -112,6 +112,7 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
         "reductionFills": [_mixed(*REDUCTION_COLOURS, place) for place in _places(timetable)],  # by stage
         "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
         **_costs(costs, timetable),
+        "lengths": timeline.lengths or [1] * timetable.num_microbatches,
         "peaks": timeline.peak_memory,
         "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
@@ -145,7 +146,7 @@ def _times(timeline: Timeline, clock: Floats) -> list[float]:
 def _costs(costs: Costs | None, timetable: Timetable) -> dict[str, list[float] | None]:
     """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory.
 
-    static: by rank what it holds all the time.
+    Both are those of a microbatch of length 1. static: by rank what it holds all the time.
     """
     num_stages = timetable.num_stages
     if costs is None:

@@ -11,6 +11,7 @@ The files, in the order in which to read them:
 timetable.py        ops, actions (an op on one stage for one microbatch), timetables, and their text form
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
+row_costs.py        the same for each action of a row, as arrays
 timeline.py         when each action and each message ran, predicted or measured
 simulate.py         timetable and costs -> timeline; refuses what can never finish
 program.py          what one rank executes: every instruction that there is, as a value with a text

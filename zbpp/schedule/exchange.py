@@ -19,7 +19,6 @@ Memory counts a W's `deferred` until the W's place, though its work may be done 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from heapq import heappop, heappush
 
 import numpy as np
@@ -30,13 +29,13 @@ from zbpp.schedule.timetable import Op, Row
 Floats = npt.NDArray[np.float64]
 
 
-def hide_in_exchanges(row: Row, durations: Floats, exchange: Sequence[float]) -> tuple[Floats, Floats]:
+def hide_in_exchanges(row: Row, durations: Floats, exchange: Floats) -> tuple[Floats, Floats]:
     """For each action of a row: how long it takes at its place, and how much of this is exposed exchange.
 
-    durations: of the actions with whole W's. exchange: for each stage, the time of exchange inside its F, and
-    inside its B or BW. All in ms.
+    durations: of the actions with whole W's. exchange: for each action, the time of exchange inside it if it
+    is an F, a B or a BW. All in ms.
     """
-    left, exposed = durations.tolist(), [0.0] * len(row)
+    left, exposed, inside = durations.tolist(), [0.0] * len(row), exchange.tolist()
     stages, ops, microbatches = row.stages.tolist(), row.ops.tolist(), row.microbatches.tolist()
     place_of_w = {
         (stage, microbatch): place
@@ -49,7 +48,7 @@ def hide_in_exchanges(row: Row, durations: Floats, exchange: Sequence[float]) ->
             if pending and pending[0] == position:
                 heappop(pending)
             continue
-        idle = exchange[stage]
+        idle = inside[position]
         while idle > 0 and pending:
             hidden = min(idle, left[pending[0]])
             left[pending[0]] -= hidden

@@ -76,14 +76,15 @@ class RankCopies:
 
     def _start(self, value: Value, is_out: bool, clock: float) -> None:
         start = max(self._free, clock)
-        self._free = self._ends[value, is_out] = start + self._costs.host[value.stage]
+        taken = self._costs.host[value.stage] * self._costs.length(value.microbatch)
+        self._free = self._ends[value, is_out] = start + taken
         self.spans.append(CopySpan(value, self.rank, is_out, start, self._free))
 
 
 def changes_of(placed: RankOffload, costs: StageCosts) -> Iterator[tuple[int, float]]:
     """For each Drop and Fetch: (position of the action after it, change of the device memory)."""
     for before, _, instruction in placed:
-        if isinstance(instruction, Drop):
-            yield before, -costs.held["saved"][instruction.value.stage]
-        elif isinstance(instruction, Fetch):
-            yield before, costs.held["saved"][instruction.value.stage]
+        if isinstance(instruction, Drop | Fetch):
+            stage, microbatch = instruction.value.stage, instruction.value.microbatch
+            size = costs.held["saved"][stage] * costs.length(microbatch)
+            yield before, -size if isinstance(instruction, Drop) else size

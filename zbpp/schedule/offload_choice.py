@@ -67,7 +67,9 @@ class _RankChoice:
         trips = []
         for value in sorted(spans, key=lambda value: self._urgency(value, *spans[value])):
             made, used = spans[value]
-            size, time = self.costs.held["saved"][value.stage], self.costs.host[value.stage]
+            length = self.costs.length(value.microbatch)
+            size = self.costs.held["saved"][value.stage] * length
+            time = self.costs.host[value.stage] * length
             if time <= 0 or size <= 0 or away.most(made, used) + size > limit:
                 continue
             trips_that_fit = (self._trip(value, made, used, share * time) for share in self.shares)

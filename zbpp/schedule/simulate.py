@@ -11,10 +11,11 @@ import numpy.typing as npt
 
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import consumes
-from zbpp.schedule.dataflow_arrays import Numbers, Values, kinds_of
+from zbpp.schedule.dataflow_arrays import Numbers, Values
 from zbpp.schedule.exchange import hide_in_exchanges
 from zbpp.schedule.offload import RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
+from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
 
@@ -47,14 +48,14 @@ def simulate(
     `timetable.repeated(num_steps)`. With an update that waits for all ranks, n steps take n times the
     makespan of one.
 
-    Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, or if
-    the timetable can never finish.
+    Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, if
+    the timetable can never finish, or for another number of lengths than there are microbatches.
     """
     for row in timetable.rows:
         check_row(row, timetable.num_microbatches)
     check_backwards(timetable)
     costs = costs or Costs()
-    stage_costs = costs.per_stage(timetable.num_stages)
+    stage_costs = costs.per_stage(timetable.num_stages, timetable.num_microbatches)
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}: write 1 or more")
     placed = [*offload] or [()] * timetable.num_ranks
@@ -72,6 +73,7 @@ def simulate(
             peak_memory(row, stage_costs, each) for row, each in zip(timetable.rows, placed, strict=True)
         ),
         message_ms=tuple(stage_costs.comm),
+        lengths=stage_costs.lengths * num_steps,
         reductions=tuple(sorted(reductions, key=lambda each: each.rank)),
         copies=tuple(span for each in copies if each is not None for span in each.spans),
         exposed=tuple(np.tile(rank.exposed, num_steps) for rank in ranks)
@@ -82,12 +84,10 @@ def simulate(
 
 
 class _OfStages(NamedTuple):
-    """Arrays over all stages, made once: a rank alone would take as long for them as there are stages."""
+    """What all ranks share, made once."""
 
     rank_of: npt.NDArray[np.int64]
-    durations: npt.NDArray[np.float64]  # by `kinds_of`
-    delays: npt.NDArray[np.float64]
-    exchange: list[float]
+    costs: RowCosts
 
 
 class _RankRun:
@@ -121,11 +121,12 @@ class _RankRun:
         self.stops_at = int(too_early.min(initial=len(row)))
         self.awaited = _by_action(len(row), np.delete(used_at, in_used), np.delete(used, in_used))
         self.given = _by_action(len(row), made_at[leaves], made[leaves])
-        self.durations = stages.durations[kinds_of(row)]
+        self.durations = stages.costs.durations(row)
         self.exposed = np.zeros(0)  # exchange in each action, where there are exchanges
-        if any(stages.exchange):
-            self.durations, self.exposed = hide_in_exchanges(row, self.durations, stages.exchange)
-        self.delays = stages.delays[row.stages]
+        if stages.costs.has_exchange:
+            exchange = stages.costs.exchange(row)
+            self.durations, self.exposed = hide_in_exchanges(row, self.durations, exchange)
+        self.delays = stages.costs.delays(row)
         self.starts, self.ends = array("d"), array("d")
 
     def run(
@@ -180,12 +181,7 @@ def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray
 def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | None]) -> list[_RankRun]:
     """Run one step, which begins at 0 ms."""
     values = Values(timetable.num_stages, timetable.num_microbatches)
-    stages = _OfStages(
-        rank_of=np.array(timetable.rank_of),
-        durations=np.array([costs.duration[op] for op in Op]).T.ravel(),
-        delays=np.array(costs.comm),
-        exchange=costs.exchange,
-    )
+    stages = _OfStages(np.array(timetable.rank_of), RowCosts(costs))
     ranks = [_RankRun(timetable, rank, values, stages, copies[rank]) for rank in range(timetable.num_ranks)]
     arrival = _run_step(ranks, [0.0] * len(ranks))
     stuck = [rank.complaint(arrival) for rank in ranks if len(rank.ends) < len(rank.row)]
@@ -278,6 +274,8 @@ def peak_memory(row: Row, costs: StageCosts, offload: RankOffload = ()) -> float
     for op, per_stage in costs.memory.items():
         chosen = row.ops == op
         change[chosen] = np.array([per_stage[stage] for stage in stages.tolist()])[place[chosen]]
+    if costs.lengths:
+        change *= np.array(costs.lengths)[row.microbatches]
     if offload:
         places, amounts = zip(*changes_of(offload, costs), strict=True)
         change = np.insert(change, places, amounts)

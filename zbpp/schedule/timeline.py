@@ -39,7 +39,8 @@ class Timeline:
     peak_memory: for each rank. Predicted: the most that the rank holds after an action, in memory_unit, the
     unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
     too.
-    message_ms: for each stage the time of a message that leaves it; empty in a measured timeline.
+    message_ms: for each stage the time of a message that leaves it, of a microbatch of length 1; empty in a
+        measured timeline. lengths: of each microbatch; empty where all are 1.
     transfers: the messages of a measured timeline; `transfers_of` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
@@ -53,6 +54,7 @@ class Timeline:
     ends: tuple[Floats, ...]
     peak_memory: tuple[float, ...]
     message_ms: tuple[float, ...] = ()
+    lengths: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
     copies: tuple[CopySpan, ...] = ()
@@ -127,7 +129,10 @@ def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
     receivers = np.array(timetable.rank_of)[values.stages(numbers)]
     leaves = receivers != rank
     sent = timeline.ends[rank][positions[leaves]]
-    arrived = sent + np.array(timeline.message_ms)[row.stages[positions[leaves]]]
+    taken = np.array(timeline.message_ms)[row.stages[positions[leaves]]]
+    if timeline.lengths:
+        taken *= np.array(timeline.lengths)[row.microbatches[positions[leaves]]]
+    arrived = sent + taken
     for columns in zip(
         values.named(numbers[leaves]),
         receivers[leaves].tolist(),

@@ -1,6 +1,7 @@
 """`zbpp plan`: choose, print, compare and draw timetables. Needs numpy (matplotlib for --picture), no torch.
 
 arguments.py  the options, and the costs and the memory limit that they give
+lengths.py    --lengths: in which order microbatches of different lengths go
 cluster.py    --cluster: what a model would take on a cluster
 """
 
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from zbpp.commands.plan.arguments import CHOOSE, CLUSTER, COST_OPTIONS, Inputs, make_parser, parsed
 from zbpp.commands.plan.cluster import on_paper
+from zbpp.commands.plan.lengths import Orders, ordered, render_orders, timelines_of
 from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare, takes_costs
 from zbpp.ranges import ConfigError
 from zbpp.render import (
@@ -71,15 +73,21 @@ def _answer(form: str, options: argparse.Namespace) -> str:
         inputs = Inputs.read(options)
         if form == CHOOSE:
             return _choice(options, inputs, progress)
+        if options.lengths:
+            return _in_orders(options, inputs, progress)
         outcomes = _from_file(options, inputs) if options.timetable else _by_name(options, inputs, progress)
     _draw(options, outcomes, inputs, inputs.notes)
     if options.form:
         return _FORMS[options.form](_only(outcomes).timetable)
     if len(outcomes) > 1:
         return "\n\n".join([*inputs.notes, render_table(outcomes)])
-    timeline = _only(outcomes)
+    return "\n\n".join([*inputs.notes, *_drawn(_only(outcomes))])
+
+
+def _drawn(timeline: Timeline) -> list[str]:
+    """The staircase, and its figures."""
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
-    return "\n\n".join([*inputs.notes, render_text(timeline, width=width), render_figures(timeline)])
+    return [render_text(timeline, width=width), render_figures(timeline)]
 
 
 @contextmanager
@@ -115,7 +123,7 @@ def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
 
 def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> Outcomes:
     return compare(
-        [name for given in options.schedules for name in (SCHEDULES if given == "all" else [given])],
+        _names(options),
         options.ranks,
         options.microbatches,
         costs=inputs.costs,
@@ -124,6 +132,23 @@ def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[fl
         time_limit=options.time_limit,
         progress=lambda share, *_: progress(share, "searching"),
     )
+
+
+def _names(options: argparse.Namespace) -> list[str]:
+    return [name for given in options.schedules for name in (SCHEDULES if given == "all" else [given])]
+
+
+def _in_orders(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> str:
+    """Each schedule's step with --lengths, in the given order and in the best one found."""
+    found = ordered(_names(options), options, inputs.costs, inputs.memory_limit, progress)
+    outcomes = timelines_of(found)
+    drawn = _timelines(outcomes)
+    says = [render_orders(name, each) for name, each in found.items() if isinstance(each, Orders)]
+    _draw(options, drawn, inputs, [*inputs.notes, *says])
+    if len(found) > 1:
+        return "\n\n".join([*inputs.notes, render_table(outcomes), *says])
+    texts = [text for name, each in drawn.items() for text in (f"{name}:", *_drawn(each))]
+    return "\n\n".join([*inputs.notes, *texts, *says])
 
 
 def _only(outcomes: Outcomes) -> Timeline:

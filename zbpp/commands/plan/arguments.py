@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from zbpp.commands.plan import cluster
+from zbpp.commands.plan.lengths import read_lengths, with_lengths
 from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
 from zbpp.schedule import PlanError
 
@@ -29,6 +30,7 @@ examples:
   zbpp plan zb_h1 --f 10,12,12,9 --memory-limit 4      one number per stage; refuse above 4
   zbpp plan zb_h1 --text > mine.txt                    as text: edit it, then check and time it with
   zbpp plan --timetable mine.txt                       (.csv: as torch writes it)
+  zbpp plan zb_v --ranks 4 --lengths tokens.txt        in which order do unequal microbatches go?
   zbpp plan --cluster h100 --model llama_1b --batch 512               on which mesh, how fast?
 """
 
@@ -41,11 +43,12 @@ COST_OPTIONS = {
 }
 
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"
+_MICROBATCHES = 8
 _COSTS = {"costs", *COST_OPTIONS, "memory_limit"}
 _DRAWN = {"picture", "html"}
 _SEARCH = {"ranks", "microbatches", "time_limit"}
 READ = {
-    NAMED: {"schedules", "placement", "form", *_SEARCH, *_COSTS, *_DRAWN},
+    NAMED: {"schedules", "placement", "form", "lengths", *_SEARCH, *_COSTS, *_DRAWN},
     TIMETABLE: {"timetable", "form", *_COSTS, *_DRAWN},
     CHOOSE: {"choose", *_SEARCH, *_COSTS, *_DRAWN},
     CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "sequence", "head_at_once"},
@@ -66,6 +69,8 @@ class Inputs(NamedTuple):
         costs, about = _read_costs(options) if options.costs else (RankCosts(), {})
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
+        if options.lengths:
+            costs = with_lengths(costs, read_lengths(options.lengths, options.microbatches))
         return cls(costs, about, read_memory_limit(options.memory_limit, costs))
 
     @property
@@ -114,6 +119,10 @@ def parsed(argv: Sequence[str] | None) -> tuple[str, argparse.Namespace]:
             written = value if name == "form" else name.replace("_", "-")
             others = [form for form, read in READ.items() if name in read]
             parser.error(f"--{written} doesn't go with {chosen[0]}; it goes with {' and with '.join(others)}")
+    if options.lengths and options.form:
+        parser.error(f"--{options.form} doesn't go with --lengths: the timetable is the same in every order")
+    if options.microbatches is None and not options.lengths:
+        options.microbatches = _MICROBATCHES
     return chosen[0], options
 
 
@@ -139,11 +148,17 @@ def make_parser() -> argparse.ArgumentParser:
 def _add_subject(group: argparse._ArgumentGroup) -> None:
     table = "a name; several or 'all': a table"
     group.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=table)
+    lengths = (
+        "a microbatch's number of tokens a line, or a JSON list: draw the step in this order and in the best "
+        "one found; costs are those of the mean length"
+    )
+    group.add_argument("--lengths", metavar="FILE", help=lengths)
     group.add_argument("--choose", action="store_true", help="rank all schedules, best first")
     read = "read a timetable: text ('-': stdin), or torch's .csv"
     group.add_argument("--timetable", metavar="FILE", help=read)
     group.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="default 4")
-    group.add_argument("--microbatches", type=int, default=8, metavar="M", help="default 8")
+    many = f"default {_MICROBATCHES}; with --lengths their number"
+    group.add_argument("--microbatches", type=int, default=None, metavar="M", help=many)
     limit = (
         "the most memory that a rank may hold, such as 8 (activations) or, with costs in bytes, 12GiB; "
         "N,N,...: one per rank"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
-from zbpp.planning.bounds.relaxation import Relaxation
+from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.bounds.round_trip_bound import round_trips
+from zbpp.planning.bounds.unequal_lengths import LengthBound, Microbatches
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
 from zbpp.planning.options import EQUAL, MAKESPAN, ROUNDING, objective_value
 from zbpp.planning.problem import Problem
@@ -62,7 +63,24 @@ def lower_bound(
 
 
 def bound_of(problem: Problem) -> Bound:
-    """`lower_bound` of a problem."""
+    """`lower_bound` of a problem: for microbatches of different lengths, in their order."""
+    return _of_lengths(problem, Microbatches.in_order) if problem.costs.lengths else _of_equal(problem)
+
+
+def bound_over_orders(problem: Problem) -> Bound:
+    """The lower bound that holds whatever the order of the microbatches."""
+    return _of_lengths(problem, Microbatches.over_orders) if problem.costs.lengths else _of_equal(problem)
+
+
+def _of_lengths(problem: Problem, largest: Callable[[Microbatches], LengthBound]) -> Bound:
+    """The larger of a bound by lengths, and the bound if all microbatches were as short as the shortest."""
+    found = largest(Microbatches(problem))
+    shortest = _of_equal(replace(problem, costs=problem.costs.of_length(min(problem.costs.lengths))))
+    value = found.value * (1 - ROUNDING) + problem.last_reduction
+    return max(Bound(value, found.argument), shortest, key=lambda bound: bound.value)
+
+
+def _of_equal(problem: Problem) -> Bound:
     relaxation = Relaxation(problem)
     follows = after_last_b(relaxation, problem.objective)
     idles = [Idle(relaxation, rank, after) for rank, after in enumerate(follows)]
@@ -86,29 +104,6 @@ def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:
         Bound(before + trips + idle.follows, f"round trips through the memory of rank {rank}"),
         Bound(before + relaxation.work_with_exchanges(rank), f"work of rank {rank} outside exchanges"),
     ]
-
-
-def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
-    """Per rank, the time X (ms) that must pass from the end of its last B to the end of the clock.
-
-    Rank r's last B is that of the last microbatch on r's lowest stage s. That microbatch's B's follow on
-    s-1, ..., 0. Each stage j <= s ends with a W, so for the makespan
-
-        X = max over j <= s of (from the end of B(s) to the end of W(j))
-
-    For the span, stage j belongs to some rank i, whose span counts from its own first F. That F starts before
-    r's first F, and the time between the two counts for X, too. (If j = s, i is r itself, and X is the time
-    of its last W.) Whichever j attains the maximum, the bound on r's work and idle time, plus X, is no
-    more than the span of rank i, and so no more than the largest span.
-    """
-    problem = relaxation.problem
-    latest, follows = -math.inf, [0.0] * problem.num_ranks
-    for stage, rank in enumerate(problem.rank_of):
-        clock = 0.0 if objective == MAKESPAN else relaxation.first_f(rank)
-        latest = max(latest, relaxation.w_end[stage] - clock)
-        if stage == relaxation.lowest(rank):
-            follows[rank] = max(0.0, latest - (relaxation.b_end[stage] - clock))
-    return follows
 
 
 def certificate(

@@ -19,9 +19,11 @@ relaxation's W's take none, on every rank with exchanges. Only the W of a rank's
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from zbpp.planning.dependencies import earliest_starts
+from zbpp.planning.options import MAKESPAN
 from zbpp.planning.problem import Problem
 from zbpp.schedule.dataflow_arrays import kind_of
 from zbpp.schedule.timetable import Op
@@ -117,3 +119,26 @@ def _terms(problem: Problem, stage: int) -> StageTerms:
     saved, deferred = memory[Op.F][stage], -memory[Op.W][stage]
     b = min(b, whole)
     return StageTerms(f, b, max(0.0, min(w, whole - b)), saved, min(deferred, saved))
+
+
+def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
+    """Per rank, the time X (ms) that must pass from the end of its last B to the end of the clock.
+
+    Rank r's last B is that of the last microbatch on r's lowest stage s. That microbatch's B's follow on
+    s-1, ..., 0. Each stage j <= s ends with a W, so for the makespan
+
+        X = max over j <= s of (from the end of B(s) to the end of W(j))
+
+    For the span, stage j belongs to some rank i, whose span counts from its own first F. That F starts before
+    r's first F, and the time between the two counts for X, too. (If j = s, i is r itself, and X is the time
+    of its last W.) Whichever j attains the maximum, the bound on r's work and idle time, plus X, is no
+    more than the span of rank i, and so no more than the largest span.
+    """
+    problem = relaxation.problem
+    latest, follows = -math.inf, [0.0] * problem.num_ranks
+    for stage, rank in enumerate(problem.rank_of):
+        clock = 0.0 if objective == MAKESPAN else relaxation.first_f(rank)
+        latest = max(latest, relaxation.w_end[stage] - clock)
+        if stage == relaxation.lowest(rank):
+            follows[rank] = max(0.0, latest - (relaxation.b_end[stage] - clock))
+    return follows

@@ -65,7 +65,7 @@ def _within_memory(problem: Problem, rank: int, row: list[int], places: int) -> 
     """The row with W's as many places later, or fewer."""
     for fewer in range(places, 0, -1):
         later = _later(problem, row, fewer)
-        levels = accumulate(problem.memory[a // problem.num_microbatches] for a in later)
+        levels = accumulate(problem.memory[a] for a in later)
         if max(levels) <= problem.ceilings[rank]:
             return later
     return row
@@ -210,7 +210,7 @@ class _Insertion:
         self.sender, self.receiver = (
             [kinds[0] if kinds else None for kinds in each] for each in (messages.senders, messages.receivers)
         )
-        self.latency = messages.latency
+        self.latency = problem.latency
         ranks = range(problem.num_ranks)
         self.plan: Plan = [[] for _ in ranks]
         self.reached = [0 for _ in ranks]  # place in the order
@@ -237,29 +237,31 @@ class _Insertion:
             return
         action = order[at]
         kind = action // self.number
-        if self.level[rank] + self.problem.memory[kind] > self.problem.ceilings[rank]:
+        if self.level[rank] + self.problem.memory[action] > self.problem.ceilings[rank]:
             if pending:
                 self._run_w(now, rank)
             return  # with nothing to free, the plan ends here
         arrival = 0.0 if self.sender[kind] is None else self.arrival.get(action, math.inf)
         if arrival <= now:
             self._run_next(now, rank, action, kind)
-        elif pending and self._wait(now, arrival, kind) >= self.least_wait * self._next_w(rank):
+        elif pending and self._wait(now, arrival, action) >= self.least_wait * self._next_w(rank):
             self._run_w(now, rank)
         elif arrival < math.inf:
             heappush(self.events, (arrival, rank))
         else:
             self.waiting[action] = rank
 
-    def _wait(self, now: float, arrival: float, kind: int) -> float:
-        """How long the message for a kind is still on its way, at least."""
+    def _wait(self, now: float, arrival: float, action: int) -> float:
+        """How long the message for an action is still on its way, at least."""
         if arrival < math.inf:
             return arrival - now
+        kind = action // self.number
         sender = self.sender[kind]
-        return self.latency[kind] + (0.0 if sender is None else self.problem.duration[sender])
+        sent_in = 0.0 if sender is None else self.problem.duration[action + (sender - kind) * self.number]
+        return self.latency(action) + sent_in
 
     def _next_w(self, rank: int) -> float:
-        return self.problem.duration[self.pending[rank][-1] // self.number]
+        return self.problem.duration[self.pending[rank][-1]]
 
     def _run_next(self, now: float, rank: int, action: int, kind: int) -> None:
         self._run(now, rank, action, kind)
@@ -272,13 +274,14 @@ class _Insertion:
         self._run(now, rank, action, action // self.number)
 
     def _run(self, now: float, rank: int, action: int, kind: int) -> None:
-        self.free[rank] = end = now + self.problem.duration[kind]
-        self.level[rank] += self.problem.memory[kind]
+        self.free[rank] = end = now + self.problem.duration[action]
+        self.level[rank] += self.problem.memory[action]
         self.plan[rank].append(action)
         heappush(self.events, (end, rank))
         receiver = self.receiver[kind]
         if receiver is not None:
-            self._send(now, action + (receiver - kind) * self.number, end + self.latency[receiver])
+            target = action + (receiver - kind) * self.number
+            self._send(now, target, end + self.latency(target))
 
     def _send(self, now: float, target: int, arrival: float) -> None:
         """Note when a message will arrive, as its sender starts; a rank that waits for it chooses again."""

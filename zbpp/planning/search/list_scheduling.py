@@ -80,22 +80,25 @@ class _Rank:
 
     __slots__ = (
         *("index", "time", "memory", "most_before_f", "most_before_b"),
-        *("cap", "least_wait", "most_idle"),
+        *("cap", "patience", "most_idle"),
         *("for_f", "for_b", "outlets"),
         *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
     )
 
     def __init__(self, problem: Problem, index: int, patience: float, most_idle: float) -> None:
         self.index = index
-        self.time = [problem.stage_costs.duration[op][index] for op in Op]
-        self.memory = [problem.stage_costs.memory[op][index] for op in Op]
-        self.most_before_f = problem.ceilings[index] - self.memory[F]  # of the memory level
-        self.most_before_b = problem.ceilings[index] - self.memory[B]
+        number = problem.num_microbatches
+        own = [slice(kind * number, (kind + 1) * number) for kind in (kind_of(index, op) for op in Op)]
+        self.time = [problem.duration[ids] for ids in own]  # by op and microbatch, and so below
+        self.memory = [problem.memory[ids] for ids in own]
+        ceiling = problem.ceilings[index]
+        self.most_before_f = [ceiling - change for change in self.memory[F]]  # of the memory level
+        self.most_before_b = [ceiling - change for change in self.memory[B]]
         self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
-        self.least_wait, self.most_idle = patience * self.time[F], most_idle
+        self.patience, self.most_idle = patience, most_idle
         self.for_f: list[float] = []  # when the messages for F's arrive
         self.for_b: list[float] = []  # when the messages for B's and BW's arrive
-        self.outlets: list[tuple[_Rank, list[float], float] | None] = [None] * len(Op)
+        self.outlets: list[tuple[_Rank, list[float], list[float]] | None] = [None] * len(Op)
         self.num_f = self.num_b = self.num_w = 0
         self.level = self.free = self.idle = self.wake = 0.0
         self.asleep = False
@@ -106,19 +109,21 @@ class _Rank:
         for_f, for_b, num_f, num_b = self.for_f, self.for_b, self.num_f, self.num_b
         next_f = for_f[num_f] if num_f < len(for_f) else math.inf
         next_b = for_b[num_b] if num_b < len(for_b) else math.inf
-        fits, has_w = self.level <= self.most_before_f, self.num_w < num_b
+        has_w = self.num_w < num_b
+        fits = num_f < len(self.most_before_f) and self.level <= self.most_before_f[num_f]
         if next_b <= now:
             if next_f <= now and num_f - num_b < self.cap and (fits or has_w):
                 return F if fits else W
-            if not has_w and self.level > self.most_before_b:
-                return BW
-            return B if self.level <= self.most_before_b else W
+            if self.level <= self.most_before_b[num_b]:
+                return B
+            return W if has_w else BW
         wait_ends = self.free - self.idle + self.most_idle  # by then the rank has used up its spare time
         if next_f <= now and fits:
             self.wake = next_b
-            return F if next_b - now >= self.least_wait or next_b > wait_ends else _WAIT
+            least_wait = self.patience * self.time[F][num_f]
+            return F if next_b - now >= least_wait or next_b > wait_ends else _WAIT
         self.wake = wake = next_f if fits and next_f < next_b else next_b
-        if has_w and (next_f <= now or wake - now >= self.time[W] or wake > wait_ends):
+        if has_w and (next_f <= now or wake - now >= self.time[W][self.num_w] or wake > wait_ends):
             return W
         return _WAIT
 
@@ -126,8 +131,9 @@ class _Rank:
         """Run an op; return the rank that gets its result."""
         if self.num_f:
             self.idle += now - self.free
-        self.free = end = now + self.time[op]
-        self.level += self.memory[op]
+        microbatch = self.num_f if op == F else self.num_w if op == W else self.num_b
+        self.free = end = now + self.time[op][microbatch]
+        self.level += self.memory[op][microbatch]
         self.ops.append(op)
         if op == F:
             self.num_f += 1
@@ -139,28 +145,30 @@ class _Rank:
         outlet = self.outlets[op]
         if outlet is None:
             return None
-        receiver, arrivals, latency = outlet
-        arrivals.append(end + latency)
+        receiver, arrivals, latencies = outlet
+        arrivals.append(end + latencies[microbatch])
         return receiver
 
 
 def _connect(problem: Problem, ranks: list[_Rank]) -> None:
-    """Give each op its outlet: the rank that gets its result, the arrival times there, and the latency.
+    """Give each op its outlet: the rank that gets its result, the arrival times there, and the latencies.
 
     Stage r is on rank r, and the results of an op all go to one rank.
     """
-    messages = problem.messages
+    messages, microbatches = problem.messages, range(problem.num_microbatches)
+    lengths = [problem.length(each) for each in microbatches]
     for rank in ranks:
         for op in Op:
             receivers = messages.receivers[kind_of(rank.index, op)]
             if receivers:
                 receiver = ranks[stage_of(receivers[0])]
                 arrivals = receiver.for_f if op_of(receivers[0]) == F else receiver.for_b
-                rank.outlets[op] = receiver, arrivals, messages.latency[receivers[0]]
+                latency = messages.latency[receivers[0]]
+                rank.outlets[op] = receiver, arrivals, [latency * length for length in lengths]
         if not messages.senders[kind_of(rank.index, F)]:
             rank.for_f.extend([0.0] * problem.num_microbatches)
         if not messages.senders[kind_of(rank.index, B)]:  # the last stage: its own F's let its B's start
-            rank.outlets[F] = rank, rank.for_b, 0.0
+            rank.outlets[F] = rank, rank.for_b, [0.0] * problem.num_microbatches
 
 
 _PATIENCE = (0.0, 0.1, 0.3, 0.6, 1.0)
@@ -221,18 +229,18 @@ class Population:
 def spare_times(problem: Problem, target: float) -> list[float]:
     """Per rank, how long it may wait and still meet the target (ms).
 
-    That is the target less the rank's start, its work, and the idle time at its end.
+    That is the target less the rank's start, its work, and the idle time at its end. Microbatches that
+    differ count by their mean: the rules say how much of this time is used.
     """
-    times, number = problem.stage_costs.duration, problem.num_microbatches
-    starts = earliest_starts(problem.num_stages, problem.duration, problem.message)
+    problem = problem.uniform
+    starts = earliest_starts(problem.num_stages, problem.durations_of(0), problem.message)
     spare = []
     for rank in range(problem.num_ranks):
-        time_f, time_b, time_w = (times[op][rank] for op in (Op.F, Op.B, Op.W))
-        work = number * (time_f + time_b + time_w)
         begin = problem.fill[rank] - problem.offsets[rank]
+        time_f = problem.stage_costs.duration[Op.F][rank]
         down_and_back = starts[kind_of(rank, Op.B)] - starts[kind_of(rank, Op.F)] - time_f
         idle_tail = max(0.0, down_and_back - _work_in_flight(problem, rank))
-        spare.append(max(0.0, target - begin - work - idle_tail))
+        spare.append(max(0.0, target - begin - problem.work_of(rank) - idle_tail))
     return spare
 
 

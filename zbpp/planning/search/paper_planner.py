@@ -48,6 +48,7 @@ def zb_2p(num_ranks: int, num_microbatches: int, *, costs: Costs = Costs()) -> T
 
 def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) -> Timetable:
     # p times the largest `saved` of a stage: 1F1B holds no more.
+    costs = costs.uniform
     limit = multiple * num_ranks * max(costs.per_stage(num_ranks).memory[Op.F])
     costs = replace(costs, static=0.0)  # the limit is for activations
     problem = Problem(place_stages(num_ranks, "one"), num_microbatches, costs, limit, "span")
@@ -57,8 +58,10 @@ def _within(multiple: int, num_ranks: int, num_microbatches: int, costs: Costs) 
 def paper_plan(problem: Problem) -> Plan:
     """The best of the planner's eight runs by max span, as in the paper's ZB-1p and ZB-2p columns.
 
-    Raises PlanError if an F and its B need more memory than a rank has: this planner has no BW.
+    Microbatches that differ are planned by their mean. Raises PlanError if an F and its B need more memory
+    than a rank has: this planner has no BW.
     """
+    problem = problem.uniform
     memory = problem.stage_costs.memory
     problem.require([held + max(0.0, memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])])
     runs = [_Run(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]

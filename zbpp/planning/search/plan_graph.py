@@ -47,10 +47,10 @@ class PlanGraph:
         """Raises PlanError if the plan can't run."""
         self.problem, self.rows = problem, [list(row) for row in plan]
         number = problem.num_microbatches
-        self.none = none = len(problem.duration) * number
+        self.none = none = len(problem.duration)
         size = none + 1 + problem.num_ranks
         self.duration = [*problem.times_in(plan), *[0.0] * (size - none)]
-        self.memory = [change for change in problem.memory for _ in range(number)]
+        self.memory = problem.memory
         self.rank_of_action = [rank for rank in problem.rank_of for _ in range(len(Op) * number)] + [-1]
         self.index = [-1] * size
         self.from_start, self.to_end = (
@@ -95,14 +95,14 @@ class PlanGraph:
     def _link_messages(self, actions: Iterable[int]) -> None:
         """Connect each action with the sender of its message: B or BW, whichever the plan contains."""
         number, index = self.problem.num_microbatches, self.index
-        senders, latency = self.problem.messages.senders, self.problem.messages.latency
+        senders, latency = self.problem.messages.senders, self.problem.latency
         for a in actions:
             kind = a // number
             for sending in senders[kind]:
                 sender = a + (sending - kind) * number
                 if index[sender] >= 0:
                     self.from_start.partner[a], self.to_end.partner[sender] = sender, a
-                    self.from_start.latency[a] = self.to_end.latency[sender] = latency[kind]
+                    self.from_start.latency[a] = self.to_end.latency[sender] = latency(a)
 
     def _note_backwards(self, actions: Iterable[int]) -> None:
         number = self.problem.num_microbatches

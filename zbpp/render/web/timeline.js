@@ -45,7 +45,8 @@ class Timeline {
   /** The memory level after each action, and the index of the highest. static: what is held all the time. */
   addLevels(rank, level) {
     rank.static = level;
-    rank.levels = Float64Array.from(rank.kinds, (kind) => (level += this.changes[kind]));
+    const change = (kind, index) => this.changes[kind] * this.lengths[rank.microbatches[index]];
+    rank.levels = Float64Array.from(rank.kinds, (kind, index) => (level += change(kind, index)));
     rank.highest = rank.levels.indexOf(rank.levels.reduce((one, other) => Math.max(one, other)));
   }
 
@@ -87,7 +88,8 @@ class Timeline {
     const values = this.consumed[kinds[place]].map((value) => value + microbatches[place]);
     return values.map((value) => {
       const [rank, index] = this.producers.get(value);
-      const message = rank === receiver ? 0 : this.comm[this.stage(rank, index)];
+      const length = this.lengths[microbatches[place]];
+      const message = rank === receiver ? 0 : this.comm[this.stage(rank, index)] * length;
       return { value, rank, index, arrival: this.ranks[rank].ends[index] + message };
     }).sort((one, other) => one.arrival - other.arrival);
   }

@@ -1,0 +1,143 @@
+"""The makespans of many orders of the microbatches in one timetable, at once.
+
+An order changes no dependency: each action waits for the action before it on its rank and for its message.
+Only durations change. So the actions are sorted once by level, the number of actions on the longest path to
+them, and a level's actions are timed together, for all orders together.
+Reductions don't count, and W's take no time from exchanges (zbpp/schedule/exchange.py).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from zbpp.planning.options import ROUNDING
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.dataflow_arrays import Values, kinds_of
+from zbpp.schedule.row_costs import by_kind
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timetable import Timetable
+
+Numbers = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+
+
+class PathTerms(NamedTuple):
+    """What a path through the timetable takes of the microbatch at each place of the order.
+
+    Place i contributes linear[i] * length + quadratic[i] * length ** 2 (ms).
+    """
+
+    linear: Floats
+    quadratic: Floats
+
+
+class BatchedTiming:
+    """A timetable's actions in an order in which they can run; costs of lengths.
+
+    linear, quadratic, delay: by action, what it takes (ms), and its message's time, at length 1.
+    previous, sender: by action, the action before it on its rank, and the one whose message it waits for;
+    `none`, which ends at 0 ms, stands for "no such action".
+    """
+
+    def __init__(self, timetable: Timetable, costs: Costs) -> None:
+        """Raises PlanError for a timetable that can't run, and for another number of lengths."""
+        simulate(timetable, costs)
+        own = costs.per_stage(timetable.num_stages, timetable.num_microbatches)
+        self.lengths = np.array(own.lengths)
+        previous, sender, order = _links(timetable)
+        rows = timetable.rows
+        kinds = np.concatenate([kinds_of(row) for row in rows])[order]
+        self.place = np.concatenate([row.microbatches for row in rows])[order]
+        self.previous, self.sender, self.none = previous, sender, len(order)
+        self.linear = by_kind(own.duration)[kinds]
+        self.quadratic = by_kind(own.quadratic)[kinds] if own.quadratic else np.zeros(len(kinds))
+        stages = np.concatenate([row.stages for row in rows])[order]
+        self.delay = np.where(sender == self.none, 0.0, np.append(np.array(own.comm)[stages], 0.0)[sender])
+        self.levels = _slices(timetable, order)
+        changes = by_kind(own.memory)
+        self._memory = [(changes[kinds_of(row)], row.microbatches) for row in rows]
+        self._static = [sum(own.static[stage] for stage in timetable.stages_of(r)) for r in range(len(rows))]
+
+    def ends(self, in_order: Floats) -> Floats:
+        """When each action ends (ms), and 0 for `none`: an array by action and order.
+
+        in_order[i, j]: the length of the microbatch at place i of order j.
+        """
+        lengths = in_order[self.place]
+        ends = np.zeros((self.none + 1, in_order.shape[1]))
+        ends[:-1] = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
+        arrival = self.delay[:, None] * lengths
+        for level in self.levels:
+            sent = ends[self.sender[level]]
+            sent += arrival[level]
+            ends[level] += np.maximum(ends[self.previous[level]], sent, out=sent)
+        return ends
+
+    def makespans(self, orders: Numbers) -> Floats:
+        """The makespan (ms) of each order; orders[i, j]: the microbatch at place i of order j."""
+        makespans: Floats = self.ends(self.lengths[orders]).max(axis=0)
+        return makespans
+
+    def peaks(self, orders: Numbers) -> Floats:
+        """The most that each rank holds in each order: an array by rank and order."""
+        lengths = self.lengths[orders]
+        held = [
+            np.cumsum(change[:, None] * lengths[places], axis=0).max(axis=0)
+            for change, places in self._memory
+        ]
+        peaks: Floats = np.array(held) + np.array(self._static)[:, None]
+        return peaks
+
+    def critical_path(self, in_order: Floats) -> PathTerms:
+        """The terms of a longest path in one order; of several, the one that changes rank least."""
+        ends = self.ends(in_order[:, None])[:, 0]
+        terms = PathTerms(np.zeros(len(in_order)), np.zeros(len(in_order)))
+        a = int(ends[:-1].argmax())
+        while a != self.none:
+            place = self.place[a]
+            terms.linear[place] += self.linear[a]
+            terms.quadratic[place] += self.quadratic[a]
+            arrival = ends[self.sender[a]] + self.delay[a] * in_order[place]
+            if arrival > ends[self.previous[a]] * (1 + ROUNDING):
+                terms.linear[place] += self.delay[a]
+                a = int(self.sender[a])
+            else:
+                a = int(self.previous[a])
+        return terms
+
+
+def _links(timetable: Timetable) -> tuple[Numbers, Numbers, Numbers]:
+    """(previous, sender, the actions of all rows, one after the other, sorted by level)."""
+    sizes = [len(row) for row in timetable.rows]
+    firsts, none = np.cumsum([0, *sizes[:-1]]), sum(sizes)
+    values = Values(timetable.num_stages, timetable.num_microbatches)
+    maker = np.full(len(values), none)
+    for first, row in zip(firsts, timetable.rows, strict=True):
+        positions, made = values.produced_in(row)
+        maker[made] = first + positions
+    previous, sender = np.arange(-1, none - 1), np.full(none, none)
+    previous[firsts] = none
+    for first, row in zip(firsts, timetable.rows, strict=True):
+        positions, used = values.consumed_in(row)
+        remote = (maker[used] < first) | (maker[used] >= first + len(row))
+        sender[first + positions[remote]] = maker[used[remote]]
+    order = np.argsort(_levels(timetable), kind="stable")
+    renumbered = np.empty(none + 1, dtype=np.int64)
+    renumbered[order], renumbered[none] = np.arange(none), none
+    return renumbered[previous[order]], renumbered[sender[order]], order
+
+
+def _levels(timetable: Timetable) -> Floats:
+    """For each action, the number of actions on the longest path to it: its start if every action takes 1."""
+    return np.concatenate(simulate(timetable, Costs(bw=1.0)).starts)
+
+
+def _slices(timetable: Timetable, order: Numbers) -> list[slice]:
+    """The actions of each level, in the order of levels."""
+    levels = _levels(timetable)[order]
+    begins = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
+    return [slice(begin, end) for begin, end in pairwise(begins)]

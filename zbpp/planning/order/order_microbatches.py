@@ -1,0 +1,134 @@
+"""The order of microbatches of different lengths: the hill, and a local search from there.
+
+Nothing fills a pipeline's first and last moments, and the first and the last microbatch decide how long these
+are. So short microbatches go first and last, the long ones in the middle:
+
+    lengths         5 1 4 2 3 6
+    sorted          1 2 3 4 5 6
+    the hill        1 3 5 6 4 2      every second one up, the rest down
+
+Then the longest microbatches are in memory together. Where a memory limit forbids this, the search begins
+with an order in which long and short ones alternate.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import NamedTuple
+
+import numpy as np
+
+from zbpp.planning.memory_limit import MemoryLimit, ceiling, check_fits, fits, limits_per_rank
+from zbpp.planning.options import ROUNDING
+from zbpp.planning.order.batched_timing import BatchedTiming, Floats, Numbers
+from zbpp.planning.search.deadline import Deadline
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.simulate import simulate
+from zbpp.schedule.timetable import Timetable
+
+_ORDERS = 32  # tried in a round
+_MOST_NUMBERS = 1_000_000  # actions times orders in a round
+_MORE_CHANGES = 0.4  # how often a neighbour is one more change away
+_MOST_QUIET = 60  # rounds without a better order, then the search ends
+
+
+def order_microbatches(
+    timetable: Timetable,
+    costs: Costs,
+    time_limit: float = 0.05,
+    memory_limit: MemoryLimit = None,
+    *,
+    seed: int = 0,
+) -> list[int]:
+    """The best order found within `time_limit` (s): order[i] is the microbatch that goes i-th.
+
+    `costs.reordered(order)` are the costs of the step in this order. Its makespan is never above that of the
+    given order, unless the given order exceeds the memory limit. The hill is tried even if the time is over.
+    memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank.
+    seed: the same seed gives the same order, unless the time ran out.
+    Costs without lengths keep the given order.
+    Raises PlanError if no order within memory_limit was found, and as `simulate` does.
+    """
+    given = list(range(timetable.num_microbatches))
+    limits = limits_per_rank(memory_limit, timetable.num_ranks)
+    if costs.lengths:
+        search = _Search(BatchedTiming(timetable, costs), limits, seed)
+        found = search.run(Deadline(time_limit))
+    else:
+        found = given
+    timelines = [simulate(timetable, costs.reordered(order)) for order in (given, found)]
+    if memory_limit is not None and not fits(timelines[0].peak_memory, limits):
+        check_fits("the best order found", timelines[1].peak_memory, limits, costs.memory_unit)
+        return found
+    return found if timelines[1].makespan < timelines[0].makespan else given
+
+
+def hill(lengths: Floats) -> Numbers:
+    """Short microbatches first and last, long ones in the middle."""
+    ascending = np.argsort(lengths, kind="stable")
+    return np.concatenate([ascending[::2], ascending[1::2][::-1]])
+
+
+def alternating(lengths: Floats) -> Numbers:
+    """A short microbatch after each long one, so that few long ones are in memory together."""
+    ascending = np.argsort(lengths, kind="stable")
+    half = (len(ascending) + 1) // 2
+    order = np.empty_like(ascending)
+    order[::2], order[1::2] = ascending[:half], ascending[half:][::-1]
+    return order
+
+
+class _Worth(NamedTuple):
+    """The less the better: first how far the memory limit is exceeded, then the makespan (ms)."""
+
+    excess: float
+    makespan: float
+
+
+class _Search:
+    """The best order so far. A round tries some of its neighbours, and keeps the best unless it is worse.
+
+    A neighbour is a few changes away: two microbatches swapped, or one at another place.
+    """
+
+    def __init__(self, timing: BatchedTiming, limits: tuple[float, ...], seed: int) -> None:
+        self.timing, self.rng = timing, random.Random(seed)
+        self.ceilings = np.array([ceiling(limit) for limit in limits])
+        self.num_orders = min(_ORDERS, max(1, _MOST_NUMBERS // timing.none))
+        given = np.arange(len(timing.lengths))
+        starts = np.stack([given, hill(timing.lengths), alternating(timing.lengths)], axis=1)
+        self.worth, self.order = self._best(starts)
+
+    def run(self, deadline: Deadline) -> list[int]:
+        num_quiet = 0
+        while num_quiet < _MOST_QUIET and len(self.order) > 1 and not deadline.over:
+            worth, order = self._best(self._neighbours())
+            is_better = worth < self.worth._replace(makespan=self.worth.makespan * (1 - ROUNDING))
+            num_quiet = 0 if is_better else num_quiet + 1
+            if worth <= self.worth:  # equals, too, so that the order drifts
+                self.worth, self.order = worth, order
+        return [int(each) for each in self.order]
+
+    def _best(self, orders: Numbers) -> tuple[_Worth, Numbers]:
+        makespans, excess = self.timing.makespans(orders), np.zeros(orders.shape[1])
+        if np.isfinite(self.ceilings).any():
+            excess = np.maximum(0.0, self.timing.peaks(orders) - self.ceilings[:, None]).max(axis=0)
+        best = int(np.lexsort((makespans, excess))[0])
+        return _Worth(float(excess[best]), float(makespans[best])), orders[:, best]
+
+    def _neighbours(self) -> Numbers:
+        """One order a column."""
+        return np.array([self._neighbour() for _ in range(self.num_orders)]).T
+
+    def _neighbour(self) -> list[int]:
+        order: list[int] = self.order.tolist()
+        num_changes = 1
+        while self.rng.random() < _MORE_CHANGES:  # several at once leave what one change can't improve
+            num_changes += 1
+        for _ in range(num_changes):
+            one, other = self.rng.randrange(len(order)), self.rng.randrange(len(order))
+            if self.rng.random() < 0.5:
+                order[one], order[other] = order[other], order[one]
+            else:
+                order.insert(other, order.pop(one))
+        return order
