@@ -1,6 +1,7 @@
 """`zbpp plan` as its user meets it."""
 
 import contextlib
+import itertools
 import json
 import os
 import pty
@@ -241,6 +242,11 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arg
         ("zb_h1 --rank 4", "unrecognized arguments: --rank 4"),
         ("zb_h1 --model llama_1b", "--model doesn't go with SCHEDULE; it goes with --cluster"),
         ("--choose --placement v", "--placement doesn't go with --choose; it goes with SCHEDULE"),
+        ("--choose --lengths x", "--lengths doesn't go with --choose; it goes with SCHEDULE"),
+        (
+            "zb_h1 --lengths x --text",
+            "--text doesn't go with --lengths: the timetable is the same",
+        ),
         ("--choose --text", "--text doesn't go with --choose; it goes with SCHEDULE and with --timetable"),
         ("--timetable x --ranks 4", "--ranks doesn't go with --timetable; it goes with SCHEDULE"),
         ("--cluster a100 --memory-limit 3GiB", "--memory-limit doesn't go with --cluster; it goes with"),
@@ -259,9 +265,10 @@ def test_help_has_examples_that_run(output, capsys, tmp_path, monkeypatch):
         main(["--help"])
     text = capsys.readouterr().out
     examples = re.findall(r"^  zbpp plan (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
-    assert len(examples) == text.count("  zbpp plan ") == 9
+    assert len(examples) == text.count("  zbpp plan ") == 10
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
+    (tmp_path / "tokens.txt").write_text("300\n120\n\n900\n0\n")
     for example in examples:
         limit = "" if re.search("--(cluster|timetable)", example) else " --time-limit 0.2"
         assert output(*(re.sub(r"--time-limit \S+", "", example) + limit).split())
@@ -273,3 +280,65 @@ def test_a_reader_that_leaves_early_is_no_error():
         ["bash", "-o", "pipefail", "-c", command], capture_output=True, text=True, cwd=ROOT, timeout=200
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "0F0 0F1 0F", "")
+
+
+# ---------------------------------------------------------------- --lengths
+
+
+def test_lengths_draw_the_step_in_two_orders_and_say_what_order_and_slices_bring(output, tmp_path):
+    """Two ranks, f = b = w = 1 at the mean length 2."""
+    (tmp_path / "tokens.txt").write_text("6\n1\n0\n1\n")
+    costs, timetable = Costs.of_lengths([3, 0.5, 0, 0.5], Costs()), plan("zb_h1", 2, 4)
+    text = output("zb_h1", "--ranks", 2, "--lengths", tmp_path / "tokens.txt", "--html", tmp_path / "p.html")
+    orders = itertools.permutations(range(4))
+    least = min(simulate(timetable, costs.reordered(order)).makespan for order in orders)
+    given = simulate(timetable, costs)
+    found = [int(each) for each in re.search(r"the order: ([\d ]+)", text)[1].split()]
+    best = simulate(timetable, costs.reordered(found))
+    assert best.makespan == least
+    for says in (
+        render_text(given),
+        render_text(best),
+        f"zb_h1: {given.makespan:g} ms in the given order, {least:g} ms in the best order found",
+        "the busiest rank works 12 ms in any order",
+        f"would bring at most {least - 12:g} ms more",
+        "the longest microbatch alone takes 12 ms",
+    ):
+        assert says in text
+    page = (tmp_path / "p.html").read_text()
+    assert "zb_h1, given order" in page
+    assert "zb_h1, best order" in page
+
+
+def test_lengths_with_several_schedules_and_a_quadratic_part_are_a_table(output, tmp_path):
+    lengths, measured = tmp_path / "tokens.json", tmp_path / "costs.json"
+    lengths.write_text("[500, 100, 100, 300]")
+    measured.write_text('{"f": 7.5, "b": 7.5, "w": 7.5, "quadratic": {"f": 2.5, "b": 5}}')
+    text = output("1f1b", "zb_v", "--ranks", 2, "--lengths", lengths, "--costs", measured)
+    costs = Costs.of_lengths([2, 0.4, 0.4, 1.2], Costs(f=7.5, b=7.5, w=7.5), Costs(f=2.5, b=5, w=0))
+    given = simulate(plan("1f1b", 2, 4), costs).makespan
+    assert re.search(rf"^1f1b, given order +1 +{given:.5g}", text, re.MULTILINE)
+    assert "zb_v, best order" in text
+    assert text.count("in the best order found") == 2
+
+
+@pytest.mark.parametrize(
+    "text, more, message",
+    [
+        ("1\n-2\n", [], "length -2.0 of microbatch 1: write a number of 0 or more"),
+        ("1\nx\n", [], "line 2: 'x' is no number"),
+        ("nan", [], "length nan of microbatch 0"),
+        ("[1, [2]]", [], "length [2] of microbatch 1"),
+        ("[1, 2", [], "no JSON that can be read"),
+        ("", [], "write one number per microbatch"),
+        ("0\n0\n", [], "all lengths are 0"),
+        ("1\n2\n", ["--microbatches", "3"], "2 lengths for --microbatches 3"),
+        ("[1, 2]", ["--memory-limit", "0.1"], "memory_limit allows 0.1"),
+    ],
+)
+def test_a_file_of_lengths_that_can_not_be_used_is_one_line(capsys, tmp_path, text, more, message):
+    (tmp_path / "tokens").write_text(text)
+    assert main(["zb_h1", "--ranks", "2", "--lengths", str(tmp_path / "tokens"), *more]) == 2
+    errors = capsys.readouterr().err.splitlines()
+    assert len(errors) == 1
+    assert message in errors[0]

@@ -45,10 +45,12 @@ class BatchedTiming:
 
     def __init__(self, timetable: Timetable, costs: Costs) -> None:
         """Raises PlanError for a timetable that can't run, and for another number of lengths."""
-        simulate(timetable, costs)
         own = costs.per_stage(timetable.num_stages, timetable.num_microbatches)
         self.lengths = np.array(own.lengths)
-        previous, sender, order = _links(timetable)
+        # An action's level is its start if every action takes 1. Simulating also checks the timetable.
+        levels = np.concatenate(simulate(timetable, Costs(bw=1.0)).starts)
+        order = np.argsort(levels, kind="stable")
+        previous, sender = _links(timetable, order)
         rows = timetable.rows
         kinds = np.concatenate([kinds_of(row) for row in rows])[order]
         self.place = np.concatenate([row.microbatches for row in rows])[order]
@@ -57,7 +59,7 @@ class BatchedTiming:
         self.quadratic = by_kind(own.quadratic)[kinds] if own.quadratic else np.zeros(len(kinds))
         stages = np.concatenate([row.stages for row in rows])[order]
         self.delay = np.where(sender == self.none, 0.0, np.append(np.array(own.comm)[stages], 0.0)[sender])
-        self.levels = _slices(timetable, order)
+        self.levels = _slices(levels[order])
         changes = by_kind(own.memory)
         self._memory = [(changes[kinds_of(row)], row.microbatches) for row in rows]
         self._static = [sum(own.static[stage] for stage in timetable.stages_of(r)) for r in range(len(rows))]
@@ -110,8 +112,8 @@ class BatchedTiming:
         return terms
 
 
-def _links(timetable: Timetable) -> tuple[Numbers, Numbers, Numbers]:
-    """(previous, sender, the actions of all rows, one after the other, sorted by level)."""
+def _links(timetable: Timetable, order: Numbers) -> tuple[Numbers, Numbers]:
+    """(previous, sender) in this order of all rows' actions, which are numbered row by row."""
     sizes = [len(row) for row in timetable.rows]
     firsts, none = np.cumsum([0, *sizes[:-1]]), sum(sizes)
     values = Values(timetable.num_stages, timetable.num_microbatches)
@@ -125,19 +127,12 @@ def _links(timetable: Timetable) -> tuple[Numbers, Numbers, Numbers]:
         positions, used = values.consumed_in(row)
         remote = (maker[used] < first) | (maker[used] >= first + len(row))
         sender[first + positions[remote]] = maker[used[remote]]
-    order = np.argsort(_levels(timetable), kind="stable")
     renumbered = np.empty(none + 1, dtype=np.int64)
     renumbered[order], renumbered[none] = np.arange(none), none
-    return renumbered[previous[order]], renumbered[sender[order]], order
+    return renumbered[previous[order]], renumbered[sender[order]]
 
 
-def _levels(timetable: Timetable) -> Floats:
-    """For each action, the number of actions on the longest path to it: its start if every action takes 1."""
-    return np.concatenate(simulate(timetable, Costs(bw=1.0)).starts)
-
-
-def _slices(timetable: Timetable, order: Numbers) -> list[slice]:
-    """The actions of each level, in the order of levels."""
-    levels = _levels(timetable)[order]
+def _slices(levels: Floats) -> list[slice]:
+    """The actions of each level, where they are sorted by level."""
     begins = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
     return [slice(begin, end) for begin, end in pairwise(begins)]

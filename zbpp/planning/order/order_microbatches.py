@@ -26,10 +26,10 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Timetable
 
-_ORDERS = 32  # tried in a round
+_ORDERS = 8  # tried in a round
 _MOST_NUMBERS = 1_000_000  # actions times orders in a round
 _MORE_CHANGES = 0.4  # how often a neighbour is one more change away
-_MOST_QUIET = 60  # rounds without a better order, then the search ends
+_MOST_QUIET = 200  # rounds without a better order, then the search ends
 
 
 def order_microbatches(
@@ -49,11 +49,11 @@ def order_microbatches(
     Costs without lengths keep the given order.
     Raises PlanError if no order within memory_limit was found, and as `simulate` does.
     """
+    deadline = Deadline(time_limit)
     given = list(range(timetable.num_microbatches))
     limits = limits_per_rank(memory_limit, timetable.num_ranks)
     if costs.lengths:
-        search = _Search(BatchedTiming(timetable, costs), limits, seed)
-        found = search.run(Deadline(time_limit))
+        found = _Search(BatchedTiming(timetable, costs), limits, seed).run(deadline)
     else:
         found = given
     timelines = [simulate(timetable, costs.reordered(order)) for order in (given, found)]
