@@ -25,9 +25,9 @@ import numpy.typing as npt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from zbpp import Costs, Timetable, order_microbatches, plan, simulate
-from zbpp.planning import order_bound, own_path
+from zbpp.planning import order_bound, order_microbatches, own_path, plan
 from zbpp.planning.order.order_microbatches import hill
+from zbpp.schedule import Costs, Timetable, simulate
 
 ROWS = ((4, 16, 0.3), (4, 16, 0.6), (8, 32, 0.3), (8, 32, 0.6), (8, 32, 1.0))
 SHARE = 0.25  # of attention in F at the mean length
