@@ -26,11 +26,7 @@ NAMES = [
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
     "clip_grad_norm_", "find_non_finite", "linear_cross_entropy", "load", "lower", "make_mesh",
-<<<<<<< HEAD
-    "parity", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
-=======
-    "order_microbatches", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
->>>>>>> b27345cb (Costs know microbatches of different lengths; order_microbatches finds their order, with a bound; zbpp plan --lengths)
+    "order_microbatches", "parity", "per_microbatch", "plan", "replicate", "save", "simulate", "split_layers",
     "split_sequential", "trace_stages",
 ]  # fmt: skip
 
