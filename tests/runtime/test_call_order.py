@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
-from zbpp.runtime import AgreementError
+from zbpp import Pipeline, make_mesh, plan
+from zbpp.runtime import AgreementError, CommunicationError
 from zbpp.runtime.checks.same_calls import CallOrder
 
 M, SIZE = 2, 3
@@ -47,6 +47,37 @@ def test_of_two_ranks_in_different_calls_the_later_is_told_at_once_and_the_earli
         later.begin("step", None)
     with pytest.raises(AgreementError, match=r"is in step\(\) while rank \d is in evaluate\(\)"):
         earlier.check()
+
+
+def test_a_rank_that_waits_in_vain_says_how_many_calls_the_others_have_begun():
+    store, cpu = dist.HashStore(), torch.device("cpu")
+    first, second, third = (CallOrder(store, rank, {}, cpu, range(3)) for rank in range(3))
+    for each in (first, second, third, first, third):
+        each.begin("step", None)
+    assert third.differences() == [
+        "rank 1 has begun 1 calls of this pipeline, the last one step(), and rank 2 2, the last one step(): "
+        "every rank must make as many"
+    ]
+
+
+def uneven(rank, replicate):
+    """What the rank that makes one step more is told."""
+    mesh = make_mesh(replicate=replicate)
+    mine = {0: nn.Linear(SIZE, SIZE)} if replicate == 2 else {rank: nn.Linear(SIZE, SIZE)}
+    pipeline = Pipeline(mine, plan("gpipe", 2 // replicate, M), F.mse_loss, mesh=mesh, timeout=8.0)
+    try:
+        for _ in range(1 + rank):
+            pipeline.step(torch.ones(M, SIZE), target=torch.ones(M, SIZE))
+        time.sleep(16)  # its process lives on
+    except CommunicationError as error:
+        return error.__notes__
+
+
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_the_rank_that_makes_one_step_more_is_told_what_the_other_one_has_made(replicate):
+    nothing, notes = run_ranks(uneven, 2, replicate)
+    assert any(each.startswith("rank 0 has begun 1 calls of this pipeline, the last one ") for each in notes)
+    assert nothing is None
 
 
 CASES = {

@@ -4,6 +4,7 @@ The reference is plain autograd on one process: one batch, one mean over its tar
 """
 
 import functools
+import time
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from helpers.split import assert_close
 from helpers.tensors import drawn
 from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
 from zbpp.models.llama import Llama
-from zbpp.runtime import BoundaryError
+from zbpp.runtime import BoundaryError, CommunicationError
 from zbpp.stage_api import IGNORED, mean_over, mean_over_tokens
 
 WORDS, SIZE, TIME = 7, 6, 5
@@ -122,6 +123,23 @@ def test_replicas_with_other_numbers_of_targets_equal_one_batch(number):
     expected = plain([batch(COUNTS[part], seed=part) for part in range(2)])
     for part in range(2):
         assert_equals((losses, results[part][1] + results[2 + part][1]), expected)
+
+
+def with_a_bad_target(rank):
+    """What this replica was told, and after how many seconds."""
+    tokens, labels = batch(COUNTS[0])
+    pipeline = Pipeline(stages(), plan("zb_v", 1, 4), mean, mesh=make_mesh(replicate=2), timeout=90.0)
+    start = time.monotonic()
+    with pytest.raises((ValueError, CommunicationError)) as told:
+        pipeline.step(tokens, target=labels.double() if rank else labels)
+    return str(told.value), time.monotonic() - start
+
+
+def test_a_replica_whose_target_is_refused_lets_no_other_one_wait():
+    (waiting, seconds), (refused, _) = run_ranks(with_a_bad_target, 2)
+    assert "mean_over_tokens counts a tensor of whole numbers" in refused
+    assert waiting.startswith("rank 0, summing the numbers of targets over replicas and shards: ")
+    assert seconds < 45
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 4])

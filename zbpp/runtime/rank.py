@@ -91,11 +91,13 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set four more. lost: for error messages, what a failed call has destroyed beside its
+    An extra may set five more. lost: for error messages, what a failed call has destroyed beside its
     messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
     those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
     next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
-    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`.
+    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. sum_over_data: sums
+    numbers, in place, over the processes that see different data; if one of these fails, the others stop
+    waiting.
     """
 
     def __init__(
@@ -120,6 +122,7 @@ class Rank:
         self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
         self.name_of_step = "step"
         self.released: Mapping[int, Tensor] | None = None
+        self.sum_over_data: Callable[[Tensor], None] = place.sum_over_data
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
         self.count: Count | None = mark_of(loss_fn, "num_targets")
@@ -274,8 +277,8 @@ class Rank:
         assert self.count is not None
         if call.kind != "step":
             return weights_of(targets, self.count, self.device)
-        place = self.place
-        return weights_of(targets, self.count, self.device, place.num_data_parts, place.sum_over_data)
+        num_parts = self.place.num_data_parts
+        return weights_of(targets, self.count, self.device, num_parts, self.sum_over_data)
 
     def settle(self) -> None:
         """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""

@@ -13,22 +13,30 @@ On CUDA a step returns before its messages have arrived, so a rank may be severa
 neighbour. One entry covers a run of equal calls: kind, first and last number. Before the first call of
 another kind replaces the entry, the rank waits for its device: by then its neighbours have made all earlier
 calls.
+
+A rank that makes fewer calls than the others lets them wait until the timeout: it may come yet. Then the
+error says how many calls each rank has begun, of all processes of the mesh.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from zbpp.job.agreement import AgreementError
+from zbpp.job.agreement import AgreementError, gather
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.rank import Rank
+
+_MOST_SHOWN = 4
+_TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
 
 
 class _Announced(NamedTuple):
@@ -41,10 +49,21 @@ class _Announced(NamedTuple):
 
 
 class CallOrder:
-    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same."""
+    """The calls of one rank. store: shared by the ranks; neighbours: whose calls must be the same.
 
-    def __init__(self, store: Store, rank: int, neighbours: Collection[int], device: torch.device) -> None:
+    everyone: the ranks that a rank may wait for, in a reduction, say. Numbers of ranks are those in the job.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        rank: int,
+        neighbours: Collection[int],
+        device: torch.device,
+        everyone: Collection[int] = (),
+    ) -> None:
         self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device
+        self._everyone = sorted({*everyone, *neighbours} - {rank})
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
@@ -63,8 +82,7 @@ class CallOrder:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
         mine = self._current
         for rank in self._neighbours:
-            with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
-                number, first, kind, rows = self._store.get(str(rank)).decode().split()
+            number, first, kind, rows = self._read(rank)
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
@@ -77,6 +95,23 @@ class CallOrder:
                     "give inputs and targets of one batch"
                 )
 
+    def differences(self) -> list[str]:
+        """A sentence for each of the first ranks that have begun more or fewer calls than this one."""
+        mine, found = self._current, list[str]()
+        for rank in self._everyone:
+            number, _, kind, _ = self._read(rank)
+            if int(number) != mine.number and len(found) < _MOST_SHOWN:
+                found.append(
+                    f"rank {rank} has begun {int(number) + 1} calls of this pipeline, the last one {kind}(), "
+                    f"and rank {self._rank} {mine.number + 1}, the last one {mine.kind}(): every rank must "
+                    "make as many"
+                )
+        return found
+
+    def _read(self, rank: int) -> list[str]:
+        with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
+            return self._store.get(str(rank)).decode().split()
+
     def _write(self) -> None:
         self._store.set(str(self._rank), " ".join(map(str, self._current)))
 
@@ -88,12 +123,16 @@ class SameCalls(Observer):
 
     def attach(self, rank: Rank) -> None:
         """See Extra. The first and the last stage get parts of one batch, so their owners are neighbours."""
-        pairs, rank_of = rank.programs.links, rank.timetable.rank_of
-        self._order: CallOrder | None = None  # None: no other rank is linked to this one
+        pairs, rank_of, place = [*rank.programs.links], rank.timetable.rank_of, rank.place
+        self._order: CallOrder | None = None  # None: no other process takes part in a call
+        if rank.is_alone:
+            return
         if pairs:
-            pairs = [*pairs, (rank_of[0], rank_of[-1])]
-            neighbours = {each for pair in pairs if rank.rank in pair for each in pair} - {rank.rank}
-            self._order = CallOrder(job_store(rank.key), rank.rank, neighbours, rank.device)
+            pairs.append((rank_of[0], rank_of[-1]))
+        me, in_job = dist.get_rank(), gather(dist.get_rank(), place.pipeline)
+        neighbours = {in_job[each] for pair in pairs if rank.rank in pair for each in pair} - {me}
+        store = job_store(place.broadcast(rank.key))
+        self._order = CallOrder(store, me, neighbours, rank.device, place.gather(me))
 
     def begin(self, call: Call) -> None:
         """See Extra."""
@@ -101,7 +140,12 @@ class SameCalls(Observer):
             self._order.begin(call.name or call.kind, call.rows)
 
     def fail(self, error: BaseException) -> None:
-        """A peer may have closed its links because it is in another call: raise that error instead."""
+        """A peer may have closed its links because it is in another call: raise that error instead.
+
+        Or a rank may make fewer calls: that is noted on the error of a wait that has lasted too long.
+        """
         if self._order is not None and isinstance(error, CommunicationError):
             with suppress(CommunicationError):  # the store may be gone, too
                 self._order.check()
+                for each in self._order.differences() if _TIMED_OUT.search(str(error)) else ():
+                    error.add_note(each)

@@ -93,6 +93,17 @@ class Reductions(Feature):
                 self._groups.append(group)
                 self._replicate(stages, copied, loss, group, rank.rank)
 
+        rank.sum_over_data = self._sum_over_data
+
+    def _sum_over_data(self, values: Tensor) -> None:
+        """See Rank. In the groups that `close` closes."""
+        with communicating(f"rank {self._rank}, summing the numbers of targets over replicas and shards"):
+            for group in self._of_data():
+                dist.all_reduce(values, group=group)
+
+    def _of_data(self) -> list[dist.ProcessGroup]:
+        return [each for each in self._groups if each is not self._copies]
+
     # ---- A step
 
     def rewrite(self, call: str, program: Program) -> Program:
@@ -167,7 +178,7 @@ class Reductions(Feature):
         for each in self._last:
             each.start(None)
             each.finish()
-        for group in (each for each in self._groups if each is not self._copies):
+        for group in self._of_data():
             with communicating(f"rank {self._rank}, copying buffers of the first replica"):
                 copy_buffers(self._stages.values(), group)
 
