@@ -13,7 +13,7 @@ from zbpp.commands import command_line
 from zbpp.run import app
 from zbpp.stage_api import IGNORED
 
-ROWS, LENGTH = 8, 24
+ROWS, LENGTH = 8, 48
 MODEL = [
     "model=llama_tiny", "model.num_layers=2", "model.hidden_size=16", f"model.sequence_length={LENGTH}",
     "model.vocab_size=300",
@@ -22,7 +22,7 @@ RUN = ["steps=3", "evaluate_every=0", "precision=float64", "parallel.device=cpu"
 
 
 class Unequal(torch.utils.data.Dataset):
-    """Rows of 24 labels, of which 1 to 24 are counted."""
+    """Rows of 48 labels, of which 1 to 48 are counted."""
 
     def __len__(self):
         return 32
@@ -44,7 +44,7 @@ def data(tmp_path_factory):
     chat = ["data=chat", f"data.path={folder}/chats.jsonl", f"data.tokenizer={folder}/tokenizer.json"]
     (folder / "template.jinja").write_text(PLAIN)
     return {
-        "custom": ["data._target_=test_num_microbatches.Unequal"],
+        "custom": [f"data._target_={__name__}.Unequal"],
         "text": ["data=text", f"data.path={folder}/text.txt"],
         "chat": [*chat, f"data.chat_template={folder}/template.jinja"],
     }
