@@ -95,9 +95,9 @@ class Rank:
     messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
     those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
     next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
-    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. sum_over_data: sums
-    numbers, in place, over the processes that see different data; if one of these fails, the others stop
-    waiting.
+    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. sum_over_data: a
+    function that sums numbers, in place, over the processes that see different data; if one of these fails,
+    the others stop waiting.
     """
 
     def __init__(
