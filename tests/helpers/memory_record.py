@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.storages import storages_of
 from zbpp.runtime import Pipeline
-from zbpp.runtime.extra import brought_by
+from zbpp.runtime.extra import extras_of
 from zbpp.runtime.measure import Recorder, StepRecord
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
@@ -171,7 +171,7 @@ def last_step_of(trainer: Trainer, num_steps: int) -> Report:
 
 def _offloaded(pipeline: Pipeline) -> OffloadedWeights | None:
     return next(
-        (each for each in brought_by(pipeline.stages.values()) if isinstance(each, OffloadedWeights)), None
+        (each for each in extras_of(pipeline.stages.values()) if isinstance(each, OffloadedWeights)), None
     )
 
 

@@ -21,7 +21,7 @@ from torch import nn
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import check_equal, gather
 from zbpp.planning import plan
-from zbpp.runtime.extra import brought_by
+from zbpp.runtime.extra import extras_of
 from zbpp.runtime.groups import unique_name
 from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
@@ -133,7 +133,7 @@ def device_of(
     On gloo a GPU is as good as the CPU: its messages go through host memory.
     """
     stages = [*stages]
-    for extra in brought_by(stages):
+    for extra in extras_of(stages):
         device: torch.device | None = getattr(extra, "device", None)  # where it puts the stages' tensors
         if device is not None:
             return device

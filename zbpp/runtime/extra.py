@@ -146,18 +146,18 @@ def replaced_w(workers: Mapping[int, StageWorker], at: Instruction, run_w: RunW)
     return w if at.op == Op.W else bw
 
 
-_BROUGHT = "_zbpp_extra"
+_REGISTERED = "_zbpp_extra"
 
 
-def bring(extra: Extra, stages: Iterable[nn.Module]) -> None:
-    """Let these stages bring an extra along: a Pipeline that gets one of them takes the extra."""
+def register_extra(extra: Extra, stages: Iterable[nn.Module]) -> None:
+    """Register an extra at stages that can't run without it: a Pipeline of such a stage takes the extra."""
     for stage in stages:
-        vars(stage)[_BROUGHT] = extra
+        vars(stage)[_REGISTERED] = extra
 
 
-def brought_by(stages: Iterable[nn.Module]) -> list[Extra]:
-    """The extras that the stages bring along, each once."""
-    return [*dict.fromkeys(vars(stage)[_BROUGHT] for stage in stages if _BROUGHT in vars(stage))]
+def extras_of(stages: Iterable[nn.Module]) -> list[Extra]:
+    """The extras that are registered at these stages, each once."""
+    return [*dict.fromkeys(vars(stage)[_REGISTERED] for stage in stages if _REGISTERED in vars(stage))]
 
 
 class Extras(list[Extra]):

@@ -9,7 +9,7 @@ from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
 from zbpp.runtime.checks.same_calls import SameCalls
-from zbpp.runtime.extra import Extra, brought_by
+from zbpp.runtime.extra import Extra, extras_of
 from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.parallel.reductions import Reductions
@@ -25,7 +25,7 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
     if rank.receives_on_device and rank.device.type == "cuda":
         use_expandable_segments()
         yield [FullDevice()]
-    yield brought_by(worker.module for worker in rank.workers.values())
+    yield extras_of(worker.module for worker in rank.workers.values())
     if EXPERT in rank.place.expert_groups:
         yield [ExpertParallel()]
     yield [Reductions(reshard=reshard, mp_policy=mp_policy)]

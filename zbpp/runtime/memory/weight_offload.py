@@ -44,7 +44,7 @@ from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
 from zbpp.runtime.call import Call, Result
-from zbpp.runtime.extra import Feature, bring, brought_by, replaced_w
+from zbpp.runtime.extra import Feature, extras_of, register_extra, replaced_w
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
@@ -95,7 +95,7 @@ class OffloadedWeights(Feature):
                 block.following, following.previous = following, block
         for block in self._blocks:
             block.module.forward = _OnDevice(self, block)
-        bring(self, stages.values())
+        register_extra(self, stages.values())  # without it they compute on the host
         for stage in stages.values():
             for module in stage.modules():
                 moved = {
@@ -466,7 +466,7 @@ def _starts_at(tensor: Tensor, start: int) -> bool:
 
 def _blocks(index: int, stage: nn.Module) -> list[Block]:
     """The blocks of a stage that have parameters. Raises ValueError for a stage that can't be offloaded."""
-    if brought_by([stage]):
+    if extras_of([stage]):
         raise ValueError(f"the weights of stage {index} are offloaded already: call OffloadedWeights once")
     names = {id(module): name for name, module in stage.named_modules()}
     blocks = []
