@@ -80,8 +80,9 @@ class Executors(dict[str, Executor]):
 class Rank:
     """What one rank has of a pipeline; extras see it in `attach`.
 
-    group: of the pipeline, for its links; None: this rank is alone. key: the prefix of this pipeline's names
-    in the job's store. ties: of all ranks. The other arguments are Pipeline's.
+    index: its number in the pipeline. group: of the pipeline, for its links; None: this rank is alone. key:
+    the prefix of this pipeline's names in the job's store. ties: of all ranks. The other arguments are
+    Pipeline's.
 
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, for a
     step. executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
@@ -103,7 +104,7 @@ class Rank:
     def __init__(
         self,
         timetable: Timetable,
-        rank: int,
+        index: int,
         stages: Mapping[int, nn.Module],
         loss_fn: Loss | None,
         device: torch.device,
@@ -116,7 +117,7 @@ class Rank:
         compiles: bool,
         dynamic_shapes: bool,
     ) -> None:
-        self.timetable, self.rank, self.key, self.timeout = timetable, rank, key, timeout
+        self.timetable, self.index, self.key, self.timeout = timetable, index, key, timeout
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
         self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
@@ -152,7 +153,7 @@ class Rank:
         """Make the executor of this rank's program for the call `name`."""
         programs = self.programs if name == "step" else lower(_FORWARDS[name](self.timetable))
         made = Executor(
-            programs[self.rank],
+            programs[self.index],
             self.workers,
             METHODS[name],
             self.timetable.num_stages,
@@ -238,7 +239,7 @@ class Rank:
         if seconds == self.wait_limit:
             return
         self.wait_limit = seconds
-        if seconds > self.timeout and self.rank == 0:
+        if seconds > self.timeout and self.index == 0:
             _log.info("stages compile in this step: ranks wait for each other up to %.0f s", seconds)
         self._message_limit = OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds)
         for each in self.executors.values():  # on gloo a wait has the limit, on NCCL a group

@@ -46,7 +46,7 @@ class FullDevice(Observer):
             "rank %d: the device was full in %s after step %d, and the allocator gave memory back to it, "
             "which is slow, and on NCCL may hang: take smaller microbatches, memory.recompute=block or a "
             "schedule that holds less (zbpp memory shows what each would save)",
-            self._rank.rank,
+            self._rank.index,
             call.kind,
             self._rank.num_steps,
         )

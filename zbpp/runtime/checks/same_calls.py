@@ -62,7 +62,7 @@ class CallOrder:
         device: torch.device,
         everyone: Collection[int] = (),
     ) -> None:
-        self._store, self._rank, self._neighbours, self._device = store, rank, sorted(neighbours), device
+        self._store, self._me, self._neighbours, self._device = store, rank, sorted(neighbours), device
         self._everyone = sorted({*everyone, *neighbours} - {rank})
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
@@ -86,12 +86,12 @@ class CallOrder:
             # If the neighbour is not yet at this call, it compares when it gets there.
             if int(number) >= mine.number >= int(first) and kind != mine.kind:
                 raise AgreementError(
-                    f"rank {rank} is in {kind}() while rank {self._rank} is in {mine.kind}(): every rank "
+                    f"rank {rank} is in {kind}() while rank {self._me} is in {mine.kind}(): every rank "
                     "must make the same calls of a pipeline in the same order"
                 )
             if int(number) == mine.number and mine.rows is not None and rows not in ("None", str(mine.rows)):
                 raise AgreementError(
-                    f"{mine.kind}() got {mine.rows} rows on rank {self._rank} and {rows} on rank {rank}: "
+                    f"{mine.kind}() got {mine.rows} rows on rank {self._me} and {rows} on rank {rank}: "
                     "give inputs and targets of one batch"
                 )
 
@@ -103,17 +103,17 @@ class CallOrder:
             if int(number) != mine.number and len(found) < _MOST_SHOWN:
                 found.append(
                     f"rank {rank} has begun {int(number) + 1} calls of this pipeline, the last one {kind}(), "
-                    f"and rank {self._rank} {mine.number + 1}, the last one {mine.kind}(): every rank must "
+                    f"and rank {self._me} {mine.number + 1}, the last one {mine.kind}(): every rank must "
                     "make as many"
                 )
         return found
 
     def _read(self, rank: int) -> list[str]:
-        with communicating(f"rank {self._rank}, looking up the call of rank {rank}"):
+        with communicating(f"rank {self._me}, looking up the call of rank {rank}"):
             return self._store.get(str(rank)).decode().split()
 
     def _write(self) -> None:
-        self._store.set(str(self._rank), " ".join(map(str, self._current)))
+        self._store.set(str(self._me), " ".join(map(str, self._current)))
 
 
 class SameCalls(Observer):
@@ -130,7 +130,7 @@ class SameCalls(Observer):
         if pairs:
             pairs.append((rank_of[0], rank_of[-1]))
         me, in_job = dist.get_rank(), gather(dist.get_rank(), place.pipeline)
-        neighbours = {in_job[each] for pair in pairs if rank.rank in pair for each in pair} - {me}
+        neighbours = {in_job[each] for pair in pairs if rank.index in pair for each in pair} - {me}
         store = job_store(place.broadcast(rank.key))
         self._order = CallOrder(store, me, neighbours, rank.device, place.gather(me))
 

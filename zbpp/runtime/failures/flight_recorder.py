@@ -142,7 +142,7 @@ class FlightRecorder(Observer):
         group = self._rank.place.pipeline
         record = {
             "process": self.process,
-            "rank": self._rank.rank,
+            "rank": self._rank.index,
             "processes": dist.get_process_group_ranks(group or dist.group.WORLD) if is_in_job else [0],
             "num_processes": dist.get_world_size() if is_in_job else 1,
             "job": self._job,

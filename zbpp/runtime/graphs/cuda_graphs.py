@@ -65,7 +65,7 @@ class CudaGraphs(Feature):
         """See Extra."""
         if self._maker is None and rank.device.type == "cuda":
             self._maker = TorchGraphs(rank.device)
-        if self._maker is None and rank.rank == 0:  # one line, not one of each rank
+        if self._maker is None and rank.index == 0:  # one line, not one of each rank
             _log.warning("CUDA graphs need a GPU: running eagerly")
         self._rank, self._workers, self._is_paused = rank, rank.workers, False
         self._eager: dict[Captured, Run] = {}

@@ -93,7 +93,7 @@ class ActivationOffload(Feature):
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self.chosen, self._rank = self.plan(rank.timetable), rank
-        copies = (each.instruction for each in self.chosen[rank.rank])
+        copies = (each.instruction for each in self.chosen[rank.index])
         self._leaving = frozenset(each.value for each in copies if isinstance(each, Offload))
         self._copier = Copier(rank.device)
         self._stages = {
@@ -108,7 +108,7 @@ class ActivationOffload(Feature):
 
     def rewrite(self, call: str, program: Program) -> Program:
         """Put the copies into the program of a step."""
-        return with_copies(program, self.chosen[self._rank.rank]) if call == "step" else program
+        return with_copies(program, self.chosen[self._rank.index]) if call == "step" else program
 
     def handlers(self, call: str) -> Mapping[type, Handler]:
         """See Feature."""

@@ -64,7 +64,7 @@ class OverlapExchange(Feature):
                 "make_mesh(..., expert=2)"
             )
         self._workers, self._device = rank.workers, rank.device.type
-        row = rank.timetable.rows[rank.rank]
+        row = rank.timetable.rows[rank.index]
         self._place = {
             (stage, microbatch): at for at, (stage, op, microbatch) in enumerate(row) if op == Op.W
         }

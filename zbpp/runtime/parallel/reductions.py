@@ -67,16 +67,16 @@ class Reductions(Feature):
 
     def attach(self, rank: Rank) -> None:
         """See Extra. Raises ValueError on every process for a stage that can't be sharded."""
-        self._extras, self._rank, place = rank.extras, rank.rank, rank.place
+        self._rank, place = rank, rank.place
         self._device = rank.device
         self._workers = rank.workers
         self._stages = stages = {index: worker.module for index, worker in rank.workers.items()}
         loss = rank.own_parameters_of_loss()
-        self._sharded = shard_stages(stages, place, rank.rank, self._reshard, self._mp_policy)
+        self._sharded = shard_stages(stages, place, rank.index, self._reshard, self._mp_policy)
         is_lost = len(rank.own_parameters_of_loss()) > len(loss)
         refuse_together(_LOSS_SHARES if is_lost else "", place.gather)
         self._tied = TiedGradients(
-            rank.ties, stages, rank.timetable.rank_of, rank.rank, place.pipeline, rank.timeout
+            rank.ties, stages, rank.timetable.rank_of, rank.index, place.pipeline, rank.timeout
         )
         self._reducers: dict[int, Reducer] = dict(self._sharded)
         self._groups: list[dist.ProcessGroup] = []
@@ -91,13 +91,13 @@ class Reductions(Feature):
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 group = group_like(place.groups[name], rank.timeout)
                 self._groups.append(group)
-                self._replicate(stages, copied, loss, group, rank.rank)
+                self._replicate(stages, copied, loss, group, rank.index)
 
         rank.sum_over_data = self._sum_over_data
 
     def _sum_over_data(self, values: Tensor) -> None:
         """See Rank. In the groups that `close` closes."""
-        with communicating(f"rank {self._rank}, summing the numbers of targets over replicas and shards"):
+        with communicating(f"rank {self._rank.index}, summing the numbers of targets over replicas and shards"):
             for group in self._of_data():
                 dist.all_reduce(values, group=group)
 
@@ -162,7 +162,7 @@ class Reductions(Feature):
 
     def _start(self, at: Reduce) -> None:
         """Start to reduce a stage, whose gradients are complete on this rank."""
-        begin = self._extras.background(at)
+        begin = self._rank.extras.background(at)
         self._reducers[at.stage].start(None if begin is None else begin())
 
     def _finish(self, at: Reduced) -> None:
@@ -179,7 +179,7 @@ class Reductions(Feature):
             each.start(None)
             each.finish()
         for group in self._of_data():
-            with communicating(f"rank {self._rank}, copying buffers of the first replica"):
+            with communicating(f"rank {self._rank.index}, copying buffers of the first replica"):
                 copy_buffers(self._stages.values(), group)
 
     def _replicate(

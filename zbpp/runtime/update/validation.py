@@ -59,7 +59,7 @@ class Validation(Feature):
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank, self.posts = rank, Posts(rank.place, rank.timeout)
-        self._gate = rank.programs.gate(rank.rank)
+        self._gate = rank.programs.gate(rank.index)
         self._buffers, self._inputs = Buffers(rank.modules), InPlaceChanges(())
         self.pending: PendingUpdate | None = None
         self.has_changed_inputs = False
