@@ -237,25 +237,25 @@ def _first_error(failures: Mapping[int, Any], passed: list[signal.Signals]) -> E
     failures: by rank, torch's ProcessFailure. passed: the signals that were passed on to the ranks; a rank
     that could not end in order died of one of them.
     """
-    told = {rank: each.message for rank, each in failures.items() if isinstance(each.message, dict)}
-    if passed and not told:
+    reports = {rank: each.message for rank, each in failures.items() if isinstance(each.message, dict)}
+    if passed and not reports:
         return Refusal(f"stopped by {passed[0].name}")
     for rank, failure in failures.items():
-        if rank in told or failure.exitcode == -signal.SIGTERM:  # torch has ended it
+        if rank in reports or failure.exitcode == -signal.SIGTERM:  # torch has ended it
             continue
         if failure.exitcode < 0:
             return RankDeath(f"rank {rank} died of {signal.Signals(-failure.exitcode).name}")
         return RankDeath(f"rank {rank} left with exit status {failure.exitcode} before the run's end")
-    if not told:
+    if not reports:
         codes = {rank: failure.exitcode for rank, failure in failures.items()}
         return RankDeath(f"ranks ended without a word; exit codes by rank: {codes}")
     # A rank that waited in vain says so; the one that failed says why.
-    rank = min(told, key=lambda each: ("LostError" in told[each]["message"], failures[each].timestamp))
-    kind, _, text = told[rank]["message"].partition(": ")
+    rank = min(reports, key=lambda each: ("LostError" in reports[each]["message"], failures[each].timestamp))
+    kind, _, text = reports[rank]["message"].partition(": ")
     if kind == BrokenPipeError.__name__:
         return BrokenPipeError()
     if kind == ConfigError.__name__:
         return ConfigError(text)
     if kind in (Refusal.__name__, LostError.__name__):
         return Refusal(text)
-    return RankError(f"rank {rank} failed\n{told[rank]['extraInfo']['py_callstack']}")
+    return RankError(f"rank {rank} failed\n{reports[rank]['extraInfo']['py_callstack']}")

@@ -38,5 +38,5 @@ def check_arguments(
     for name in given:
         if name not in known:
             close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(name, known, n=1)
-            told = f"did you mean {part}.{close[0]}?" if close else f"it takes {', '.join(known)}"
-            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}; {told}")
+            hint = f"did you mean {part}.{close[0]}?" if close else f"it takes {', '.join(known)}"
+            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}; {hint}")

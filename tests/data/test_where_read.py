@@ -82,7 +82,7 @@ def test_text_is_not_even_opened_where_it_is_not_read(target):
     with pytest.raises(RuntimeError, match="neither first nor last stage"):
         data.train.batch(0)
     read = Data(Counted(), Counted(), 7, 32, "known", "rows", 3, padding=0.25, notes=("cut",))
-    told = data.told_by(read)
+    told = data.with_facts_of(read)
     assert (told.train, told[2:]) == (data.train, read[2:])
     with pytest.raises(ConfigError, match="/no/such"):
         build_data(node, 4, 0)

@@ -115,7 +115,7 @@ def restore(
         targets = model.targets | (restored.targets if restored else {}) | _targets(checkpoint, states)
         checkpoint.read(targets)
     except Exception as error:  # the other processes wait
-        refusal = _told(error, checkpoint)
+        refusal = _message_of(error, checkpoint)
     if len(set(pipeline.place.gather(optimizer is None))) > 1:
         refusal = refusal or UNEVEN_OPTIMIZERS
     refuse_together(refusal, pipeline.place.gather, CheckpointError)
@@ -124,7 +124,7 @@ def restore(
         model.apply()
         _forget_gradients(pipeline, optimizers_of(optimizer))
     except Exception as error:
-        refusal = f"{_told(error, checkpoint)}; it is loaded in part"
+        refusal = f"{_message_of(error, checkpoint)}; it is loaded in part"
     refuse_together(refusal, pipeline.place.gather, CheckpointError)
     try:
         if restored is not None:
@@ -132,11 +132,11 @@ def restore(
         for name, each in states.items():
             each.load_state_dict(decoded(checkpoint.facts["states"][name], targets.__getitem__))
     except Exception as error:
-        refusal = f"{_told(error, checkpoint)}; it is loaded in part"
+        refusal = f"{_message_of(error, checkpoint)}; it is loaded in part"
     refuse_together(refusal, pipeline.place.gather, CheckpointError)
 
 
-def _told(error: Exception, checkpoint: Checkpoint) -> str:
+def _message_of(error: Exception, checkpoint: Checkpoint) -> str:
     is_known = isinstance(error, CheckpointError | ValueError)
     return str(error) if is_known else f"{checkpoint.path} can't be loaded ({type(error).__name__}: {error})"
 
@@ -158,7 +158,7 @@ def _check_model(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
         own = {name: () if model_states.is_extra(name) else tuple(each.shape) for name, each in state}
         saved = checkpoint.shapes() | dict.fromkeys(checkpoint.facts["model"]["extra"], ())
     except Exception as error:  # the other processes wait
-        refusal = _told(error, checkpoint)
+        refusal = _message_of(error, checkpoint)
     refuse_together(refusal, pipeline.place.gather, CheckpointError)
     everywhere = {name for names in pipeline.place.gather(sorted(own)) for name in names}
     found = model_states.differences(own, everywhere, saved)

@@ -138,15 +138,15 @@ def prepared(
         error = line_of(caught)
     except Exception as caught:  # of the user's objects, too: the other processes wait
         error = f"{path} can't be written: {type(caught).__name__}: {line_of(caught)}"
-    told = place.gather((error, facts))
-    refusals = [each for each, _ in told if each]
-    if len({each.get("optimizer") is None for _, each in told}) > 1:
+    gathered = place.gather((error, facts))
+    refusals = [each for each, _ in gathered if each]
+    if len({each.get("optimizer") is None for _, each in gathered}) > 1:
         refusals.append(UNEVEN_OPTIMIZERS)
     if refusals:
         if is_prepared:
             folders.discard(folders.unfinished(path))
         raise CheckpointError(refusals[0])
-    whole = _merged([each for _, each in told], pipeline, step) | {"info": dict(info or {})}
+    whole = _merged([each for _, each in gathered], pipeline, step) | {"info": dict(info or {})}
     saver.last = Saving(path, tensors, json.dumps(whole), keep, place, saver.group)
     return saver.last
 

@@ -231,9 +231,9 @@ def composition_error(error: BaseException) -> ConfigError | None:
     text, cause = str(error).partition("Config search path")[0], error.__cause__
     unknown = re.match(r"Could not override '(\S+)'", text)
     if unknown and isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None:
-        told = _no_such_key(unknown[1], cause.parent_node._get_root())
+        message = _no_such_key(unknown[1], cause.parent_node._get_root())
         is_open = not is_dataclass(cause.object_type)  # the node of a class, which may take the argument
-        return ConfigError(f"{told} (+{unknown[1]}=... adds it)" if is_open else told)
+        return ConfigError(f"{message} (+{unknown[1]}=... adds it)" if is_open else message)
     if cause is not None and str(cause) not in text:
         text += f"\n{cause}"
     lines = [line.strip() for line in text.splitlines()]

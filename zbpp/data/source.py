@@ -51,7 +51,7 @@ class Data(NamedTuple):
         """Items of a batch that are no padding, on average."""
         return self.items_per_batch * (1 - self.padding)
 
-    def told_by(self, other: Data) -> Data:
+    def with_facts_of(self, other: Data) -> Data:
         """These batches, with the facts of another rank, which has read the data."""
         return other._replace(train=self.train, evaluation=self.evaluation)
 
@@ -79,7 +79,7 @@ class Unread:
 
 
 def unread_data(items_per_batch: int) -> Data:
-    """The data of a rank that reads none. Facts about the data come from other ranks: see `Data.told_by`."""
+    """The data of a rank that reads none. Other ranks give the facts about it: see `Data.with_facts_of`."""
     return Data(Unread(), Unread(), 0, items_per_batch, fingerprint=None)
 
 

@@ -75,17 +75,17 @@ def join(store: Any, rank: int, size: int, facts: dict[str, str], timeout: float
     facts: must be the same on all ranks. Raises StartError on every rank if one never comes, or if they
     differ.
     """
-    told = json.dumps(facts)
+    own_facts = json.dumps(facts)
     end = monotonic() + timeout
     if rank > 0:
         question = uuid4().hex
-        store.set(f"zbpp/ask/{rank}", f"{question} {told}")
+        store.set(f"zbpp/ask/{rank}", f"{question} {own_facts}")
         attempt = _awaited(store, f"zbpp/answer/{question}", size, end, timeout)
-        store.set(f"zbpp/confirm/{attempt}/{rank}", told)
+        store.set(f"zbpp/confirm/{attempt}/{rank}", own_facts)
         verdict = _awaited(store, f"zbpp/verdict/{attempt}", size, end, timeout)
     else:
         attempt = uuid4().hex
-        verdict = _verdict(store, size, attempt, told, end, timeout)
+        verdict = _verdict(store, size, attempt, own_facts, end, timeout)
         store.set(f"zbpp/verdict/{attempt}", verdict)
         sleep(0 if verdict == _FINE else _LINGER)
     if verdict != _FINE:
@@ -103,9 +103,9 @@ def versions() -> dict[str, str]:
     }
 
 
-def _verdict(store: Any, size: int, attempt: str, told: str, end: float, timeout: float) -> str:
+def _verdict(store: Any, size: int, attempt: str, own_facts: str, end: float, timeout: float) -> str:
     """Rank 0's: whether all ranks are here, and run the same."""
-    store.set("zbpp/ask/0", f"- {told}")
+    store.set("zbpp/ask/0", f"- {own_facts}")
     waiting = list(range(1, size))
     while waiting and monotonic() < end:
         for other in waiting:
@@ -117,7 +117,7 @@ def _verdict(store: Any, size: int, attempt: str, told: str, end: float, timeout
     if waiting:
         return _never_came(waiting, size, timeout)
     confirmed = [store.get(f"zbpp/confirm/{attempt}/{other}").decode() for other in range(1, size)]
-    return _difference([json.loads(each) for each in (told, *confirmed)]) or _FINE
+    return _difference([json.loads(each) for each in (own_facts, *confirmed)]) or _FINE
 
 
 def _difference(facts: list[dict[str, str]]) -> str:

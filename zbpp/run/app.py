@@ -177,7 +177,7 @@ def _agreed_data(data: Data) -> Data:
         "data (by fingerprint; a Dataset that draws random numbers takes torch's, or seeds them by the row)"
     )
     check_equal(what, list(found.values()), list(found))
-    return data.told_by(broadcast(data._replace(train=Unread(), evaluation=Unread())))
+    return data.with_facts_of(broadcast(data._replace(train=Unread(), evaluation=Unread())))
 
 
 # ---------------------------------------------------------------- the run

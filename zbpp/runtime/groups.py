@@ -113,11 +113,11 @@ def gloo_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
     In it threads may talk while training steps use the other groups.
     """
     mine = dist.get_rank() if dist.is_initialized() else 0
-    told = place.gather((mine, unique_name()))
-    if len(told) == 1:
+    gathered = place.gather((mine, unique_name()))
+    if len(gathered) == 1:
         return None
     limit = timedelta(seconds=timeout)
-    return _group_by_its_ranks([rank for rank, _ in told], told[0][1], limit, backend="gloo")
+    return _group_by_its_ranks([rank for rank, _ in gathered], gathered[0][1], limit, backend="gloo")
 
 
 def job_store(prefix: str) -> Store:

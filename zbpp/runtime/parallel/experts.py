@@ -49,16 +49,16 @@ def as_if_spread(stage: nn.Module, mesh: DeviceMesh | None) -> bool:
 
     Returns whether it has experts. Raises ValueError as `spread_experts` does.
     """
-    spread, holders = experts_mesh(mesh), list(_holders(stage))
-    if spread is None:
+    part_mesh, holders = experts_mesh(mesh), list(_holders(stage))
+    if part_mesh is None:
         return bool(holders)
-    if refusal := _refusal(holders, spread[EXPERT].size()):
+    if refusal := _refusal(holders, part_mesh[EXPERT].size()):
         raise ValueError(refusal)
-    _take_parts(holders, spread[EXPERT])
+    _take_parts(holders, part_mesh[EXPERT])
     for holder in holders:
         for name, child in holder.named_children():
             if isinstance(child, Exchange):
-                setattr(holder, name, BalancedExchange(spread[EXPERT].size()))
+                setattr(holder, name, BalancedExchange(part_mesh[EXPERT].size()))
     return bool(holders)
 
 

@@ -160,8 +160,8 @@ def can_average(group: dist.ProcessGroup, device: torch.device) -> bool:
     return True
 
 
-class Together:
-    """Several Reducers as one, for groups of different processes."""
+class AllReduces:
+    """Several AllReduces as one Reducer: each has a group of its own."""
 
     def __init__(self, reducers: Sequence[AllReduce]) -> None:
         self._reducers = reducers

@@ -38,7 +38,7 @@ from zbpp.runtime.mesh import (
     local_of,
     persistent_buffers,
 )
-from zbpp.runtime.parallel.reduce import AllReduce, Reducer, Together, can_average
+from zbpp.runtime.parallel.reduce import AllReduce, AllReduces, Reducer, can_average
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.rank import Rank
@@ -219,10 +219,14 @@ class Reductions(Feature):
         rows of all processes, since each process sends its rows to one copy.
         """
         num = dist.get_world_size(group)
-        spread = [each for each in parameters if is_spread(each)]
+        experts = [each for each in parameters if is_spread(each)]
         others = filterfalse(is_spread, parameters)
         whole = AllReduce(others, group, divisor=num, what=what, averages=averages)
-        return Together([AllReduce(spread, self._copies, divisor=num, what=what), whole]) if spread else whole
+        return (
+            AllReduces([AllReduce(experts, self._copies, divisor=num, what=what), whole])
+            if experts
+            else whole
+        )
 
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
