@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, read
+from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards, read
 from zbpp.autograd.compiled.fx_graphs import extract, is_random, placeholders
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 from zbpp.autograd.models.auxiliary import auxiliary_loss
@@ -43,9 +43,9 @@ class Joint(NamedTuple):
 
 
 def capture(
-    module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float
+    module: nn.Module, forward: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any], budget: float
 ) -> tuple[Joint, Guards]:
-    """The graphs of call(*args, **kwargs), and guards that say which other calls they fit.
+    """The graphs of forward(*args, **kwargs), and guards that say which other calls they fit.
 
     Random operations stay in the graphs and draw from torch's generator. budget: the share of the memory
     between F and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only inputs).
@@ -53,7 +53,7 @@ def capture(
     """
     with settings(), _kept_for_backward(budget), ExitStack() as stack:
         try:
-            reading = read(module, call, args, kwargs)
+            reading = read(module, forward, args, kwargs)
             return _trace(stack, module, reading.graph, args, kwargs), reading.guards
         except CaptureError:
             raise

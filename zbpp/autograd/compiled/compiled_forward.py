@@ -18,7 +18,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from zbpp.autograd.compiled.aot_autograd import capture
 from zbpp.autograd.compiled.build_split import build_split
 from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
-from zbpp.autograd.compiled.dynamo import Call, CaptureError, Guards, has_compiled
+from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards, has_compiled
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.autograd.explain import NOT_COMPILED
 from zbpp.autograd.leaf_grad import sum_dtype
@@ -143,19 +143,24 @@ class _Compiler(NamedTuple):
     say: Callable[[str], None]
 
     def split_for(
-        self, name: str, module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        name: str,
+        module: nn.Module,
+        forward: ForwardFunction,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
     ) -> GuardedSplit:
-        """The CompiledSplit of call(*args, **kwargs)."""
+        """The CompiledSplit of forward(*args, **kwargs)."""
         leaves, spec = tree_flatten((args, kwargs))
-        key = self.backend, self.budget, call.code, structure_of(module), spec, *map(signature, leaves)
+        key = self.backend, self.budget, forward.code, structure_of(module), spec, *map(signature, leaves)
         known = self.cache.setdefault(key, [])
-        variables = call.variables(args, kwargs) if known else {}
+        variables = forward.variables(args, kwargs) if known else {}
         for each in known:
             if each.guards.fit(variables):
                 return each
         start = time.perf_counter()
         self.say(f"{name}: compiling")
-        graphs, guards = capture(module, call, args, kwargs, self.budget)
+        graphs, guards = capture(module, forward, args, kwargs, self.budget)
         dtypes = {name: sum_dtype(each) for name, each in module.named_parameters()}
         known.append(GuardedSplit(guards, build_split(graphs, self.backend, dtypes)))
         self.say(f"{name}: compiled in {time.perf_counter() - start:.1f} s")
@@ -178,7 +183,7 @@ class CompiledForward:
     def __init__(self, module: nn.Module, name: str, compiler: _Compiler) -> None:
         self.module, self.name, self.compiler = module, name, compiler
         self.before = module.__dict__.get("forward")
-        self.call: Call | None = None
+        self.function: ForwardFunction | None = None
         # A key: structure and signatures of the arguments. A value of None: such calls run eager.
         self.bound: dict[Hashable, list[_Bound] | None] = {}
         self._is_paused = False
@@ -221,8 +226,8 @@ class CompiledForward:
             return None
         try:
             _refuse_selective_checkpoint()
-            if known and self.call is not None:
-                variables = self.call.variables(args, kwargs)
+            if known and self.function is not None:
+                variables = self.function.variables(args, kwargs)
                 for bound in reversed(known):
                     if bound.guards.fit(variables):
                         return bound
@@ -242,8 +247,8 @@ class CompiledForward:
     def _bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _Bound:
         with self._own_forward():
             _refuse_hooks(self.module)
-            self.call = Call(self.module)
-            guards, split = self.compiler.split_for(self.name, self.module, self.call, args, kwargs)
+            self.function = ForwardFunction(self.module)
+            guards, split = self.compiler.split_for(self.name, self.module, self.function, args, kwargs)
         return _Bound(guards, split, _getter(self.module, split.tensors))
 
     @contextmanager

@@ -38,7 +38,7 @@ class Reading(NamedTuple):
     guards: Guards
 
 
-class Call:
+class ForwardFunction:
     """A module's forward, and the local variables that a call of it begins with, under Dynamo's names."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,7 +88,9 @@ def has_compiled(module: nn.Module) -> bool:
     return isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
 
 
-def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Reading:
+def read(
+    module: nn.Module, forward: ForwardFunction, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Reading:
     """Let Dynamo read the Python code of module.forward(*args, **kwargs).
 
     Raises CaptureError for code that a graph can't express, and Dynamo's own errors for code it can't read.
@@ -100,8 +102,8 @@ def read(module: nn.Module, call: Call, args: tuple[Any, ...], kwargs: dict[str,
         warnings.simplefilter("always")
         graph = dynamo_graph_capture_for_export(module.forward)(*args, **kwargs)
         _add_builtins(graph)
-        guards = Guards(graph, module, call.code)
-    _refuse_changes(call, warned)
+        guards = Guards(graph, module, forward.code)
+    _refuse_changes(forward, warned)
     _refuse_foreign_random(graph)
     return Reading(graph, guards)
 
@@ -133,9 +135,9 @@ def _add_builtins(graph: GraphModule) -> None:
         each.f_globals = vars(builtins) | each.f_globals  # type: ignore[operator, union-attr]
 
 
-def _refuse_changes(call: Call, warned: list[warnings.WarningMessage]) -> None:
+def _refuse_changes(forward: ForwardFunction, warned: list[warnings.WarningMessage]) -> None:
     """Raise CaptureError if Dynamo warned that forward changes Python objects: the graph would not."""
-    harmless = _COLLECTOR, f"L['{inspect.getargs(call.code).varkw}']"  # a new dictionary at each call
+    harmless = _COLLECTOR, f"L['{inspect.getargs(forward.code).varkw}']"  # a new dictionary at each call
     for each in warned:
         _, _, listed = str(each.message).partition("potential sources you can double check: ")
         changed = [name for name in (literal_eval(listed) if listed else ()) if name not in harmless]

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path
 
 from zbpp.models.hf.cut import (
-    Call,
     CutError,
+    LayerCall,
     LayerProxy,
     LibraryError,
     PatchedModel,
@@ -102,13 +102,15 @@ def record(model: PreTrainedModel, path: str, tokens: Tensor) -> tuple[list[Reco
     return seen, logits
 
 
-def calls_of(model: PreTrainedModel, path: str, recorded: list[RecordedLayer], tokens: Tensor) -> list[Call]:
+def calls_of(
+    model: PreTrainedModel, path: str, recorded: list[RecordedLayer], tokens: Tensor
+) -> list[LayerCall]:
     """The call of each layer, with the values that a stage has to receive if it begins there.
 
     Such a stage has neither the tokens nor their embedding.
     """
     like = next(model.parameters())
-    calls = [Call((0,), {}, _returned(model, path, recorded, number)) for number in range(len(recorded))]
+    calls = [LayerCall((0,), {}, _returned(model, path, recorded, number)) for number in range(len(recorded))]
     hidden = [_hidden(each) for each in recorded]
     blind = [
         RecordedLayer(Skip(each.layer, call._replace(carried=(position,))))
@@ -188,7 +190,7 @@ def batch_and_time(model: PreTrainedModel, hidden: Tensor) -> tuple[int, int]:
 
 
 def owners_of(
-    model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[Call], layers: Sequence[range]
+    model: PreTrainedModel, path: str, tokens: Tensor, calls: Sequence[LayerCall], layers: Sequence[range]
 ) -> dict[str, int]:
     """The stage that uses each parameter; a tied one under each of its names.
 

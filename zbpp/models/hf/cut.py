@@ -40,7 +40,7 @@ class LibraryError(ValueError):
     """The model does not run, even without a cut."""
 
 
-class Call(NamedTuple):
+class LayerCall(NamedTuple):
     """How the library calls one layer. Positions count the leaves of (args, kwargs).
 
     carried: positions of the values that a stage beginning here has to receive, hidden states first.
@@ -66,7 +66,7 @@ class Cut(NamedTuple):
     path: str
     layers: Sequence[range]
     owners: Mapping[str, int]
-    calls: Sequence[Call]
+    calls: Sequence[LayerCall]
     batch_and_time: tuple[int, int]
     token: int  # one that is not padding, for stages that have no tokens
     head: str  # the name of the head, see `head_of` in check.py; "" if logits are more than its product
@@ -298,7 +298,7 @@ class OnlyStage(_OwnsLoss, FirstStage):
     """The one stage of a model that is not cut."""
 
 
-def repeated(call: Call, before: Mapping[int, Any]) -> dict[int, Any]:
+def repeated(call: LayerCall, before: Mapping[int, Any]) -> dict[int, Any]:
     """The values that were replaced in the call of the layer before and have to be in this one, too."""
     return {here: before[there] for here, there in call.repeated.items() if there in before}
 
@@ -344,7 +344,7 @@ class Skip(LayerProxy):
     A call returns the hidden states unchanged, and None for every other value that the layer returns.
     """
 
-    def __init__(self, layer: nn.Module, call: Call) -> None:
+    def __init__(self, layer: nn.Module, call: LayerCall) -> None:
         super().__init__(layer)
         self.call = call
 
@@ -374,7 +374,7 @@ class Enter(LayerProxy):
 class Leave(LayerProxy):
     """Stands in place of the next stage's first layer: its call ends the forward with the call's tensors."""
 
-    def __init__(self, layer: nn.Module, call: Call, replaced: Mapping[int, Tensor]) -> None:
+    def __init__(self, layer: nn.Module, call: LayerCall, replaced: Mapping[int, Tensor]) -> None:
         super().__init__(layer)
         self.call, self.replaced = call, replaced
 

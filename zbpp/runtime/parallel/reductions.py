@@ -222,11 +222,9 @@ class Reductions(Feature):
         experts = [each for each in parameters if is_spread(each)]
         others = filterfalse(is_spread, parameters)
         whole = AllReduce(others, group, divisor=num, what=what, averages=averages)
-        return (
-            AllReduces([AllReduce(experts, self._copies, divisor=num, what=what), whole])
-            if experts
-            else whole
-        )
+        if not experts:
+            return whole
+        return AllReduces([AllReduce(experts, self._copies, divisor=num, what=what), whole])
 
     def _check_parameters(self) -> None:
         """Raise ValueError for parameters that the user has changed in a way that reductions don't allow."""
