@@ -26,7 +26,7 @@ NOT_COMPILED = "zbpp_not_compiled"
 """The attribute of a parameter that says why the layer of the parameter is not compiled."""
 
 
-class Row(NamedTuple):
+class Leaf(NamedTuple):
     """One trainable leaf. where: in W, in B, as a recompute decides, or nowhere."""
 
     name: str
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 class Explanation(NamedTuple):
     """The rows; `str(explanation)` is the table."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[Leaf, ...]
 
     def __str__(self) -> str:
         head = ("parameter", "KiB", "in", "why")
@@ -70,7 +70,7 @@ def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: N
     for name, tensor in named:
         names[id(tensor)] = f"{names[id(tensor)]} = {name}" if id(tensor) in names else name
     found = survey(roots, stops, None, is_hooked=num_hooks_made() > 0)
-    rows: dict[int, Row] = {}
+    rows: dict[int, Leaf] = {}
     if any(map(is_reentrant, found.functions)):
         told: list[_Told] = [(each, "B", _REENTRANT) for _, each in named]
         found = found._replace(sites=[], uses=[], computed_in_b={}, functions=[])
@@ -81,7 +81,7 @@ def explain(outputs: Outputs, inputs: Tensor | Iterable[Any] = (), parameters: N
         reason = getattr(tensor, NOT_COMPILED, None)
         why = f"{why}; not compiled: {reason}" if reason else why
         if tensor.numel() or id(tensor) in names:  # an empty one is the dummy of a checkpoint
-            rows.setdefault(id(tensor), Row(names.get(id(tensor), shape), tensor.nbytes, where, why))
+            rows.setdefault(id(tensor), Leaf(names.get(id(tensor), shape), tensor.nbytes, where, why))
     order = {key: place for place, key in enumerate(names)}
     return Explanation(tuple(rows[key] for key in sorted(rows, key=lambda key: order.get(key, len(order)))))
 

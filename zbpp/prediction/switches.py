@@ -30,7 +30,7 @@ Changes = dict[str, Any]  # dotted key -> value
 
 
 @dataclass(frozen=True)
-class Row:
+class SwitchedRun:
     """A run with some switches changed.
 
     step: ms. why: why the run is refused; then prediction and step are None.
@@ -78,17 +78,17 @@ class Switches:
     def __init__(self, config: TrainConfig, predictor: Predictor | None = None) -> None:
         self._config, self._predictor = config, predictor or Predictor()
 
-    def row(self, changes: Changes | None = None) -> Row:
+    def row(self, changes: Changes | None = None) -> SwitchedRun:
         """The run with these changes."""
         changes = changes or {}
         try:
             config = changed(self._config, changes)
             prediction = self._predictor.predict(config)
-            return Row(changes, prediction, *_step_ms(config, prediction))
+            return SwitchedRun(changes, prediction, *_step_ms(config, prediction))
         except (ConfigError, PlanError) as error:
-            return Row(changes, why=str(error))
+            return SwitchedRun(changes, why=str(error))
 
-    def single(self) -> list[Row]:
+    def single(self) -> list[SwitchedRun]:
         """The configured run, then one run for each value of each switch by itself."""
         own = self.row()
         cut = [] if own.prediction is None else self._cut(own.prediction)
@@ -192,7 +192,7 @@ def memory_text(config: TrainConfig) -> Iterator[str]:
             yield _what_fits(others, limit)
 
 
-def _what_fits(rows: Sequence[Row], limit: float) -> str:
+def _what_fits(rows: Sequence[SwitchedRun], limit: float) -> str:
     """Which switches make it fit. Raises ConfigError if none does by itself."""
     fitting = sorted(
         (each for each in rows if each.fits(limit)), key=lambda each: (each.step or 0.0, each.peak)
@@ -207,7 +207,7 @@ def _what_fits(rows: Sequence[Row], limit: float) -> str:
     return "\n".join(first + [f"  {each.title}   ({in_bytes(each.peak)})" for each in fitting[:_MOST_SHOWN]])
 
 
-def _cells(row: Row, own: Row) -> dict[str, str]:
+def _cells(row: SwitchedRun, own: SwitchedRun) -> dict[str, str]:
     if row.prediction is None or row.step is None or own.step is None:
         return {"switch": row.title, "peak": "", "saves": "", "time": "", "note": row.why}
     saved = own.peak - row.peak

@@ -37,7 +37,7 @@ Tie = tuple[ParameterPlace, ...]
 """All places of one parameter, in order; the rank of the first place owns the parameter."""
 
 
-class Facts(NamedTuple):
+class ParameterFacts(NamedTuple):
     """What is known of the parameter in one place."""
 
     identity: tuple[int, int]  # rank, number of the object
@@ -52,7 +52,7 @@ class Report(NamedTuple):
     places that have one Parameter, found on meta. refusal: what is wrong; then the rest is empty.
     """
 
-    facts: Mapping[ParameterPlace, Facts] = {}
+    facts: Mapping[ParameterPlace, ParameterFacts] = {}
     declared: Mapping[ParameterPlace, str | ParameterPlace] = {}
     named: Mapping[str, str] = {}
     shared: Sequence[Pair] = ()
@@ -133,12 +133,14 @@ def _report(stages: Mapping[int, nn.Module], rank: int, num_stages: int, model: 
 
 def report_of(stages: Mapping[int, nn.Module], rank: int) -> Report:
     """What is known from the stages alone. Raises ValueError for declarations that can't be read."""
-    facts: dict[ParameterPlace, Facts] = {}
+    facts: dict[ParameterPlace, ParameterFacts] = {}
     declared: dict[ParameterPlace, str | ParameterPlace] = {}
     for index, stage in stages.items():
         sparse = {id(p) for module in stage.modules() if _is_sparse(module) for p in module.parameters(False)}
         for name, parameter in stage.named_parameters(remove_duplicate=False):
-            facts[index, name] = Facts((rank, id(parameter)), _kind(parameter), id(parameter) in sparse)
+            facts[index, name] = ParameterFacts(
+                (rank, id(parameter)), _kind(parameter), id(parameter) in sparse
+            )
         for name, other in (getattr(stage, "tied_parameters", None) or {}).items():
             if (index, name) not in facts:
                 raise ValueError(
@@ -188,7 +190,7 @@ def ties_of(reports: Sequence[Report]) -> list[Tie]:
     return sorted({tuple(sorted(group)) for group in group_of.values() if len(group) > 1})
 
 
-def facts_of(reports: Iterable[Report]) -> dict[ParameterPlace, Facts]:
+def facts_of(reports: Iterable[Report]) -> dict[ParameterPlace, ParameterFacts]:
     """The facts of all ranks."""
     return {place: facts for each in reports for place, facts in each.facts.items()}
 
