@@ -97,7 +97,8 @@ class Reductions(Feature):
 
     def _sum_over_data(self, values: Tensor) -> None:
         """See Rank. In the groups that `close` closes."""
-        with communicating(f"rank {self._rank.index}, summing the numbers of targets over replicas and shards"):
+        rank = self._rank.index
+        with communicating(f"rank {rank}, summing the numbers of targets over replicas and shards"):
             for group in self._of_data():
                 dist.all_reduce(values, group=group)
 
