@@ -96,6 +96,28 @@ def test_the_search_times_a_plan_as_the_simulator_does(name):
     assert all(x <= y for row in starts for x, y in pairwise(row))
 
 
+UNEQUAL = Costs.of_lengths(
+    [0.5, 2, 0, 1, 1.5, 0.7],
+    Costs(f=[3, 2, 3, 4], b=4, w=2, bw=5.5, comm=0.5, saved=[1, 2, 1, 1]),
+    Costs(f=1, b=[2, 1, 2, 2], w=0),
+)
+
+
+@pytest.mark.parametrize("memory_limit", [None, 6])
+@pytest.mark.parametrize("costs", [UNEQUAL, UNEQUAL.reordered([3, 1, 0, 5, 4, 2])])
+def test_every_planner_times_unequal_microbatches_as_the_simulator_does(costs, memory_limit):
+    problem = Problem((0, 1, 2, 3), 6, costs, memory_limit)
+    timed = [(value, rows) for value, rows in own_times(problem) if value < math.inf]
+    assert len(timed) > 3
+    for value, rows in timed:
+        assert math.isclose(value, makespan(problem, rows))
+        assert problem.value_of_plan(rows) < math.inf  # within the limit
+        timing = IncrementalTiming(problem, rows)
+        move_at_random(timing, random.Random(0), 300, Deadline(math.inf), goal=0.0)
+        assert math.isclose(timing.value, makespan(problem, timing.rows))
+        assert problem.value_of_plan(timing.rows) < math.inf
+
+
 def own_times(problem):
     """(its own makespan, plan) of each planner that keeps its own clock."""
     for rules in first_rules(problem):

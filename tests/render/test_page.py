@@ -19,7 +19,8 @@ from zbpp.render.style import COLOURS, REDUCTION_COLOURS
 from zbpp.schedule import Action, Costs, Op, Timeline, Timetable, consumes, produces, simulate
 
 COSTS = Costs(f=18.5, b=18.1, w=9.3, comm=0.6)
-HALVES = Costs(f=9.25, b=9.05, w=4.65, comm=0.6, saved=0.5, deferred=0.25)
+LENGTHS = [1, 0.5, 0.5, 0.5, 1, 1, 1, 1, 0.5, 0.5, 1, 2]
+HALVES = Costs.of_lengths(LENGTHS, Costs(f=9, b=9, w=5, comm=0.6, saved=0.5, deferred=0.25))
 OWN = {"1f1b": COSTS, "zb_h1": COSTS, "zb_v": HALVES}
 TIMELINES = {name: simulate(plan(name, 4, 12, costs=own), own) for name, own in OWN.items()}
 
@@ -86,14 +87,16 @@ def actions(timeline: Timeline) -> Iterator[tuple[int, Action, float, float]]:
 
 
 def levels(timeline: Timeline, costs: Costs, rank: int) -> list[float]:
-    """Memory after each action, F +saved, B -saved +deferred, W -deferred, BW -saved."""
+    """Memory after each action, F +saved, B -saved +deferred, W -deferred, BW -saved; times the length."""
     change = {
         Op.F: costs.saved,
         Op.B: costs.deferred - costs.saved,
         Op.W: -costs.deferred,
         Op.BW: -costs.saved,
     }
-    return list(itertools.accumulate(change[action.op] for action in timeline.timetable.rows[rank]))
+    lengths = costs.lengths or [1.0] * 12
+    row = timeline.timetable.rows[rank]
+    return list(itertools.accumulate(change[action.op] * lengths[action.microbatch] for action in row))
 
 
 # ---------------------------------------------------------------- what is painted

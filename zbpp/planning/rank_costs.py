@@ -81,7 +81,8 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
         if not isinstance(unit, str) or unit not in _UNITS:
             raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
         for name in given.keys() - set(COST_NAMES):
-            raise PlanError(f"{shown(name)} is no cost; known: {', '.join(COST_NAMES)}, memory_unit")
+            known = ", ".join((*COST_NAMES, "memory_unit", "quadratic"))
+            raise PlanError(f"{shown(name)} is no cost; known: {known}")
         return RankCosts(**given, memory_unit=unit, quadratic=_quadratic(squared)), about
 
 
