@@ -123,6 +123,9 @@ def test_one_rank_takes_the_sum_whatever_the_order():
 def test_an_order_names_the_microbatch_at_each_place():
     assert Costs.of_lengths([3, 1, 2], Costs()).reordered([1, 2, 0]).lengths == (1.0, 2.0, 3.0)
     assert Costs().reordered([1, 0]) == Costs()
+    drawn = np.array([3.0, 1.0, 2.0])
+    assert Costs(lengths=drawn) == Costs.of_lengths(drawn, Costs()) == Costs.of_lengths([3, 1, 2], Costs())
+    assert Costs(lengths=drawn).reordered(np.argsort(drawn)).lengths == (1.0, 2.0, 3.0)
 
 
 def test_without_lengths_both_parts_count_once():
@@ -149,6 +152,10 @@ REFUSED = {
     "quadratic memory": (
         lambda: Costs.of_lengths([1], Costs(), Costs(saved=2.0)),
         "only f, b, w and bw grow with the square",
+    ),
+    "lists of two lengths": (
+        lambda: Costs(f=[1, 2], quadratic=Costs(f=[1, 2, 3])).per_stage(2),
+        "lists of 2 and of 3 numbers",
     ),
     "quadratic number": (lambda: Costs(quadratic=2.0), "write quadratic=Costs"),
 }

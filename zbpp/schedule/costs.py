@@ -84,7 +84,7 @@ class CostNumbers:
         return replace(linear, lengths=_checked_lengths(lengths), quadratic=quadratic)
 
     def __post_init__(self) -> None:
-        if self.lengths != ():
+        if not isinstance(self.lengths, tuple) or self.lengths:
             object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
         if self.quadratic is not None:
             self._check_quadratic(self.quadratic)
@@ -287,9 +287,10 @@ def _sum(one: PerStage, other: PerStage) -> PerStage:
     if not isinstance(one, Sequence) and not isinstance(other, Sequence):
         return one + other
     ones, others = _numbers("f", one), _numbers("f", other)
-    longest = max(len(ones), len(others))  # per_stage refuses lists of other lengths
-    pairs = zip(_repeated(ones, longest), _repeated(others, longest), strict=False)
-    return [x + y for x, y in pairs]
+    if len(ones) != len(others) and 1 not in (len(ones), len(others)):
+        raise PlanError(f"Costs: lists of {len(ones)} and of {len(others)} numbers can't be one per stage")
+    longest = max(len(ones), len(others))
+    return [x + y for x, y in zip(_repeated(ones, longest), _repeated(others, longest), strict=True)]
 
 
 def _numbers(name: str, value: object) -> list[float]:
