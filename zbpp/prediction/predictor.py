@@ -12,14 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any, NamedTuple
 
-from zbpp.config import ConfigError, TrainConfig, naming
+from zbpp.config import ConfigError, TrainConfig
 from zbpp.planning.memory_budget import RankMemory
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
-from zbpp.run.plan import costs_of, planned
+from zbpp.run.plan import build_offload, costs_of, planned
 from zbpp.run.stages import pipeline_ranks
-from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, Timetable
 from zbpp.schedule.offload import RankOffload
 
@@ -66,11 +65,8 @@ class Predictor:
         if timetable is None:
             timetable = planned(config, pipeline_ranks(config.parallel, config.parallel.num_processes or 1))
         measured, recomputed = self.measure(config, timetable)
-        offload: tuple[RankOffload, ...] = ()
-        if config.memory.offload != "none":
-            gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
-            with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
-                offload = ActivationOffload(costs_of(config.schedule, timetable), gib).plan(timetable)
+        asked = build_offload(config, costs_of(config.schedule, timetable))
+        offload = () if asked is None else asked.plan(timetable)
         is_later = config.optimizer.validation == "after"
         ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
         costs = measured.costs if config.schedule.costs is None else costs_of(config.schedule, timetable)

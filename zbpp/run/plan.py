@@ -22,6 +22,7 @@ from zbpp.planning import (
 )
 from zbpp.planning.plan import check_shape, stages_per_rank
 from zbpp.run.model import build_model, layers_per_stage
+from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
 from zbpp.training.measured_steps import Title
 from zbpp.training.replan import Replan
@@ -81,6 +82,15 @@ def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
     """The times in schedule.costs, or else F, B and W of equal length."""
     whole = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
     return whole.per_stage(timetable.num_stages, timetable.num_ranks)
+
+
+def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload | None:
+    """The offload of memory.offload; None for none. Raises ConfigError for costs that it can't plan with."""
+    gib: Any = config.memory.offload  # the config has checked it
+    if gib == "none":
+        return None
+    with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
+        return ActivationOffload(costs, gib)
 
 
 def build_replan(

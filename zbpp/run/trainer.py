@@ -14,9 +14,9 @@ from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
 from zbpp.run.model import metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.run.plan import build_replan
+from zbpp.run.plan import build_offload, build_replan
 from zbpp.run.stages import Parts
-from zbpp.runtime import ActivationOffload, CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
+from zbpp.runtime import CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
 from zbpp.runtime.mesh import Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.training.fine_tuned import check_fine_tuned
@@ -52,10 +52,9 @@ def build_pipeline(
     switched: list[Extra] = []
     if parallel.shard > 1 and precision.is_mixed:
         policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
-    if config.memory.offload != "none":
-        gib: Any = config.memory.offload  # "auto" or a number: the config has checked it
-        with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
-            switched.append(ActivationOffload(plan.costs, gib))
+    offload = build_offload(config, plan.costs)
+    if offload is not None:
+        switched.append(offload)
     if config.memory.head_at_once:
         switched.append(HeadAtOnce())
     if parallel.overlap_exchange:

@@ -40,10 +40,17 @@ def choose_offload(
     limits = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
     if len(limits) != num_ranks:
         raise PlanError(f"limit has {len(limits)} numbers for {num_ranks} ranks")
-    stage_costs = costs.per_stage(timeline.timetable.num_stages)
     return tuple(
-        _RankChoice(timeline, rank, stage_costs, late).choose(limits[rank]) for rank in range(num_ranks)
+        choose_rank_offload(timeline, rank, costs, each, late=late) for rank, each in enumerate(limits)
     )
+
+
+def choose_rank_offload(
+    timeline: Timeline, rank: int, costs: Costs, limit: float = math.inf, *, late: bool = False
+) -> RankOffload:
+    """The choice of one rank, which depends on no other rank's choice; arguments as in `choose_offload`."""
+    stage_costs = costs.per_stage(timeline.timetable.num_stages)
+    return _RankChoice(timeline, rank, stage_costs, late).choose(limit)
 
 
 class _RankChoice:

@@ -28,9 +28,10 @@ from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Costs, Op, Program, Timetable, Value, choose_offload, simulate
+from zbpp.schedule import Action, Costs, Op, Program, Timeline, Timetable, Value, simulate
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.offload import RankOffload
+from zbpp.schedule.offload_choice import choose_rank_offload
 from zbpp.schedule.passes.copies import with_copies
 from zbpp.schedule.program import Await, Drop, Fetch, Instruction, Offload
 
@@ -51,7 +52,7 @@ class ActivationOffload(Feature):
     least_bytes: storages below this size stay.
     Raises ValueError for costs without `host`, and for a number with costs that are not in bytes.
 
-    chosen: for each rank, what leaves and when.
+    chosen: in a pipeline, for each rank what leaves and when. It is computed when it is read.
     """
 
     name = "activation_offload"
@@ -86,14 +87,24 @@ class ActivationOffload(Feature):
 
     def plan(self, timetable: Timetable) -> tuple[RankOffload, ...]:
         """For each rank, what leaves and when."""
-        limit = math.inf if self.gib == "auto" else float(self.gib) * _GIB
         without = simulate(timetable, self.costs)
-        return choose_offload(without, self.costs, limit, late=self.gib != "auto")
+        return tuple(self._of_rank(rank, without) for rank in range(timetable.num_ranks))
+
+    def _of_rank(self, rank: int, without: Timeline) -> RankOffload:
+        """What leaves one rank, and when. without: the simulated step without offload."""
+        limit = math.inf if self.gib == "auto" else float(self.gib) * _GIB
+        return choose_rank_offload(without, rank, self.costs, limit, late=self.gib != "auto")
+
+    @property
+    def chosen(self) -> tuple[RankOffload, ...]:
+        """See the class."""
+        return self.plan(self._rank.timetable)
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
-        self.chosen, self._rank = self.plan(rank.timetable), rank
-        copies = (each.instruction for each in self.chosen[rank.index])
+        self._rank = rank
+        self._placed = self._of_rank(rank.index, simulate(rank.timetable, self.costs))
+        copies = (each.instruction for each in self._placed)
         self._leaving = frozenset(each.value for each in copies if isinstance(each, Offload))
         self._copier = Copier(rank.device)
         self._stages = {
@@ -108,7 +119,7 @@ class ActivationOffload(Feature):
 
     def rewrite(self, call: str, program: Program) -> Program:
         """Put the copies into the program of a step."""
-        return with_copies(program, self.chosen[self._rank.index]) if call == "step" else program
+        return with_copies(program, self._placed) if call == "step" else program
 
     def handlers(self, call: str) -> Mapping[type, Handler]:
         """See Feature."""
