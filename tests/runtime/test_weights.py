@@ -158,6 +158,19 @@ def test_loss_and_norm_of_a_language_model_do_not_depend_on_the_number_of_microb
     assert float(clip_grad_norm_(pipeline, 1e9)) == pytest.approx(float(expected), rel=1e-12)
 
 
+def test_a_microbatch_without_targets_has_a_loss_of_zero():
+    """cross_entropy's mean over no target is NaN; such a microbatch adds nothing to the step's loss."""
+    given = batch([10, 0, 3, 7])
+
+    @mean_over_tokens
+    def loss_fn(output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+    losses, grads = piped(loss_fn, plan("zb_h1", 1, 4), given)
+    assert losses[1] == 0
+    assert_equals((losses, grads), plain([given]))
+
+
 def test_without_a_mark_each_microbatch_weighs_the_same():
     def unmarked(output, target):
         return mean(output, target)

@@ -219,7 +219,10 @@ class StageWorker:
         try:
             grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
         except RuntimeError as error:
-            raise explained_in_backward(error, self.module, self.index) or error from None
+            explained = explained_in_backward(error, self.module, self.index)
+            if explained is None:
+                raise
+            raise explained from None
         if self.shared_hooks is not None:
             self.shared_hooks.keep(deferred, microbatch)
         weight_grads = WeightGrads(deferred, large)
@@ -239,7 +242,10 @@ class StageWorker:
                 error.add_note(f"the memory is {place} of stage {self.index}")
             raise
         except RuntimeError as error:
-            raise explained_in_backward(error, self.module, self.index) or error from None
+            explained = explained_in_backward(error, self.module, self.index)
+            if explained is None:
+                raise
+            raise explained from None
 
     def has_auxiliary_losses(self, microbatch: int) -> bool:
         """Whether F of a microbatch, whose B has not run, has reported auxiliary losses."""

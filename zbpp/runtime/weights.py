@@ -57,5 +57,6 @@ def weights_of(
 
 
 def weighed(loss: Tensor, factor: Tensor) -> Tensor:
-    """The loss times a factor, in float32 at least."""
-    return loss * factor.to(torch.promote_types(loss.dtype, torch.float32))
+    """The loss times a factor, in float32 at least; 0 for a factor of 0, whose mean over no target is NaN."""
+    product = loss * factor.to(torch.promote_types(loss.dtype, torch.float32))
+    return torch.where(factor == 0, torch.zeros_like(product), product)

@@ -1,9 +1,9 @@
 """The matrix products of one stage's F, B and W, from which the ratios of their times follow.
 
 A product costs its floating-point operations; torch counts them (torch.utils.flop_counter). All other
-operations are left out. Backward costs twice as much as F, and W as much as the products of F that have a
-weight: each such product is two in backward, one for its input and one for its weight. Attention's products
-have no weight, so their whole backward is B's. Causal attention counts as if it looked at all positions.
+operations are left out. A product of F with a weight is two in backward: one for its input in B, and one for
+its weight in W, unless the weight is frozen. Attention's products have no weight, so their whole backward,
+twice F, is B's. Causal attention counts as if it looked at all positions.
 """
 
 from __future__ import annotations
@@ -53,14 +53,22 @@ def products(
     with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
         worker.forward(0, message)
     worker.abandon()
-    return _of_forward(counter.get_flop_counts().get("Global", {}))
+    return _of_forward(counter.get_flop_counts().get("Global", {}), _trained_share(module))
 
 
-def _of_forward(counts: Mapping[Any, int]) -> Products:
-    """counts: {operation: the floating-point operations of all its calls in F}."""
+def _of_forward(counts: Mapping[Any, int], trained: float) -> Products:
+    """counts: {operation: the floating-point operations of all its calls in F}. trained: of the weights."""
     f = float(sum(counts.values()))
-    w = float(sum(count for operation, count in counts.items() if _has_weight(operation)))
-    return Products(f, 2 * f - w, w)
+    with_weight = float(sum(count for operation, count in counts.items() if _has_weight(operation)))
+    return Products(f, 2 * f - with_weight, trained * with_weight)
+
+
+def _trained_share(module: nn.Module) -> float:
+    """The share of the trained numbers in the weights of a stage's products; an embedding has no product."""
+    owners = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
+    weights = {each for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1}
+    total = sum(each.numel() for each in weights)
+    return sum(each.numel() for each in weights if each.requires_grad) / total if total else 1.0
 
 
 def _has_weight(operation: torch._ops.OpOverloadPacket) -> bool:
