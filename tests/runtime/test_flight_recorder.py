@@ -28,7 +28,7 @@ def rank_of(num_ranks=2, timeout=60.0, is_nccl=False):
     """What a recorder asks of its rank."""
     place = SimpleNamespace(broadcast=lambda key: key, groups={}, pipeline=None)
     return SimpleNamespace(
-        rank=0,
+        index=0,
         key="j",
         place=place,
         timetable=plan("zb_h1", num_ranks, M),
