@@ -1,4 +1,4 @@
-"""The squared norms of gradients, in float64. The norm over all ranks is the root of the sum of these."""
+"""Squared norms of gradients, in float64. The norm over all ranks is the square root of their sum."""
 
 from __future__ import annotations
 

@@ -29,10 +29,11 @@ Instruction = Hashable
 class Program(NamedTuple):
     """What one rank executes, in order.
 
-    Two facts of the timeline in which F, B and W take one unit of time, BW takes two, and messages take none,
-    for posts.py. in_flight[peer]: the most values that the link from `peer` holds at a time. sent: for each
-    value that comes from another rank, in the order of their sends, how many actions of this rank begin
-    before the value is sent, and by whom it is sent. row: the rank's row of the timetable.
+    row: the rank's row of the timetable. posts.py reads `in_flight` and `sent`. Both are facts of the
+    timeline in which F, B and W take one unit of time, BW takes two, and messages take none. in_flight[peer]:
+    the most values that the link from `peer` holds at a time. sent: for each value from another rank, in the
+    order of the sends: (how many actions of this rank begin before the value is sent, the rank that sends
+    it).
     """
 
     rank: int
@@ -45,9 +46,9 @@ class Program(NamedTuple):
         return "\n".join(map(str, self.instructions))
 
     def positions(self) -> Sequence[int]:
-        """For each place in the row, and its end: how many of the program's actions stand before it.
+        """For each position in the row, and its end: how many actions of the program stand before it.
 
-        A pass may have dropped actions.
+        That is the position itself, unless a pass has dropped actions.
         """
         kept = {each for each in self.instructions if isinstance(each, Action)}
         if len(kept) == len(self.row):

@@ -4,12 +4,12 @@
     ...
     2W7  Update 2         gradients -> states, weights updated, gradients dropped
 
-So the gradients of one stage exist at a time. torch-optimi's optimizers support this: with
+So only one stage of a rank has gradients at a time. torch-optimi's optimizers support this: with
 `optimizer_accumulation` set, their step changes the states and not the weight. Their moving averages treat
-each microbatch as a step, and expect the gradient of the microbatch's mean loss. So the factor 1 /
-num_microbatches, which the pipeline's gradients have, is taken out again. The result equals that of optimi's
-own accumulation over the same microbatches; it approximates that of summed gradients, since a beta applies
-per microbatch.
+each microbatch as a step, and expect the gradient of the microbatch's mean loss. The pipeline's gradients
+have the factor 1 / num_microbatches, so they are multiplied by num_microbatches first. The result equals that
+of optimi's own accumulation over the same microbatches. It only approximates the result of summed gradients,
+since the betas apply once per microbatch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WRITE_STEP = "write gradient_release=step, that is, zbpp.GradientRelease withou
 
 
 class Accumulation:
-    """Gives gradients to the states of an optimizer, and makes those of the last microbatch ready."""
+    """Adds gradients to the states of an optimizer; prepares those of the last microbatch for the update."""
 
     def __init__(self, optimizer: Any, num_microbatches: int) -> None:
         self._optimizer, self._num_microbatches = optimizer, num_microbatches
@@ -46,7 +46,7 @@ class Accumulation:
             each.grad = None
 
     def make_ready(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Before the update: a parameter without a gradient in the last microbatch gets one of zero."""
+        """Called before the update: give a zero gradient to parameters that the last microbatch gave none."""
         self._take_out_mean(parameters)
         for each in parameters:
             if each.grad is None and id(each) in self._waiting:
@@ -54,7 +54,7 @@ class Accumulation:
             self._waiting.discard(id(each))
 
     def clear(self) -> None:
-        """A step begins."""
+        """Called when a step begins: forget a failed step."""
         self._waiting.clear()
 
     def _take_out_mean(self, parameters: Sequence[nn.Parameter]) -> None:

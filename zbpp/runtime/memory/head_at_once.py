@@ -4,9 +4,9 @@
     with      B0 + W0 of the head ... B1 + W1 of the head ... W0 W1 W2 of the rest  one dz
 
 dz, the gradient of the logits, is mostly the largest tensor that waits for a W on the last rank: 2 GiB with
-128k words and 8,192 tokens. B takes longer by this part of W, and W is shorter. So a plan needs nothing new:
-the costs of the last stage say both, and all else that waits fills bubbles as before. The order of sums
-stays, since B's ascend in microbatch as W's do.
+128k words and 8,192 tokens. B takes longer by the head's W, and W is shorter by it. A plan needs nothing
+new: the costs of the last stage contain both changes, and the W of its other weights fills bubbles as before.
+The order of sums stays, since B's run in ascending order of microbatches, as W's do.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from zbpp.schedule.program import HeadW
 class HeadAtOnce(Feature):
     """Runs the W of a language model's head at the end of its B.
 
-    The head is what `zbpp.linear_cross_entropy`, or the loss of gpt, llama and Hugging Face models, computes
-    logits with on the last stage. Losses and gradients stay equal, to the last bit. Where one compiled call
-    holds the head and other layers, all their W's run at the end of B. Nothing changes for other losses.
+    The head is the layer of the last stage whose logits `zbpp.linear_cross_entropy` uses, or the loss of gpt,
+    llama and Hugging Face models. Losses and gradients stay equal to the last bit. If one compiled graph
+    holds the head and other layers, all their W's run at the end of B. With other losses the extra changes
+    nothing.
     """
 
     name = "head_at_once"
