@@ -88,6 +88,8 @@ def test_a_models_folder_says_the_size_of_its_vocabulary(tmp_path):
 def test_two_numbers_of_ranks_and_unknown_options_are_refused():
     with pytest.raises(ConfigError, match="-n is short for parallel.num_processes: write one of the two"):
         command_line.arguments(["-n", "2", "parallel.num_processes=3"])
+    with pytest.raises(ConfigError, match="--n is no option; did you mean -n[?]"):
+        command_line.arguments(["--n", "2"])
     with pytest.raises(ConfigError, match="--nosuch is no option: zbpp train --help"):
         command_line.arguments(["--nosuch", "steps=3"])
 
@@ -116,7 +118,7 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ("model=gpt_tony", "Could not find 'model/gpt_tony' Available options in 'model': custom emulated"),
+        ("model=gpt_tony", "model=gpt_tony: there is no such choice; known: custom, emulated, "),
         ("stepz=3", "stepz: there is no such key; did you mean steps?"),
         ("learning_rat=1e-3", "did you mean optimizer.learning_rate?"),
         ("optimiser.lr=1e-3", "optimiser.lr: there is no such key; did you mean optimizer.learning_rate (or"),
@@ -129,14 +131,20 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         ("+step=2", "step: there is no such key; did you mean steps?"),
         ("++optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
         ("+parallel.processes=2", "did you mean parallel.num_processes?"),
-        ("steps=many", "Value 'many' of type 'str' could not be converted to Integer"),
+        ("steps=many", "steps: 'many' is no value for it: write a whole number"),
+        ("steps=2.5", "steps: '2.5' is no value for it: write a whole number"),
+        ("microbatch_size=null", "microbatch_size: it can't be null"),
+        ("schedule=zbh1", "schedule=zbh1: there is no such choice; known: 1f1b, auto, dualpipe_v,"),
+        ("schedule=zbh1", "; did you mean zb_h1?"),
+        ("optimizer=sgd", "stable_adamw. Any optimizer: optimizer=custom optimizer.build._target_="),
+        ("fine_tune.lora.r=8", "fine_tune.lora.r: there is no such key; did you mean finetune?"),
         ("steps=[3", "no viable alternative at input '[3'"),
         ("optimizer=null", "Config group override must be a string or a list"),
         (
             f"model._target_={__name__}.Tower",
             "write data._target_=my_file.my_data for data of yours, or data=",
         ),
-        ("model._target_=nigth.Net", "model._target_=nigth.Net: there is no module nigth"),
+        ("model._target_=nigth.Net", "there is no module nigth, neither installed nor in the current"),
     ],
 )
 def test_a_mistake_in_an_argument_is_one_line_that_says_what_to_write(given, words):
@@ -157,9 +165,15 @@ def test_a_typo_in_a_classs_name_names_the_module_and_what_it_has(tmp_path, monk
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(configs.ConfigError) as caught:
         configs.instantiate_node("model", {"_target_": "my_typo_file.MyModle"})
-    assert "model (my_typo_file.MyModle): module 'my_typo_file' has no attribute 'MyModle'" in str(
-        caught.value
+    assert str(caught.value) == (
+        "model (my_typo_file.MyModle): module 'my_typo_file' has no attribute 'MyModle'; "
+        "did you mean MyModel?"
     )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(
+        configs.ConfigError, match="there is no module my_typofile; did you mean my_typo_file?"
+    ):
+        configs.instantiate_node("model", {"_target_": "my_typofile.MyModel"})
 
 
 @pytest.mark.parametrize(

@@ -32,14 +32,14 @@ MAY_IMPORT = {
         "training",
         "parity_check",
     },
-    "zbpp/stage_api.py": set(),
+    "zbpp/stage_api.py": {"error_text"},
     "zbpp/seeding.py": set(),
     "zbpp/error_text.py": set(),
     "zbpp/streams.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/ranges.py": set(),
-    "zbpp/signatures.py": {"ranges"},
-    "zbpp/config/": {"config", "ranges", "signatures"},
+    "zbpp/signatures.py": {"error_text", "ranges"},
+    "zbpp/config/": {"config", "error_text", "ranges", "signatures"},
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     # From a config to a finished run: what each rank trains, and what the run leaves.
     "zbpp/run/": {"config", "models", "prediction", "render", "run"} | _TRAINING,
@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"benchmark", "config", "run"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
-    "zbpp/planning/": {"partition"} | _PLANS,
+    "zbpp/planning/": {"error_text", "partition"} | _PLANS,
     # Scale on paper: hardware and a model's sizes become costs. Pure Python.
     "zbpp/cluster/": {"cluster", "partition", "ranges"} | _PLANS,
     # The one file of plan's that reads YAML.
@@ -70,7 +70,7 @@ MAY_IMPORT = {
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,
-    "zbpp/cutting/": {"autograd", "cutting", "partition"},
+    "zbpp/cutting/": {"autograd", "cutting", "error_text", "partition"},
     # autograd: the loss of a language model, whose B is split from its W.
     "zbpp/models/": {"autograd", "models", "partition"} | _LEAVES,
     "zbpp/commands/compare.py": {"render", "schedule"},  # reads the folders of runs

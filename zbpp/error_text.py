@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -28,6 +30,13 @@ def kind_of(value: object) -> str:
     """`an int`, `a Tensor`: the class of a value, for a sentence."""
     name = type(value).__name__
     return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
+def did_you_mean(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """`; did you mean zb_h1?`: the prefix and the nearest of the known names; nothing if none is near."""
+    by_lower = {each.lower(): each for each in known}
+    close = difflib.get_close_matches(name.lower(), by_lower, n=1)
+    return f"; did you mean {prefix}{by_lower[close[0]]}?" if close else ""
 
 
 def shown_path(path: Path) -> Path:

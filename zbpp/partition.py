@@ -107,8 +107,8 @@ class _Model:
         for cost in (*layers, last):
             if not (math.isfinite(cost) and cost >= 0):
                 raise ValueError(f"a layer costs {cost!r}: write a finite number, 0 or more")
-        if num_stages < 1:
-            raise ValueError(f"num_stages={num_stages}: write 1 or more")
+        if not isinstance(num_stages, int) or num_stages < 1:
+            raise ValueError(f"num_stages={num_stages!r}: write a whole number, 1 or more")
         self.num_stages = num_stages
         self.least = [1] * num_stages
         if last > 0 and num_stages > 1:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from zbpp.error_text import did_you_mean
 from zbpp.ranges import ConfigError
 
 
@@ -37,6 +37,8 @@ def check_arguments(
         return
     for name in given:
         if name not in known:
-            close = [elsewhere[name]] if name in elsewhere else difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {part}.{close[0]}?" if close else f"it takes {', '.join(known)}"
-            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}; {hint}")
+            near = did_you_mean(name, known, f"{part}.")
+            if name in elsewhere:
+                near = f"; did you mean {part}.{elsewhere[name]}?"
+            hint = near or f"; it takes {', '.join(known)}"
+            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}{hint}")

@@ -14,6 +14,9 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
         dimension, with torch.distributed.tensor.parallel. All ranks of the mesh call it with equal stages.
         Names and whole values of the parameters stay. The stage still gets and returns whole plain tensors,
         equal on all ranks. Raises ValueError, before anything is changed, if the number of ranks doesn't fit.
+    check_pipeline(pipeline) -> None
+        Called on every rank once the Pipeline is built. Raises ValueError, on all ranks, for a mistake that
+        shows in all stages together; `pipeline.place.gather` tells each rank of the others.
     tied() -> dict[str, str]
         The parameters that are one parameter of the model, in names of the whole model:
         {"head.weight": "embedding.weight"}. Each stage may make a tensor of its own for it.
@@ -47,10 +50,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
+from inspect import signature
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+
+from zbpp.error_text import kind_of
 
 
 @runtime_checkable
@@ -75,6 +81,40 @@ class PipelineModel(Protocol):
         (sum, count), of a loss that is marked by `mean_over`.
         """
         ...
+
+
+METHODS = "build_stage(self, index, num_stages)", "loss(self, output, target)"
+
+
+def missing_methods(model: object) -> list[str]:
+    """The methods, as one writes them, that an object lacks to be a PipelineModel."""
+    return [each for each in METHODS if not hasattr(model, each.partition("(")[0])]
+
+
+class RefusedStage(ValueError):
+    """build_stage has other arguments than those of the contract, or returned no module."""
+
+
+def stage_of(model: PipelineModel, index: int, num_stages: int) -> nn.Module:
+    """What the model's build_stage returns. Raises RefusedStage."""
+    name = type(model).__name__
+    try:
+        signature(model.build_stage).bind(index, num_stages)
+    except TypeError as error:
+        raise RefusedStage(f"build_stage of {name}: {error}; write def {METHODS[0]}") from error
+    stage: object = model.build_stage(index, num_stages)
+    if isinstance(stage, nn.Module):
+        return stage
+    hint = ": is a return missing?" if stage is None else ": return the one stage of this index"
+    returned = f"returned {kind_of(stage)}, not a torch.nn.Module"
+    raise RefusedStage(f"build_stage({index}, {num_stages}) of {name} {returned}{hint}")
+
+
+def check_pipeline(model: object, pipeline: object) -> None:
+    """Call the model's check_pipeline, if it has one. Collective. Raises ValueError as it does."""
+    check = getattr(model, "check_pipeline", None)
+    if check is not None:
+        check(pipeline)
 
 
 Function = TypeVar("Function", bound=Callable[..., object])

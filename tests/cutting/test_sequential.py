@@ -141,6 +141,7 @@ def with_a_shared_buffer():
         (with_a_shared_buffer, 3, {}, ValueError, r"stage 2 \(2.running_mean\) would share one buffer"),
         (chain, 8, {}, ValueError, "7 children are too few for 8 stages"),
         (chain, 0, {}, ValueError, "num_stages=0"),
+        (chain, 2.0, {}, ValueError, "num_stages=2.0: write a whole number"),
         (chain, 2, {"layers_per_stage": [7, 0]}, ValueError, r"=\[7, 0\] leaves stage 1 empty"),
         (chain, 2, {"layers_per_stage": [3, 3]}, ValueError, "adds up to 6"),
         (chain, 2, {"layers_per_stage": [3, 3, 1]}, ValueError, "is for 3 stages: write 2 numbers"),

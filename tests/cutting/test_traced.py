@@ -357,6 +357,10 @@ def reporting(m, x):
         (lambda m, x: m.b(m.a(x)[x[:, 0] > 0]), {}, ["b"], r"\[u0, 4\], is no tensor of a fixed shape"),
         (lambda m, x: m.b(m.b(m.a(x))), {}, ["b"], "forward calls 'b' 2 times: split at a submodule"),
         (lambda m, x: m.b(m.a(x)), {}, ["c"], "forward calls 'c' 0 times"),
+        (lambda m, x: m.l[1](m.l[0](x)), {"l": nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])}, ["l"],
+         "forward calls 'l' 0 times: split at a submodule that it calls once, such as l.1"),
+        (lambda m, x: m.b(m.a(x)), {}, "b", "split_points is a str, not a list of names of submodules"),
+        (lambda m, x: m.b(m.a(x)), {}, X, "split_points is a Tensor, not a list"),
         (lambda m, x: m.b(m.a(x)), {}, ["a"], "stage 0 of 2 would compute nothing"),
         (lambda m, x: m.b(m.a(x)) * m.w, {"w": torch.ones(4, requires_grad=True)}, ["b"],
          "make it an nn.Parameter"),
@@ -465,5 +469,7 @@ class _Always:
 
 
 def test_a_split_point_that_is_no_submodule_is_refused_with_the_nearest_names():
-    with pytest.raises(ValueError, match="OfTwo has no submodule 'lasst': write last, or one of first, last"):
+    with pytest.raises(
+        ValueError, match="OfTwo has no submodule 'lasst'; it has first, last; did you mean last"
+    ):
         trace_stages(OfTwo(), (ROWS, TIMES), ["lasst"])

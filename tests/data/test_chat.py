@@ -135,7 +135,7 @@ def test_rows_are_as_long_as_the_longest_conversation_and_the_run_says_what_is_c
             f"lost; the longest conversation asks for {longest}"
         )
     if left_out := 24 - len(kept):
-        expected.append(f"{left_out} conversations have no assistant's token there, and are left out")
+        expected.append(f"{left_out} conversations are left out: no assistant's token in the first {length}")
     assert list(found.notes) == expected
 
 

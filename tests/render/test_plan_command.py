@@ -184,7 +184,8 @@ def read_terminal(terminal):
 
 def test_a_picture_leaves_out_a_schedule_that_refuses(output, tmp_path):
     names = ["1f1b", "zb_h2", "zb_v"]  # zb_h2 needs more microbatches
-    output(*names, "--picture", tmp_path / "a.png", "--microbatches", 3)
+    text = output(*names, "--picture", tmp_path / "a.png", "--microbatches", 3)
+    assert text.rstrip().endswith(f"wrote {tmp_path / 'a.png'}")
     assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -123,11 +123,50 @@ class Forgetful(NoLoss):
         super().build_stage(index, num_stages)
 
 
+class AList(Forgetful):
+    def build_stage(self, index, num_stages):
+        return [nn.Linear(SIZE, SIZE)]
+
+
+class OneArgument(Forgetful):
+    def build_stage(self, index):
+        return nn.Linear(SIZE, SIZE)
+
+
+class Checked(Mlp):
+    def check_pipeline(self, pipeline):
+        if len([*pipeline.parameters()]) != 3:
+            raise ValueError("not three parameters")
+
+
 FOUR = plan("zb_h1", 1, 4)
 REFUSED = [
     ((Mlp, FOUR), {}, ValueError, r"stages is .*an instance with build_stage"),
-    ((NoLoss(), FOUR), {}, ValueError, r"stages is a NoLoss: .* and loss\(output, target\)"),
-    ((Forgetful(), FOUR), {}, ValueError, r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a"),
+    (
+        (NoLoss(), FOUR),
+        {},
+        ValueError,
+        r"stages is a NoLoss, a model that lacks loss\(self, output, target\): write",
+    ),
+    (
+        (Forgetful(), FOUR),
+        {},
+        ValueError,
+        r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a .*is a return",
+    ),
+    ((AList(), FOUR), {}, ValueError, r"returned a list, not a torch.nn.Module: return the one stage"),
+    (
+        (OneArgument(), FOUR),
+        {},
+        ValueError,
+        r"build_stage of OneArgument: too many .*; write def build_stage\(self",
+    ),
+    (
+        (Checked(in_features=SIZE, hidden_size=SIZE, out_features=SIZE, num_layers=2), FOUR),
+        {},
+        ValueError,
+        "^not three parameters$",
+    ),
     ((module(), FOUR), {}, ValueError, r"stages is a Sequential: write Pipeline\(\{stage index: module\}"),
     (([module()], FOUR), {}, ValueError, r"stages is a list: write .*, or give a model"),
     (({0: module()}, FOUR), {"device": "cuda"}, ValueError, "is for the stages that a model builds: move"),

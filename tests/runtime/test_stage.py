@@ -246,7 +246,7 @@ REFUSED = [
     (
         lambda: last(layers(), F.mse_loss, None),
         ValueError,
-        "the last stage needs target=...: there is a loss",
+        "the last stage needs target=..., which goes to loss.output, target.: write",
     ),
     (lambda: last(layers(), None, None), ValueError, r"must be a scalar tensor, not \(float64\[4, 5\]\)"),
     (lambda: last(layers(), lambda y, _: 0.0, ZEROS), ValueError, "must be a scalar tensor, not float"),

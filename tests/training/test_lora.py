@@ -1,5 +1,6 @@
 """LoRA and frozen weights on a pipeline against peft, and plain autograd, on the whole model."""
 
+import re
 from collections import OrderedDict
 from dataclasses import fields
 from pathlib import Path
@@ -12,7 +13,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, PostValidation, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.stage_api import blocks_of
-from zbpp.training.fine_tuned import FineTuned, check_fine_tuned, save_adapter
+from zbpp.training.fine_tuned import FineTuned, save_adapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -136,7 +137,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=Fals
             for block in blocks_of(stage):
                 recompute(block)
     with Pipeline(stages, timetable, model.loss) as pipeline:
-        check_fine_tuned(pipeline, model)
+        model.check_pipeline(pipeline)
         perturb(pipeline.named_parameters())
         first = adapters_of(pipeline)
         frozen = {n: p.detach().clone() for n, p in pipeline.named_parameters() if not p.requires_grad}
@@ -227,7 +228,7 @@ def test_frozen_by_name_the_rest_trains_as_in_plain_autograd(base):
     stages, timetable = stages_of(model)
     whole = HuggingFace(path=base).build_stage(0, 1).double()
     with Pipeline(stages, timetable, model.loss) as pipeline:
-        check_fine_tuned(pipeline, model)
+        model.check_pipeline(pipeline)
         trained = [name for name, each in pipeline.named_parameters() if each.requires_grad]
         tokens, target = batch(0)
         pipeline.step(tokens, target=target)
@@ -271,11 +272,10 @@ def on_two_ranks(rank, base):
     found = {}
 
     def refused(model):
-        with Pipeline(model, "1f1b", num_microbatches=2) as pipeline:
-            try:
-                check_fine_tuned(pipeline, model)
-            except ValueError as error:
-                return str(error)
+        try:
+            Pipeline(model, "1f1b", num_microbatches=2).close()
+        except ValueError as error:
+            return str(error)
         return ""
 
     found["first"] = refused(FineTuned(Toy(), freeze=["0.*"]))
@@ -312,6 +312,8 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
     assert "leave no parameter to train" in one["all"]
     assert one["pattern"] == two["pattern"] == "lora.rank_pattern: q_proj matches none of lm_head"
     assert "target_modules: q_prj matches no module" in two["typo"]
+    assert two["typo"].endswith("up_proj, v_proj; did you mean q_proj?")
+    assert not {"base_layer", "default", "lora_A"} & set(re.findall(r"\w+", two["typo"]))
     expected, _, last = by_pipeline(base)
     for name in ("pipeline", "shards"):
         losses = [[each for each in step if each is not None] for step in zip(*one[name], strict=True)]

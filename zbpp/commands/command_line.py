@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
 from zbpp.config import Composed, ConfigError, command, composition_error, help_text
+from zbpp.error_text import did_you_mean
 from zbpp.launch import (
     RankError,
     discard_output,
@@ -95,7 +96,8 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     found = _with_num_ranks(list(given), name)
     for each in found:
         if each.startswith("-") and each.partition("=")[0] not in _FLAGS:
-            raise ConfigError(f"{each} is no option: zbpp {name} --help shows the options and keys")
+            near = did_you_mean(each, ("-n", *_FLAGS)) or f": zbpp {name} --help shows the options and keys"
+            raise ConfigError(f"{each} is no option{near}")
     for group in _NAMED_BY_TARGET:
         found = _without_the_default(group, found)
     if "RANK" in os.environ:

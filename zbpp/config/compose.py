@@ -19,15 +19,17 @@ from typing import Any, Self, get_type_hints
 import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException
+from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
 
 from zbpp.config.choice_help import choice_help
 from zbpp.config.commands import BenchConfig, ExplainConfig, MeasureConfig
 from zbpp.config.folder import config_folder
+from zbpp.config.instantiate import no_module
 from zbpp.config.train import TrainConfig
+from zbpp.error_text import did_you_mean
 from zbpp.ranges import ConfigError, help_of
 
 _KINDS: dict[str, Any] = {
@@ -150,7 +152,7 @@ def _missing_module(config: DictConfig) -> str:
     first = target.partition(".")[0] if isinstance(target, str) else ""
     if not first or first in sys.modules or importlib.util.find_spec(first) is not None:
         return ""
-    return f"model._target_={target}: there is no module {first}"
+    return f"model._target_={target}: {no_module(first)}"
 
 
 def _data_of_another_model(key: object, text: str) -> str:
@@ -211,7 +213,33 @@ def _no_such_key(key: str, root: Any) -> str:
     close = difflib.get_close_matches(key, known, n=1, cutoff=0.8) or [
         by_name[each] for each in difflib.get_close_matches(name, by_name, n=1)
     ]
-    return f"{key}: there is no such key" + (f"; did you mean {close[0]}?" if close else "")
+    meant = f"; did you mean {close[0]}?" if close else did_you_mean(key.partition(".")[0], map(str, values))
+    return f"{key}: there is no such key{meant}"
+
+
+def _no_such_choice(group: str, given: str, known: Sequence[str]) -> str:
+    """That a group has no such choice, and the nearest one, or how one names a class of one's own."""
+    text = f"{group}={given}: there is no such choice; known: {', '.join(known)}"
+    near = did_you_mean(given, known)
+    custom = config_folder() / group / "custom.yaml"
+    if near or not custom.is_file():
+        return text + near
+    return f"{text}. {custom.read_text().partition(chr(10))[0].removeprefix('# ')}"
+
+
+_KIND = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
+def _in_python(text: str) -> str:
+    """What OmegaConf says of a value of a wrong kind, and what to write."""
+    kind = re.search(
+        r"(?s)^Value (.*) of type '\w+' (?:could not be converted to|is not a valid) (\w+)", text
+    )
+    if kind and kind[2] in _KIND:
+        return f"{kind[1]} is no value for it: write {_KIND[kind[2]]}"
+    if "is not Optional" in text:
+        return "it can't be null: write a value, or leave it out"
+    return text.partition("\n")[0]
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
@@ -234,6 +262,11 @@ def composition_error(error: BaseException) -> ConfigError | None:
         message = _no_such_key(unknown[1], cause.parent_node._get_root())
         is_open = not is_dataclass(cause.object_type)  # the node of a class, which may take the argument
         return ConfigError(f"{message} (+{unknown[1]}=... adds it)" if is_open else message)
+    group, _, given = str(getattr(error, "missing_cfg_file", None)).partition("/")
+    if isinstance(error, MissingConfigException) and error.options:
+        return ConfigError(_no_such_choice(group, given, error.options))
+    if isinstance(cause, ValidationError) and isinstance(cause.full_key, str):
+        return ConfigError(f"{cause.full_key}: {_in_python(str(cause))}")
     if cause is not None and str(cause) not in text:
         text += f"\n{cause}"
     lines = [line.strip() for line in text.splitlines()]
@@ -266,16 +299,17 @@ def help_text(name: str, description: str, given: Sequence[str] = ()) -> str:
     """
     text = (config_folder() / f"{name}.yaml").read_text()
     groups = re.findall(r"^  - (\w+): (\w+)(.*)$", text, flags=re.M)
+    chosen = dict(each.split("=", 1) for each in given if "=" in each)
     of_choices = [part for group, *_ in groups for part in choice_help(group, given)]
     return "\n".join(
         [
             description.strip(),
             "",
             *of_choices,
-            "Choices (group=choice; these are the defaults):",
+            f"Choices (group=choice; these are {'yours and ' if of_choices else ''}the defaults):",
             "",
             *(
-                f"{group}={choice}{comment}\n    {', '.join(choices(group))}"
+                f"{group}={chosen.get(group, choice)}{comment}\n    {', '.join(choices(group))}"
                 for group, choice, comment in groups
             ),
             "",

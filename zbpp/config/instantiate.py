@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 
+from zbpp.error_text import did_you_mean
 from zbpp.ranges import ConfigError
 from zbpp.signatures import check_arguments, names_of
 
@@ -50,7 +52,12 @@ def check_node(part: str, node: Mapping[str, Any]) -> Any:
         raise ConfigError(f"{part} names no _target_: write the class, such as _target_: my_package.MyModel")
     try:
         found = resolve_name(target)
-    except (ValueError, ImportError, AttributeError) as error:
+    except AttributeError as error:
+        near = did_you_mean(str(error.name), dir(error.obj))
+        raise ConfigError(f"{part} ({target}): {error}{near}") from error
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{part} ({target}): {no_module(str(error.name))}") from error
+    except (ValueError, ImportError) as error:
         raise ConfigError(f"{part} ({target}): {error}") from error
     keys = [key for key in map(str, node) if key not in _OF_HYDRA]
     check_arguments(part, found, keys)
@@ -58,6 +65,12 @@ def check_node(part: str, node: Mapping[str, Any]) -> Any:
         for key in keys:
             _check_inside(f"{part}.{key}", node[key])
     return found
+
+
+def no_module(name: str) -> str:
+    """A message for a module that Python does not find, with the nearest file of the current folder."""
+    near = did_you_mean(name, [each.stem for each in Path().glob("*.py")])
+    return f"there is no module {name}{near or ', neither installed nor in the current folder'}"
 
 
 def _check_inside(part: str, value: Any) -> None:

@@ -24,7 +24,9 @@ class OptimizerConfig(Checked):
     """An optimizer, whose learning rate rises linearly in the warm-up, then follows lr_schedule."""
 
     prefix: ClassVar[str] = "optimizer."
-    name: str = one_of("adamw", "muon", "custom", help="custom: the one that build names")
+    name: str = one_of(
+        "adamw", "muon", "custom", help="set by optimizer=CHOICE; custom: the one that build names"
+    )
     build: Any = field(
         default_factory=open_node,
         metadata={"help": "of optimizer=custom: _target_, a class, and its own arguments"},

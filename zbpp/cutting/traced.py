@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from difflib import get_close_matches
 from inspect import signature
 from typing import Any
 
@@ -25,6 +24,7 @@ from zbpp.autograd import auxiliary_losses
 from zbpp.cutting.check import check_equal
 from zbpp.cutting.graph import Part, cut
 from zbpp.cutting.stage import TracedStage, describe
+from zbpp.error_text import did_you_mean, kind_of
 
 
 def trace_stages(
@@ -54,6 +54,11 @@ def trace_stages(
     args = (example,) if isinstance(example, Tensor) else tuple(example)
     kwargs = dict(example_kwargs or {})
     points = list(split_points)
+    if isinstance(split_points, str) or not all(isinstance(each, str) for each in points):
+        raise ValueError(
+            f"split_points is {kind_of(split_points)}, not a list of names of submodules: write "
+            "trace_stages(module, example, [name, ...])"
+        )
     for point in points:
         _check_is_submodule(module, point)
     state: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -76,10 +81,9 @@ def trace_stages(
 def _check_is_submodule(module: nn.Module, name: str) -> None:
     names = [each for each, _ in module.named_modules() if each]
     if name not in names:
-        near = get_close_matches(name, names, 1) or names[:1]
         raise ValueError(
-            f"{type(module).__name__} has no submodule {name!r}: write {' or '.join(near)}, or one of "
-            f"{', '.join(names[:8])}{', ...' if len(names) > 8 else ''}"
+            f"{type(module).__name__} has no submodule {name!r}; it has {', '.join(names[:8])}"
+            f"{', ...' if len(names) > 8 else ''}{did_you_mean(name, names)}"
         )
 
 
@@ -118,8 +122,10 @@ def _traced(
         )
     for name in points:
         if calls[name] != 1:
+            inside = [f"{name}.{each}" for each, _ in module.get_submodule(name).named_children()]
+            such = f", such as {inside[len(inside) // 2]}" if inside and not calls[name] else ""
             raise ValueError(
-                f"forward calls {name!r} {calls[name]} times: split at a submodule that it calls once"
+                f"forward calls {name!r} {calls[name]} times: split at a submodule that it calls once{such}"
             )
     return program
 

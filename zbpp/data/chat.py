@@ -179,7 +179,9 @@ def _what_is_lost(conversations: Sequence[Conversation], length: int, num_kept: 
             f"{lost:,} of {targets:,} targets are lost; the longest conversation asks for {longest}"
         )
     if num_left_out := len(conversations) - num_kept:
-        lines.append(f"{num_left_out:,} conversations have no assistant's token there, and are left out")
+        lines.append(
+            f"{num_left_out:,} conversations are left out: no assistant's token in the first {length:,}"
+        )
     return lines
 
 

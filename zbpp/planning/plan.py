@@ -8,11 +8,11 @@ of a search (objective, search, time_limit, seed, progress) have no effect on a 
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from zbpp.error_text import did_you_mean
 from zbpp.planning.memory_limit import MemoryLimit, check_fits, limits_per_rank
 from zbpp.planning.options import MAKESPAN, check_count
 from zbpp.planning.placement import has_placement, place_stages, placement_name
@@ -35,8 +35,7 @@ SCHEDULES: dict[str, Callable[..., Timetable]] = {
 def check_name(name: str) -> None:
     """Raises PlanError, with the name that may be meant, for a name that is not in `SCHEDULES`."""
     if name not in SCHEDULES:
-        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
+        hint = did_you_mean(name, SCHEDULES)
         raise PlanError(f"unknown schedule {shown(name)}; known: {', '.join(SCHEDULES)}{hint}")
 
 

@@ -31,6 +31,7 @@ def _question(answer: Answer) -> str:
     return (
         f"{request.num_ranks} ranks, {request.num_microbatches} microbatches, {most}; times in ms, shortest "
         f"makespan first.\n{_peak(answer).capitalize()}: the most that a rank holds at a time: {held}.\n"
+        "Max span: the longest time from a rank's first action to its last.\n"
         "Bound: no plan with the row's placement and within the memory limit takes less."
     )
 

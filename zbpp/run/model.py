@@ -14,7 +14,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.stage import FORWARD_NOTE, LOSS_NOTE
 from zbpp.schedule import Timetable
-from zbpp.stage_api import PipelineModel
+from zbpp.stage_api import PipelineModel, missing_methods, stage_of
 from zbpp.training.optim.precision import Precision
 
 
@@ -26,10 +26,10 @@ def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | 
     """
     model = instantiate_node("model", node, **({} if "seed" in node else {"seed": seed}))
     if not isinstance(model, PipelineModel):
-        methods = ("build_stage(index, num_stages)", "loss(output, target)")
-        missing = [each for each in methods if not hasattr(model, each.partition("(")[0])]
+        missing = missing_methods(model)
         raise ConfigError(
-            f"model: {type(model).__name__} has no {' and no '.join(missing)}; see zbpp/stage_api.py"
+            f"model: {type(model).__name__} lacks {' and '.join(missing)}: a model is a class that has "
+            "these methods, see the tutorial (docs/tutorial.md)"
         )
     _check_loss(model.loss)
     return model if finetune is None else _fine_tuned(model, finetune, seed)
@@ -65,14 +65,7 @@ def build_stages(model: PipelineModel, timetable: Timetable, rank: int) -> dict[
     """{stage index: module} of this rank, on the CPU. Raises ConfigError."""
     num_stages = timetable.num_stages
     with naming("model"):
-        stages = {index: model.build_stage(index, num_stages) for index in timetable.stages_of(rank)}
-    for index, stage in stages.items():
-        if not isinstance(stage, nn.Module):
-            raise ConfigError(
-                f"model: build_stage({index}, {num_stages}) returned {kind_of(stage)}, not "
-                "a torch.nn.Module: is a return missing?"
-            )
-    return stages
+        return {index: stage_of(model, index, num_stages) for index in timetable.stages_of(rank)}
 
 
 def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:

@@ -19,7 +19,7 @@ from zbpp.run.stages import Parts
 from zbpp.runtime import CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
 from zbpp.runtime.mesh import Reshard
 from zbpp.schedule import Costs, Timetable
-from zbpp.training.fine_tuned import check_fine_tuned
+from zbpp.stage_api import check_pipeline
 from zbpp.training.optim.precision import PRECISIONS, LossScale
 from zbpp.training.trainer import Trainer
 
@@ -74,8 +74,7 @@ def build_pipeline(
             dynamic_shapes=parallel.dynamic_shapes,
             extras=[*switched, *extras],
         )
-    with naming("finetune"):
-        check_fine_tuned(pipeline, model)
+        check_pipeline(model, pipeline)
     return pipeline
 
 

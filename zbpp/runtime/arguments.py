@@ -29,7 +29,7 @@ from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.ties import Tie, agree_on_ties
 from zbpp.runtime.wrapped_stages import refusal_of
 from zbpp.schedule import Timetable
-from zbpp.stage_api import PipelineModel
+from zbpp.stage_api import PipelineModel, RefusedStage, missing_methods, stage_of
 
 # torch's class -> the user's name for it. Found by name among a module's bases, so that nothing is imported.
 _WRAPPERS = {
@@ -106,14 +106,13 @@ def built_stages(
     """
     stages: dict[int, nn.Module] = {}
     for index in indices:
-        call = f"build_stage({index}, {num_stages}) of {type(model).__name__}"
         try:
-            stage = model.build_stage(index, num_stages)
+            stages[index] = stage_of(model, index, num_stages).to(device)
+        except RefusedStage:
+            raise
         except Exception as error:
+            call = f"build_stage({index}, {num_stages}) of {type(model).__name__}"
             raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
-        if not isinstance(stage, nn.Module):
-            raise ValueError(f"{call} returned {kind_of(stage)}, not a torch.nn.Module: is a return missing?")
-        stages[index] = stage.to(device)
     parallelize(model, stages, place.mesh)
     return stages
 
@@ -287,6 +286,9 @@ def _stages_of(
 
 
 def _neither_stages_nor_model(given: Any) -> str:
+    missing = missing_methods(given)
+    if len(missing) == 1:
+        return f"stages is {kind_of(given)}, a model that lacks {missing[0]}: write this method, too"
     return (
         f"stages is {kind_of(given)}: write Pipeline({{stage index: module}}, ...) with the stages that this "
         "rank owns (a whole model on one rank is {0: model}), or give a model, that is, an instance with "

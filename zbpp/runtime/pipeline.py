@@ -43,7 +43,7 @@ from zbpp.runtime.ties import copies_here
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
-from zbpp.stage_api import PipelineModel
+from zbpp.stage_api import PipelineModel, check_pipeline
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
@@ -150,6 +150,7 @@ class Pipeline:
         )
         try:
             self._take_extras(extras, mp_policy)
+            check_pipeline(model, self)
         except BaseException as error:
             self.end(f"it could not be made ({error_text(error)})")
             raise

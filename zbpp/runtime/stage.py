@@ -99,7 +99,12 @@ class StageWorker:
     def begin(self, feed: Feed) -> None:
         """Take what the caller gave for one call. Raises ValueError if a target is needed and missing."""
         if feed.targets is None and self._is_last and self.loss_fn is not None and feed.observe is None:
-            raise ValueError("the last stage needs target=...: there is a loss_fn")
+            names = ", ".join(f"{each}=" for each in feed.kwargs[0]) if feed.kwargs else ""
+            raise ValueError(
+                "the last stage needs target=..., which goes to loss(output, target): write "
+                "pipeline.step(x, target=y). Positional arguments are the first stage's inputs"
+                + (f", and {names} goes to each stage's forward" if names else "")
+            )
         self.feed = feed
 
     def abandon(self) -> None:
@@ -277,9 +282,13 @@ class StageWorker:
         try:
             return self.module(*inputs, **self.feed.kwargs[microbatch], **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
-            if self.index and not is_out_of_memory(error):
-                given = describe(layout_of(inputs))
-                error.add_note(f"{FORWARD_NOTE} {self.index - 1} returned, {given}")
+            if not is_out_of_memory(error):
+                given = describe(layout_of(tuple([each for each in inputs if isinstance(each, Tensor)])))
+                error.add_note(
+                    f"{FORWARD_NOTE} {self.index - 1} returned, {given}"
+                    if self.index
+                    else f"the forward of stage 0 was given {given}"
+                )
             raise
 
     def _loss(self, microbatch: int, output: Any, loss_fn: Loss | None) -> Tensor:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.error_text import did_you_mean
 from zbpp.job.agreement import gather
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import whole_of
 from zbpp.seeding import seed_of
+from zbpp.stage_api import check_pipeline
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.parameter_groups import check_all_match
 
@@ -55,8 +57,9 @@ class FineTuned:
             freeze(stage, self._freeze, self._train, self._tied())
         return stage
 
-    def check(self, pipeline: Pipeline) -> None:
-        """Raise ValueError as `check_fine_tuned` does. Collective."""
+    def check_pipeline(self, pipeline: Pipeline) -> None:
+        """Raise ValueError on all ranks for a pattern or target that matches nothing on any. Collective."""
+        check_pipeline(self.model, pipeline)
         check_frozen(pipeline, self._freeze, self._train)
         if self._lora is not None:
             check_targets(pipeline, self._lora)
@@ -85,12 +88,6 @@ def _refuse_to_split(stage: nn.Module, mesh: DeviceMesh) -> None:
         f"LoRA doesn't go with a mesh of tensor={mesh.size()}: the model's plan splits the modules that LoRA "
         "wraps; write tensor=1, with more pipeline ranks or shards"
     )
-
-
-def check_fine_tuned(pipeline: Pipeline, model: Any) -> None:
-    """Raise ValueError on all ranks for a pattern or target that matches nothing on any rank. Collective."""
-    if isinstance(model, FineTuned):
-        model.check(pipeline)
 
 
 # ----------------------------------------------------------------
@@ -263,17 +260,26 @@ def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
     else:
         missing = [each for each in targets if not any(_is_target(name, each) for name in adapted)]
     if missing:
-        modules = {name.rpartition(".")[0] for name, _ in pipeline.named_parameters()} - own
+        modules = {_unwrapped(name) for name, _ in pipeline.named_parameters()}
         names = sorted({each.split(".")[-1] for part in pipeline.place.gather(modules) for each in part})
         raise ValueError(
-            f"lora.target_modules: {', '.join(missing)} matches no module of the model; modules with weights "
-            f"are called {', '.join(names)}"
+            f"lora.target_modules: {', '.join(missing)} matches no module of the model; its modules with "
+            f"weights are {', '.join(names)}{did_you_mean(missing[0], names)}"
         )
 
     for pattern in _PATTERNS:
         for key in options.get(pattern) or ():
             if not _matches_one(key, adapted):
                 raise ValueError(f"lora.{pattern}: {key} matches none of {', '.join(sorted(adapted))}")
+
+
+def _unwrapped(name: str) -> str:
+    """The module that the model had, before peft wrapped it, for the parameter of this name."""
+    return (
+        name.partition(".lora_")[0]
+        if is_adapter(name)
+        else name.rpartition(".")[0].removesuffix(".base_layer")
+    )
 
 
 def _matches_one(key: str, names: Iterable[str]) -> bool:

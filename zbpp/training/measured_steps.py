@@ -314,8 +314,8 @@ def sentences_of_time(steps: MeasuredSteps, step_ms: float, shared: str = "") ->
     outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0
     if outside > _LARGE_SHARE:
         found.append(
-            f"{100 * outside:.0f} % of these steps ({_ms(step_ms)}) passed outside the pipeline: reading the "
-            "batch, the norm, the optimizer."
+            f"A whole step took {_ms(step_ms)}, {100 * outside:.0f} % of it outside the pipeline: reading "
+            "the batch, the norm, the optimizer."
         )
     return found
 

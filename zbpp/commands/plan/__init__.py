@@ -76,12 +76,12 @@ def _answer(form: str, options: argparse.Namespace) -> str:
         if options.lengths:
             return _in_orders(options, inputs, progress)
         outcomes = _from_file(options, inputs) if options.timetable else _by_name(options, inputs, progress)
-    _draw(options, outcomes, inputs, inputs.notes)
+    written = _draw(options, outcomes, inputs, inputs.notes)
     if options.form:
         return _FORMS[options.form](_only(outcomes).timetable)
     if len(outcomes) > 1:
-        return "\n\n".join([*inputs.notes, render_table(outcomes)])
-    return "\n\n".join([*inputs.notes, *_drawn(_only(outcomes))])
+        return "\n\n".join([*inputs.notes, render_table(outcomes), *written])
+    return "\n\n".join([*inputs.notes, *_drawn(_only(outcomes)), *written])
 
 
 def _drawn(timeline: Timeline) -> list[str]:
@@ -144,7 +144,7 @@ def _in_orders(options: argparse.Namespace, inputs: Inputs, progress: Callable[[
     outcomes = timelines_of(found)
     drawn = _timelines(outcomes)
     says = [render_orders(name, each) for name, each in found.items() if isinstance(each, Orders)]
-    _draw(options, drawn, inputs, [*inputs.notes, *says])
+    says += _draw(options, drawn, inputs, [*inputs.notes, *says])
     if len(found) > 1:
         return "\n\n".join([*inputs.notes, render_table(outcomes), *says])
     texts = [text for name, each in drawn.items() for text in (f"{name}:", *_drawn(each))]
@@ -166,8 +166,8 @@ def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
     return timelines
 
 
-def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes: Sequence[str]) -> None:
-    """Write the files that the options name. notes: paragraphs of the page."""
+def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes: Sequence[str]) -> list[str]:
+    """Write the files that the options name, and say so. notes: paragraphs of the page."""
     if options.picture:
         render_picture(_timelines(outcomes), options.picture)
     if options.html:
@@ -179,6 +179,8 @@ def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes
         }
         page = render_page(timelines, costs=costs, memory_limit=inputs.memory_limit, notes=notes)
         Path(options.html).write_text(page)
+    written = [each for each in (options.picture, options.html) if each]
+    return [f"wrote {' and '.join(map(str, written))}"] if written else []
 
 
 # ---------------------------------------------------------------- --choose
@@ -196,8 +198,7 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
     answer = choose(request, progress)
     timelines = {each.title: each.timeline for each in answer.ranked}
     texts = [*inputs.notes, _commands(options, answer), render_choice(answer)]
-    _draw(options, timelines, inputs, texts)
-    return "\n\n".join(texts)
+    return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
 
 
 def _commands(options: argparse.Namespace, answer: Answer) -> str:

@@ -69,8 +69,8 @@ class ActivationOffload(Feature):
             raise ValueError(f"costs={self.costs!r}: write Costs(f=..., b=..., w=..., host=...)")
         if not self.costs.has_host:
             raise ValueError(
-                "costs.host, the time of copying to host memory what F of a microbatch saves, is 0, so "
-                "nothing would leave: give costs that `zbpp measure` has written, or a host of your own"
+                "the costs have no time of a copy to host memory (costs.host): give the file that `zbpp "
+                "measure` writes"
             )
         if self.gib == "auto":
             return
