@@ -301,7 +301,10 @@ def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_p
         (["schedule.costs=none.json"], "none.json'; name a file that zbpp plan or zbpp measure wrote"),
         (["schedule.timetable=none.txt"], "none.txt'; name a file that zbpp plan or zbpp measure wrote"),
         (["data=text", "data.path=nowhere"], "nowhere' does not exist"),
-        (["model._target_=collections.Counter"], "has no build_stage(index, num_stages) and no loss(output"),
+        (
+            ["model._target_=collections.Counter"],
+            "lacks build_stage(self, index, num_stages) and loss(self, output",
+        ),
     ],
 )
 def test_what_cannot_run_is_refused_before_work_starts(monkeypatch, tmp_path, overrides, message):
@@ -432,7 +435,7 @@ def test_a_stage_that_does_not_take_what_the_stage_before_returns_is_one_line(tm
     [
         ("train", ["-n", "2", "steps=0"], "error: steps=0: write a whole number, 1 or more"),
         ("train", ["-n", "2", "stepz=3"], "error: stepz: there is no such key; did you mean steps?"),
-        ("train", ["-n", "2", "schedule=zb_h9"], "error: In 'train': Could not find 'schedule/zb_h9'"),
+        ("train", ["-n", "2", "schedule=zb_h9"], "error: schedule=zb_h9: there is no such choice"),
         ("train", ["-n", "2", "schedule.name=zb_h9"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
         ("train", ["-n", "2", "run_dir="], "error: run_dir=: write a folder, such as runs/first"),
         (

@@ -92,7 +92,7 @@ def test_small_cuts_are_those_found_by_hand(num_layers, num_stages, head, expect
         (([1, 1], 3), "2 layers are too few for 3 stages: 3 is the least"),
         (([1, -1], 2), "a layer costs -1: write a finite number, 0 or more"),
         (([1, float("nan")], 1), "a layer costs nan"),
-        (([1], 0), "num_stages=0: write 1 or more"),
+        (([1], 0), "num_stages=0: write a whole number, 1 or more"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(arguments, message):
