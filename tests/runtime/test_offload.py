@@ -222,7 +222,7 @@ def test_weights_that_fsdp2_gathers_stay_and_what_is_split_over_a_mesh_is_equal_
 
 
 REFUSED = [
-    ({"costs": Costs()}, "nothing would leave: give costs that `zbpp measure` has written"),
+    ({"costs": Costs()}, "no time of a copy to host memory: give those that `zbpp measure` writes"),
     ({"costs": None}, "costs=None: write Costs"),
     ({"costs": COSTS, "gib": 1.0}, "the costs count activations: give costs in bytes"),
     *(({"costs": COSTS, "gib": wrong}, 'write "auto", or how many GiB') for wrong in (0, -1, True, "some")),

@@ -209,7 +209,13 @@ def _what_fits(rows: Sequence[SwitchedRun], limit: float) -> str:
 
 def _cells(row: SwitchedRun, own: SwitchedRun) -> dict[str, str]:
     if row.prediction is None or row.step is None or own.step is None:
-        return {"switch": row.title, "peak": "", "saves": "", "time": "", "note": row.why}
+        return {
+            "switch": row.title,
+            "peak": "",
+            "saves": "",
+            "time": "",
+            "note": row.why.removeprefix(f"{row.title}: "),
+        }
     saved = own.peak - row.peak
     share = f"{'-' if saved < 0 else ''}{in_bytes(abs(saved))}" if row is not own else ""
     time = f"x {row.step / own.step:.2f}"

@@ -89,7 +89,7 @@ def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload | None
     gib: Any = config.memory.offload  # the config has checked it
     if gib == "none":
         return None
-    with naming(f"memory.offload={gib}, schedule.costs={config.schedule.costs}"):
+    with naming(f"memory.offload={gib}"):
         return ActivationOffload(costs, gib)
 
 

@@ -69,8 +69,8 @@ class ActivationOffload(Feature):
             raise ValueError(f"costs={self.costs!r}: write Costs(f=..., b=..., w=..., host=...)")
         if not self.costs.has_host:
             raise ValueError(
-                "the costs have no time of a copy to host memory (costs.host): give the file that `zbpp "
-                "measure` writes"
+                "the costs have no time of a copy to host memory: give those that `zbpp measure` writes "
+                "(schedule.costs=FILE)"
             )
         if self.gib == "auto":
             return
