@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
 from torch.utils.checkpoint import checkpoint
@@ -81,3 +82,36 @@ def test_forwards_of_checkpointed_blocks_are_counted_with_their_recomputes():
     for measured in (found.on_torch, found.on_zbpp):
         assert measured.runs == {0: {"inner": 2}, 1: {"inner": 2}}
     assert "inner of stage 0 2 times" in str(found)
+
+
+class LossError(Exception):
+    pass
+
+
+def state_after_an_error(steps_before):
+    norm = nn.BatchNorm1d(WIDTH)
+    left = [steps_before * MICROBATCHES]
+
+    def loss_fn(output, target):
+        left[0] -= 1
+        if left[0] < 0:
+            raise LossError
+        return nn.functional.mse_loss(output, target)
+
+    stage = pipelining.PipelineStage(norm, 0, 1, torch.device("cpu"))
+    schedule = pipelining.Schedule1F1B(stage, MICROBATCHES, loss_fn=loss_fn)
+    norm.weight.grad = torch.ones(WIDTH)
+    with pytest.raises(LossError):
+        torch_pipelining.doctor(schedule, tuple(torch.randn(2, ROWS, WIDTH)))
+    return *norm.buffers(), norm.weight.grad
+
+
+@pytest.mark.parametrize("steps_before", [1, 4])  # torch's second step, zbpp's second step
+def test_buffers_and_gradients_are_as_they_were_after_a_loss_that_raises(steps_before):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        found = state_after_an_error(steps_before)
+    finally:
+        dist.destroy_process_group()
+    expected = *nn.BatchNorm1d(WIDTH).buffers(), torch.ones(WIDTH)
+    assert all(map(torch.equal, found, expected))

@@ -26,7 +26,7 @@ from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_
 from torch.distributed.pipelining import schedules as torchs
 
 from zbpp.torch_pipelining.doctor import doctor
-from zbpp.torch_pipelining.engine import fallbacks, run_step, use_plan
+from zbpp.torch_pipelining.engine import STEP, fallbacks, installed, run_step, use_plan
 
 __all__ = [
     "Pipe",
@@ -50,8 +50,6 @@ __all__ = [
     "uninstall",
     "use_plan",
 ]
-
-_STEP = "_step_microbatches"
 
 
 class _OnZbpp:
@@ -95,7 +93,7 @@ Schedule = TypeVar("Schedule", bound=torchs._PipelineSchedule)
 def on_zbpp(schedule: Schedule) -> Schedule:
     """Let this schedule object of torch's run its steps on zbpp from now on. Returns it."""
     kind = type(schedule)
-    schedule.__class__ = type(kind.__name__, (kind,), {_STEP: _on_zbpp(getattr(kind, _STEP))})
+    schedule.__class__ = type(kind.__name__, (kind,), {STEP: _on_zbpp(getattr(kind, STEP))})
     return schedule
 
 
@@ -112,9 +110,6 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_installed: dict[type, Any] = {}  # torch's class -> its own method
-
-
 def install() -> None:
     """Let torch's own Schedule classes, and all that are derived from them, run their steps on zbpp."""
     for theirs in (
@@ -124,16 +119,16 @@ def install() -> None:
         torchs.PipelineScheduleMulti,
         torchs._PipelineScheduleRuntime,
     ):
-        if theirs not in _installed:
-            _installed[theirs] = vars(theirs)[_STEP]
-            setattr(theirs, _STEP, _on_zbpp(_installed[theirs]))
+        if theirs not in installed:
+            installed[theirs] = vars(theirs)[STEP]
+            setattr(theirs, STEP, _on_zbpp(installed[theirs]))
 
 
 def uninstall() -> None:
     """Give torch's classes their own method back."""
-    while _installed:
-        theirs, method = _installed.popitem()
-        setattr(theirs, _STEP, method)
+    while installed:
+        theirs, method = installed.popitem()
+        setattr(theirs, STEP, method)
 
 
 def _on_zbpp(method: Any) -> Any:

@@ -25,7 +25,7 @@ from zbpp.runtime.restored import Buffers, restored_generators
 from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
 from zbpp.schedule.program import Instruction
 from zbpp.stage_api import blocks_of
-from zbpp.torch_pipelining.engine import engine_of, stages_of, without_engine
+from zbpp.torch_pipelining.engine import STEP, engine_of, installed, stages_of, without_engine
 from zbpp.torch_pipelining.order import timetable_of
 
 _MIB = 2**20
@@ -116,14 +116,16 @@ def doctor(schedule: Any, batch: Sequence[Any]) -> Diagnosis:
     buffers.keep()
     device = torch.device(stages[0].device)
     parameters = [each for module in modules for each in module.parameters()]
-    with restored_generators(device), set_aside(parameters):
-        on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
-        recorder = _OfTorch(stages, device)
-        found = _measured(recorder, lambda: _step(on_torch, stages, batch), stages, timetable)
-        for parameter in parameters:
-            parameter.grad = None
-        on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, device)
-    buffers.restore()
+    try:
+        with restored_generators(device), set_aside(parameters):
+            on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
+            recorder = _OfTorch(stages, device)
+            found = _measured(recorder, lambda: _step(on_torch, stages, batch), stages, timetable)
+            for parameter in parameters:
+                parameter.grad = None
+            on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, device)
+    finally:
+        buffers.restore()
     return Diagnosis(type(schedule).__name__, found, on_zbpp, reason)
 
 
@@ -150,12 +152,10 @@ def _measured_on_zbpp(
 
 def _on_torch(schedule: Any) -> Any:
     """A copy of the schedule that runs on torch's runtime, also if it or its class runs on zbpp."""
-    from zbpp.torch_pipelining import _STEP, _installed
-
     theirs = next(each for each in type(schedule).__mro__ if each.__module__.startswith("torch."))
-    owner = next(each for each in theirs.__mro__ if _STEP in vars(each))
-    method = _installed.get(owner, vars(owner)[_STEP])
-    found: Any = object.__new__(type(theirs.__name__, (theirs,), {_STEP: method}))
+    owner = next(each for each in theirs.__mro__ if STEP in vars(each))
+    method = installed.get(owner, vars(owner)[STEP])
+    found: Any = object.__new__(type(theirs.__name__, (theirs,), {STEP: method}))
     vars(found).update(vars(without_engine(schedule)))
     return found
 

@@ -39,7 +39,10 @@ from zbpp.schedule import Action, Op, PlanError, Timetable
 from zbpp.schedule.program import Instruction
 from zbpp.torch_pipelining.order import NoTimetable, orders_of, scales_gradients, timetable_of
 
+STEP = "_step_microbatches"  # the method that all of torch's schedules go through
+
 fallbacks: list[str] = []
+installed: dict[type, Any] = {}  # torch's class that runs on zbpp -> its own method
 
 _ENGINE, _PLAN = "_zbpp_engine", "_zbpp_plan"  # attributes of a schedule object
 _MOST_SEED = 2**62
