@@ -198,6 +198,8 @@ class HandWritten:
                 each.grad = gradient
 
     def _told(self, losses: list[Tensor]) -> list[Tensor]:
+        if self.fault == "the loss of one microbatch in place of the mean":
+            return losses[-1:]
         number = MICROBATCHES if "microbatches" in self.fault else 2
         if self.fault.startswith("losses are divided"):
             return [each / number for each in losses]
@@ -231,7 +233,7 @@ class HandWritten:
                 dist.all_reduce(total)
             norm = total.sqrt()
         for each in mine:
-            each.grad *= min(1.0, limit / norm.item())
+            each.grad *= min(1.0, limit / (norm.item() + 1e-6))
         return norm
 
     def update(self) -> None:

@@ -5,6 +5,7 @@ More random pipelines, other ones in each run:
     ZBPP_CASES=100 python -m pytest -n 0 --free-seeds tests/parity_check/test_no_false_alarm.py
 """
 
+import functools
 import os
 import traceback
 
@@ -23,6 +24,7 @@ from helpers.processes import run_ranks
 from helpers.split import float64
 from zbpp import torch_pipelining
 from zbpp.autograd import recompute
+from zbpp.stage_api import IGNORED, mean_over, mean_over_tokens, num_tokens
 
 SGD = lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9)  # noqa: E731
 ADAMW = lambda parameters: torch.optim.AdamW(parameters, lr=1e-2)  # noqa: E731
@@ -201,3 +203,77 @@ def test_torchs_schedules_are_equal_in_float32_with_dropout_off():
     found = run_ranks(reports_of_torch, 2, ["torch", "zbpp"])
     note = ["dropout is off: the trainer's random numbers are not known"]
     assert all(notes == note for each in found for notes in each.values()), found[0]
+
+
+# ---- Pipelines with a loss that is marked by `mean_over` or `mean_over_tokens`
+
+
+class Auxiliary(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(6, 1)
+
+    def forward(self, x):
+        zbpp.auxiliary_loss("balance", 0.1 * self.router(x).square().mean())
+        return x.tanh()
+
+
+def classifier():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 6), Auxiliary(), nn.Linear(6, 6), nn.Linear(6, 5))
+
+
+def mean_loss(output, target):
+    return nn.functional.cross_entropy(output, target)
+
+
+def sum_and_count(output, target):
+    return nn.functional.cross_entropy(output, target, reduction="sum"), num_tokens(target)
+
+
+def as_entries(output, target):
+    loss = mean_loss(output, target)
+    return {"near": 0.75 * loss, "far": 0.25 * loss}
+
+
+def unequal_targets(part):
+    """8 labels, some of them ignored: microbatches and parts have other numbers of targets."""
+    generator = torch.Generator().manual_seed(part)
+    target = torch.randint(5, (8,), generator=generator)
+    target[[1, 4, 7] if part else [2]] = IGNORED
+    return torch.randn(8, 6, generator=generator), target
+
+
+def reports_of_marked(rank, layout, num_microbatches):
+    found = []
+    for loss in (mean_loss, sum_and_count, as_entries):
+        for mark in (mean_over_tokens, mean_over(lambda target: (target != IGNORED).sum())):
+            with float64():
+                parts = 1 if layout == "pipeline" else 2
+                timetable = zbpp.plan("1f1b", 2 // parts, num_microbatches=num_microbatches)
+                stages = zbpp.split_sequential(classifier(), timetable.num_stages)
+                mine = {index: stages[index] for index in timetable.stages_of(rank // parts)}
+                mesh = zbpp.make_mesh(replicate=2) if parts > 1 else None
+                marked = mark(functools.partial(loss))
+                with zbpp.Pipeline(mine, timetable, marked, mesh=mesh, timeout=20) as pipeline:
+                    report = zbpp.parity(
+                        lambda batch, pipeline=pipeline: pipeline.step(batch[0], target=batch[1]),
+                        pipeline,
+                        whole=classifier,
+                        batch=unequal_targets(rank % parts),
+                        loss_fn=marked,
+                        optimizer=ADAMW,
+                        clip=0.05,
+                        evaluate=lambda batch, pipeline=pipeline: pipeline.evaluate(
+                            batch[0], target=batch[1]
+                        ),
+                    )
+            found.append("" if report.is_equal else str(report))
+    return found
+
+
+@limit
+@pytest.mark.parametrize("layout", ["pipeline", "replicas"])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_pipelines_with_a_marked_loss_are_equal_with_unequal_counts(layout, num_microbatches):
+    assert run_ranks(reports_of_marked, 2, layout, num_microbatches) == [[""] * 6] * 2

@@ -36,6 +36,7 @@ IN_ONE_PROCESS = [
     "losses are divided by the number of microbatches",
     "losses are multiplied by the number of microbatches",
     "losses are in the reverse order",
+    "the loss of one microbatch in place of the mean",
 ]
 IN_TWO = {
     "replicas": [

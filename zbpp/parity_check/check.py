@@ -16,6 +16,7 @@ from zbpp.parity_check.ranks import Held, Naming, Ranks, Stages, digest_of, with
 from zbpp.parity_check.reference import Reference
 from zbpp.parity_check.report import Report
 from zbpp.runtime import clip_grad_norm_
+from zbpp.stage_api import mark_of
 
 _NUM_UPDATES = 3
 
@@ -47,14 +48,15 @@ def parity(
     last update.
 
     step(batch): the trainer's forward and backward. Leaves each parameter's gradient in `.grad` (or in
-    `main_grad`). Returns the microbatches' losses or the batch's mean on the ranks that know them, and [] or
-    None elsewhere.
+    `main_grad`). Returns the microbatches' losses or, as one number, their mean on the ranks that know them,
+    and [] or None elsewhere. A Pipeline's losses may be weighted, see `zbpp.stage_api.mean_over`.
     stages: what this rank trains: a Pipeline, {stage index: module}, torch's PipelineStages, or one module.
     whole: makes the whole model, on the first rank alone. It gets the ranks' weights. Its requires_grad says
     what is frozen. It runs in float64 where it can.
     batch: (*inputs, target), or {"target": ..., the model's keywords}. Every rank is given what its step
     takes; ranks of different replicas may be given different rows.
-    loss_fn(output, target): the mean loss of a microbatch, a scalar or {name: scalar}, which are summed.
+    loss_fn(output, target): the mean loss of a microbatch, a scalar or {name: scalar}, which are summed; or
+    (sum, count).
     num_microbatches: of each batch; None: the Pipeline's.
     optimizer(parameters): makes an optimizer; None: no update is compared. update(): the trainer's own
     update; None: that of `optimizer` over the rank's parameters.
@@ -62,7 +64,8 @@ def parity(
     `zbpp.clip_grad_norm_` for a Pipeline.
     evaluate(batch): the trainer's evaluation, with losses as of step. zero_grad(): called before each step;
     None: gradients are dropped.
-    tokens(target): how many tokens of a microbatch count in the mean; None: each microbatch counts the same.
+    tokens(target): how many tokens of a microbatch count in the mean; None: what a loss_fn that is marked by
+    `zbpp.stage_api.mean_over` counts; without a mark each microbatch counts the same.
     names(stage index, name in the stage): the name in the whole model; None: they are equal.
     tolerance: relative to a tensor's largest number; None: 1e-9 for float64, 2e-4 for float32, else 5e-2.
 
@@ -73,6 +76,7 @@ def parity(
     for a model that draws other random numbers, with the name of the module.
     """
     held, ranks = Held(stages, names), Ranks(group)
+    tokens = tokens or mark_of(loss_fn, "num_targets")
     pipeline = held.pipeline
     if pipeline is not None:
         num_microbatches = num_microbatches or pipeline.timetable.num_microbatches

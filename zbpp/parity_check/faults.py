@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from zbpp.parity_check.reference import Gradients, Reference, Weight
+from zbpp.runtime.parallel.norm import clip_factor
 
 
 class Difference(NamedTuple):
     """One tensor of one rank that is not what the reference has.
 
-    names: of the parameter's places on this rank. copies: what other ranks have in its place. before: the
-    gradient before clipping, the weight's gradient before an update. scale: what an error is relative to.
+    names: of the parameter's places on this rank. copies: what other ranks have in its place; of a loss, the
+    losses of single microbatches. before: the gradient before clipping, the weight's gradient before an
+    update. scale: what an error is relative to.
     """
 
     rank: int
@@ -235,7 +237,7 @@ _OTHER_NORMS: Sequence[tuple[str, Callable[[Case, int], float]]] = (
 
 def clipped(case: Case, norm: float, gradient: Tensor) -> Tensor:
     """A gradient after clipping by this norm."""
-    return gradient * min(1.0, case.clip / (norm + 1e-6))
+    return gradient * clip_factor(norm, case.clip)
 
 
 def clip_faults(case: Case) -> Iterator[Fault]:
@@ -277,6 +279,11 @@ def loss_faults(case: Case) -> Iterator[Fault]:
         "losses are in the reverse order",
         lambda case, at: None if at.expected is None else at.expected.flip(0),
     )
+    yield Fault("the loss of one microbatch in place of the mean", _of_one)
+
+
+def _of_one(case: Case, at: Difference) -> Tensor | None:
+    return min(at.copies, key=lambda each: error_of(at.found, each, 1.0), default=None)
 
 
 def _scaled(name: str, factor: float) -> Fault:

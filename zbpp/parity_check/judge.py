@@ -106,8 +106,7 @@ class Judge:
             for rank, value in enumerate(norms)
             if value is not None
         ]
-        # torch adds 1e-6 to the norm, others do not.
-        return self._judge(f"clipping of {check}", found, clip_faults, case, least=2e-6 / max(norm, 1e-6))
+        return self._judge(f"clipping of {check}", found, clip_faults, case)
 
     def _squares_of(self, sent: Sequence[Sent]) -> Iterator[tuple[int, float]]:
         for names, value in sent:
@@ -144,6 +143,8 @@ class Judge:
         totals = [part.share * sum(part.counts) for part in parts]
 
         def weight(part: int, microbatch: int, term: str) -> float:
+            if not self._reference.terms.get(term, True):  # a Pipeline weighs auxiliary losses alike
+                return parts[part].share / len(parts[part].counts)
             return parts[part].share * parts[part].counts[microbatch] / sum(totals)
 
         holders: dict[str, int] = {}
@@ -197,7 +198,8 @@ class Judge:
                 value, part = torch.tensor(given, dtype=torch.float64), case.part_of[rank]
                 possible = [*_possible_losses(len(given), part, own, case)]
                 closest = min(possible, key=lambda each: error_of(value, each, 1.0))
-                found.append(Difference(rank, ("losses",), value, closest, _largest([closest])))
+                single = torch.tensor(own[part], dtype=torch.float64).split(1)
+                found.append(Difference(rank, ("losses",), value, closest, _largest([closest]), single))
         if not found:
             self.report.notes = [*dict.fromkeys([*self.report.notes, "no rank returned a loss"])]
         return self._judge(check, found, loss_faults, case)
@@ -211,13 +213,11 @@ class Judge:
         compared: Sequence[Difference],
         faults: Callable[[Case], Iterator[Fault]],
         case: Case,
-        least: float = 0.0,
     ) -> bool:
         """Note the errors; if one is too large, write the verdict."""
-        tolerance = max(self._tolerance, least)
         errors = [error_of(at.found, at.expected, at.scale) for at in compared]
-        wrong = [at for at, error in zip(compared, errors, strict=True) if not error <= tolerance]
-        causes = explained(wrong, faults(case), case, tolerance) if wrong else {}
+        wrong = [at for at, error in zip(compared, errors, strict=True) if not error <= self._tolerance]
+        causes = explained(wrong, faults(case), case, self._tolerance) if wrong else {}
         by_difference = {id(at): causes.get(number, "") for number, at in enumerate(wrong)}
         rows = [
             Row(check, at.names[0], at.rank, error, by_difference.get(id(at), ""))
@@ -251,16 +251,25 @@ class Judge:
 
 
 def _possible_losses(number: int, part: int, own: Sequence[Sequence[float]], case: Case) -> Iterator[Tensor]:
-    """What a rank may return as so many losses: those of some of its microbatches, or a mean."""
-    mine = torch.tensor(own[part], dtype=torch.float64)
-    yield from mine.split(number) if number <= len(mine) else (mine,)
+    """What a rank may return as so many losses: those of some of its microbatches, or one mean.
+
+    A Pipeline with a loss that is marked by `mean_over` weights its losses: the plain mean of a step's over
+    all microbatches and parts is the mean of all data, that of an evaluation's is the mean of its own data.
+    """
+    losses = [torch.tensor(each, dtype=torch.float64) for each in own]
+    weights = [
+        torch.tensor([case.weight(p, i, "") for i in range(len(each))], dtype=torch.float64)
+        for p, each in enumerate(own)
+    ]
+    sums = [each @ weight for each, weight in zip(losses, weights, strict=True)]
+    mine, share = losses[part], weights[part].sum()
+    weighted = mine * weights[part] * len(mine)
+    if number > 1 or len(mine) == 1:
+        for each in (mine, weighted * len(own), weighted / share):
+            yield from each.split(number) if number <= len(mine) else (each,)
     if number == 1:
-        weights = [[case.weight(p, i, "") for i in range(len(each))] for p, each in enumerate(own)]
-        sums = [
-            sum(w * loss for w, loss in zip(*each, strict=True)) for each in zip(weights, own, strict=True)
-        ]
-        yield torch.tensor([sums[part] / sum(weights[part])], dtype=torch.float64)  # of its own data
-        yield torch.tensor([sum(sums)], dtype=torch.float64)  # of all data
+        yield (sums[part] / share)[None]  # of its own data
+        yield torch.stack(sums).sum()[None]  # of all data
 
 
 def _largest(tensors: Iterable[Tensor | None]) -> float:

@@ -53,7 +53,7 @@ class Reference:
         self.is_double = True
         self.model = self._made()
         self.parts: list[Part] = []
-        self.terms: dict[str, None] = {}  # in the order in which the losses came
+        self.terms: dict[str, bool] = {}  # in the order in which the losses came; False: an auxiliary loss
         self._seeds: Sequence[Mapping[int, int]] = ()
         self._stage_of: dict[str, int] = {}
         self._entered, self._seed = -1, 0
@@ -239,10 +239,12 @@ class Reference:
         self._entered, self._seed, self._part = -1, microbatch, part
         with auxiliary_losses() as auxiliary:
             loss = self._loss_fn(self.model(*arguments, **keywords), target)
+        if isinstance(loss, tuple):  # (sum, count), see zbpp.stage_api.mean_over
+            loss = loss[0] / max(float(loss[1]), 1.0)
         own = loss if isinstance(loss, Mapping) else {_LOSS: loss}
         terms = {name: (value, True) for name, value in own.items()}
         terms |= {name: (value, False) for name, value in auxiliary.items()}
-        self.terms.update(dict.fromkeys(terms))
+        self.terms.update({name: is_in_loss for name, (_, is_in_loss) in terms.items()})
         return terms
 
     def _enter(self, name: str) -> None:
