@@ -91,6 +91,7 @@ class Call(NamedTuple):
         keywords = cutter.cut_keywords(self.kwargs)
         has_targets = self.target is not None and last_stage in seeds
         targets = cutter.cut("target", self.target) if has_targets else None
+        cutter.refuse_rows_of_lists((self.args, self.target))
         return {
             stage: Feed(
                 args=inputs if stage == 0 else (),

@@ -6,7 +6,7 @@ were registered with it. The marks `replicate` and `per_microbatch` work inside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -53,7 +53,10 @@ def per_microbatch(values: Sequence[Any]) -> PerMicrobatch:
 
 def into_microbatches(name: str, value: Any, num_microbatches: int) -> list[Any]:
     """`num_microbatches` pieces of one value, as `Cutter.cut` makes them."""
-    return Cutter(num_microbatches).cut(name, value)
+    cutter = Cutter(num_microbatches)
+    pieces = cutter.cut(name, value)
+    cutter.refuse_rows_of_lists()
+    return pieces
 
 
 class Cutter:
@@ -68,6 +71,7 @@ class Cutter:
         self.num_microbatches = num_microbatches
         self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
         self._first = ""  # the name of the first tensor that was split
+        self._lists: list[tuple[str, int]] = []  # (name, length) of the lists among the values
         self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
 
     def cut(self, name: str, value: Any) -> list[Any]:
@@ -104,6 +108,24 @@ class Cutter:
         pieces = {name: self.cut(name, value) for name, value in values.items()}
         return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_microbatches)]
 
+    def refuse_rows_of_lists(self, others: Any = ()) -> None:
+        """Raise ValueError for a list as long as the batch among the values that were cut.
+
+        Every microbatch would get a value for each row. others: values of the call that this rank doesn't
+        cut; their tensors say how long the batch is, too. Where no tensor does, any list that would split
+        may be as long.
+        """
+        rows = self.rows or next(map(len, filter(_has_rows, tree_leaves(others, is_leaf=_is_marked))), None)
+        batch = "no tensor says how many rows the batch has" if rows is None else f"the batch has {rows} rows"
+        for name, length in self._lists:
+            if length == rows or (rows is None and length and length % self.num_microbatches == 0):
+                raise ValueError(
+                    f"{name} is a list of {length} values, and {batch}. If the list has one value per row, "
+                    "write zbpp.per_microbatch([...]) with the values of each microbatch. If each of its "
+                    f"tensors has all rows, write tuple({name}); zbpp.replicate({name}) gives all of it to "
+                    "every microbatch"
+                )
+
     @property
     def has_graph(self) -> bool:
         """Whether the caller's graph gets gradients: `backward` runs through it."""
@@ -122,7 +144,7 @@ class Cutter:
 
     def _nested(self, name: str, value: Any) -> list[Any]:
         if self.num_microbatches > 1:
-            _refuse_rows_of_a_list(name, value)
+            self._lists += _lists_in(name, value)
         leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)
         if not any(isinstance(leaf, (Tensor, Replicated, PerMicrobatch)) for _, leaf in leaves):
             for path, leaf in leaves:
@@ -130,12 +152,6 @@ class Cutter:
                 _refuse_hidden_tensors(name + keystr(path), leaf)
             return [value] * self.num_microbatches
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
-        if self.num_microbatches > 1 and type(value) is list and len(value) == self.rows:
-            raise ValueError(
-                f"{name} is a list of {len(value)} values, and the batch has {self.rows} rows. If the list "
-                "has one value per row, write zbpp.per_microbatch([...]) with the values of each microbatch. "
-                f"If each of its tensors has all rows, write tuple({name})"
-            )
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_microbatches)]
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
@@ -182,6 +198,10 @@ class Cutter:
         return leaf
 
 
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, Tensor) and not value.is_nested and value.dim() > 0
+
+
 def _is_marked(value: Any) -> bool:
     return isinstance(value, (Replicated, PerMicrobatch))
 
@@ -195,21 +215,17 @@ def _refuse_rows_of_an_array(name: str, value: Any) -> None:
         )
 
 
-def _refuse_rows_of_a_list(name: str, value: Any) -> None:
-    """Raise ValueError for a list of strings or numbers: every microbatch would get all of it."""
-    for path, leaf in tree_flatten_with_path(value, is_leaf=lambda each: _is_marked(each) or _is_plain(each))[
-        0
-    ]:
-        if _is_plain(leaf):
-            raise ValueError(
-                f"{name}{keystr(path)} is a list of {len(leaf)} {type(leaf[0]).__name__}, which is not split "
-                "into microbatches: write zbpp.per_microbatch([...]) with a list for each microbatch; "
-                f"zbpp.replicate({name}{keystr(path)}) gives all of it to every microbatch"
-            )
+def _lists_in(name: str, value: Any) -> Iterator[tuple[str, int]]:
+    """(name, length) of each list without marks in a value, the value itself included."""
+    if type(value) is list and not any(map(_is_marked, value)):
+        yield name, len(value)
 
+    def is_leaf(each: Any) -> bool:
+        return each is not value and (_is_marked(each) or type(each) is list)
 
-def _is_plain(value: Any) -> bool:
-    return type(value) is list and bool(value) and all(isinstance(each, _PLAIN) for each in value)
+    for path, leaf in tree_flatten_with_path(value, is_leaf=is_leaf)[0]:
+        if type(leaf) is list:
+            yield from _lists_in(name + keystr(path), leaf)
 
 
 def _refuse_hidden_tensors(name: str, value: Any) -> None:
