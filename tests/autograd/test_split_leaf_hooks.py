@@ -15,6 +15,7 @@ from helpers.split import double, float64
 from zbpp import backward_input, checkpoint
 from zbpp.autograd import defer, hooks
 from zbpp.autograd.compiled import compile_stage
+from zbpp.autograd.hooked_leaves import give_to_leaves
 
 M = 2
 
@@ -216,3 +217,17 @@ def test_an_empty_parameter_that_was_not_asked_for_gets_no_gradient_and_no_hook(
     backward_input(y.sum(), None, (), [layer.weight])[1].accumulate()
     assert layer.weight.grad is not None
     assert (empty.grad, layer.bias.grad, calls) == (None, None, [])
+
+
+def test_a_gradient_that_nobody_else_holds_becomes_the_leafs_without_a_copy():
+    leaves = [torch.ones(3, requires_grad=True) for _ in range(3)]
+    nodes = [torch.autograd.graph.get_gradient_edge(each).node for each in leaves]
+    leaves[1].requires_grad_(False)  # frozen since B
+    gradients = [torch.full((3,), float(i)) for i in range(3)]
+    places = [each.data_ptr() for each in gradients]
+    give_to_leaves(nodes, gradients)
+    assert not gradients
+    assert leaves[1].grad is None
+    for i in (0, 2):
+        assert leaves[i].grad.tolist() == [i] * 3
+        assert leaves[i].grad.data_ptr() == places[i]

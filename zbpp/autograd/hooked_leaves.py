@@ -24,7 +24,7 @@ from zbpp.autograd.leaf_grad import engine_adds_to_main_grad, set_aside
 from zbpp.autograd.node_roles import is_leaf, leaf_tensor
 from zbpp.autograd.weight_grads import Task, leaves_of
 
-Give = Callable[[Sequence[Node], Sequence[Tensor | None]], None]
+Give = Callable[[Sequence[Node], list[Tensor | None]], None]
 
 
 class HookedTask:
@@ -60,16 +60,17 @@ class HookedTask:
         self.give(self.nodes, gradients)
 
 
-def give_to_leaves(nodes: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
+def give_to_leaves(nodes: Sequence[Node], gradients: list[Tensor | None]) -> None:
     """Let the engine take gradients to AccumulateGrad nodes, one after the other, in one run.
 
-    The engine may keep a gradient as the leaf's `.grad`: nobody else may hold or change that tensor.
+    Empties the list: a gradient that nobody else holds becomes the leaf's `.grad` without a copy.
     """
     leaves, token = [leaf_tensor(node) for node in nodes], torch.empty(0)
     with torch.enable_grad():
-        for leaf, gradient in zip(reversed(leaves), reversed(gradients), strict=True):
+        for leaf in reversed(leaves):
+            gradient = [gradients.pop()]
             if leaf.requires_grad:  # a leaf may be frozen since B
-                token = _ToLeaf.apply([gradient], leaf, token)  # type: ignore[no-untyped-call]  # torch's
+                token = _ToLeaf.apply(gradient, leaf, token)  # type: ignore[no-untyped-call]  # torch's
     if token.requires_grad:
         with engine_adds_to_main_grad(leaves):
             torch.autograd.Variable._execution_engine.run_backward(

@@ -63,7 +63,7 @@ class SharedHooks:
             if isinstance(task, HookedTask) and not self._shared.isdisjoint(map(id, task.leaves())):
                 task.give = partial(self._add, microbatch)
 
-    def _add(self, microbatch: int, nodes: Sequence[Node], gradients: Sequence[Tensor | None]) -> None:
+    def _add(self, microbatch: int, nodes: Sequence[Node], gradients: list[Tensor | None]) -> None:
         kept = self._kept.setdefault(microbatch, {})
         for node, gradient in zip(nodes, gradients, strict=True):
             before = kept.get(node)
@@ -76,7 +76,8 @@ class SharedHooks:
         if ended == self.stages:
             del self._ended[microbatch]
             kept = self._kept.pop(microbatch, {})
-            give_to_leaves([*kept], [*kept.values()])
+            nodes = [*kept]
+            give_to_leaves(nodes, [kept.pop(node) for node in nodes])
 
     def abandon(self) -> None:
         """Drop what a call that failed has kept."""
