@@ -13,7 +13,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from helpers.tensors import drawn
-from zbpp import Pipeline, Timetable, plan, replicate
+from zbpp import GradientRelease, Pipeline, Timetable, plan, replicate
 from zbpp.autograd.weight_grads import ChangedInPlace
 
 M, SIZE = 6, 4
@@ -178,6 +178,67 @@ def test_under_inference_mode_an_evaluation_has_the_losses_of_one_under_no_grad(
         assert pipeline.evaluate(x, shared, target=target) == expected
 
 
+class Embedding(nn.Module):
+    """Returns a weight, too: a message carries it, and an update inside the step writes it."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(drawn(8, SIZE, seed=4))
+
+    def forward(self, t):
+        return self.table[t], self.table
+
+
+class Passing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(5)
+
+    def forward(self, h, table):
+        return self.layer(h), table
+
+
+class Logits(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(6)
+
+    def forward(self, h, table):
+        return self.layer(h) @ table.t()
+
+
+def train(rank, names, is_released):
+    """Per schedule the losses of 3 steps, updated inside the steps or behind them."""
+    found = {}
+    for name, stages_per_rank in names.items():
+        timetable = plan(name, 2, 4, stages_per_rank=stages_per_rank)
+        middle = [Passing() for _ in range(timetable.num_stages - 2)]
+        stages = [Embedding(), *middle, Logits()]
+        mine = {index: stages[index] for index in timetable.stages_of(rank)}
+        parameters = [each for stage in mine.values() for each in stage.parameters()]
+        optimizer = torch.optim.SGD(parameters, lr=0.5)
+        extras = [GradientRelease(optimizer)] if is_released else []
+        pipeline = Pipeline(mine, timetable, cross_entropy, extras=extras)
+        tokens = torch.arange(8).view(8, 1)
+        losses = []
+        for _ in range(3):
+            losses += [loss.item() for loss in pipeline.step(tokens, target=tokens.flip(0))]
+            optimizer.step()
+            optimizer.zero_grad()
+        found[name] = losses
+    return found
+
+
+def cross_entropy(logits, target):
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def test_an_update_inside_the_step_may_write_a_weight_that_messages_have_carried():
+    """Losses equal those of updates behind the step; zb_v passes the weight on from a later stage."""
+    names = {"1f1b": 1, "zb_h1": 1, "zb_v": 2, "interleaved_1f1b": 2}
+    assert run_ranks(train, 2, names, True) == run_ranks(train, 2, names, False)
+
+
 # ---------------------------------------------------------------- what B and W read
 
 
@@ -215,3 +276,49 @@ def test_a_buffer_that_forward_writes_between_f_and_b_or_w_is_named(row, use):
     with pytest.raises(ChangedInPlace, match="clone") as caught:
         pipeline.step(x, target=x)
     assert "buffer scale of stage 0" in "\n".join([str(caught.value), *caught.value.__notes__])
+
+
+class PlainMistake(nn.Module):
+    """Code that plain autograd refuses, too, with a buffer and a weight that were written as often."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(1)
+        self.register_buffer("mask", torch.empty(3, 3).fill_(0).fill_(1))
+
+    def forward(self, x):
+        y = self.layer(x).sigmoid()
+        y.add_(1).add_(1)
+        return y
+
+
+@pytest.mark.parametrize(
+    "rows", [2, 2 * SIZE]
+)  # of a microbatch: another shape than the weight's, or the same
+def test_a_mistake_that_plain_autograd_refuses_has_its_error(rows):
+    x = drawn(rows, SIZE, seed=3)
+    with pytest.raises(RuntimeError, match="output 0 of Sigmoid") as plain_error:
+        PlainMistake()(x[: rows // 2]).sum().backward()
+    with pytest.raises(RuntimeError) as caught:
+        Pipeline({0: PlainMistake()}, "1f1b", F.mse_loss, num_microbatches=2).step(x, target=x)
+    assert type(caught.value) is RuntimeError
+    assert str(caught.value) == str(plain_error.value)
+
+
+class Doubled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = linear(1)
+        self.register_buffer("mask", torch.empty(3, 3).fill_(0).fill_(1))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.layer.weight.mul_(2)
+        return torch.tanh(x @ self.layer.weight.t()[:, :3])
+
+
+def test_a_weight_that_forward_writes_is_named_by_its_views():
+    x = drawn(4, SIZE, seed=3).requires_grad_()
+    with pytest.raises(ChangedInPlace, match="parameter layer.weight of stage 0") as caught:
+        Pipeline({0: Doubled()}, Timetable.parse("0F0 0F1 0BW0 0BW1"), F.mse_loss).step(x, target=x[:, :3])
+    assert "mask" not in str(caught.value)

@@ -3,12 +3,13 @@
 A message is the memory that a stage returned, not a copy. It may be memory of a buffer, of a parameter, or of
 the step's input, and the stage's next F may overwrite it while the message is under way. Autograd counts the
 in-place changes of a tensor's memory (`_version`). The count is noted when the message leaves its stage, and
-compared when the next stage has read it: at the Release of a sent message; for a stage of the same rank,
-where the consuming action begins.
+compared when the next stage has read it: at the Release of a sent message, or at an Update that may write it;
+for a stage of the same rank, where the consuming action begins.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from zbpp.runtime.stage import StageWorker
 
 _SAVED_CHANGED = re.compile(
-    r"modified by an inplace operation: \[[\w.]+ \[(?P<shape>[\d, ]*)\]\].* is at version (?P<version>\d+)"
+    r"modified by an inplace operation: \[[\w.]+ \[(?P<shape>[\d, ]*)\]\]"
+    r"(, which is output \d+ of (?P<node>\w+),)? is at version (?P<version>\d+)"
 )
 
 
@@ -100,17 +102,26 @@ def explained(error: MessageChanged, workers: Mapping[int, StageWorker]) -> Chan
 def explained_in_backward(error: RuntimeError, module: nn.Module, index: int) -> ChangedInPlace | None:
     """Autograd's error in B or W for a saved tensor that has changed, with its name; None for another error.
 
-    Autograd says the tensor's shape and count of changes. A view of a buffer has the buffer's count, and
-    perhaps another shape.
+    Autograd says the tensor's shape and count of changes, and the node that computed it, if one did: such a
+    tensor belongs to one microbatch, and plain autograd refuses its change, too. A view of a buffer has the
+    buffer's count, perhaps another shape, and no node; that of a parameter has the node AsStrided.
     """
     found = _SAVED_CHANGED.search(str(error))
     if found is None:
         return None
     shape, version = [int(size) for size in re.findall(r"\d+", found["shape"])], int(found["version"])
-    places = [each for each in _tensors_in(module) if versions_of((each[2],)) == [version]]
+    places = [
+        each
+        for each in _tensors_in(module)
+        if versions_of((each[2],)) == [version] and _may_be_view(shape, each[2])
+    ]
+    if found["node"] is not None:
+        places = [each for each in places if each[2].requires_grad and found["node"].startswith("AsStrided")]
+        if not places:
+            return None
     exact = [each for each in places if list(each[2].shape) == shape]
     written = [each for each in places if each[0] != "parameter"]  # forward rarely writes into a parameter
-    chosen = [each for each in exact if each[0] != "parameter"] or written or exact
+    chosen = [each for each in exact if each[0] != "parameter"] or written or exact or places
     names = " or ".join(f"{kind} {name}" for kind, name, _ in chosen[:3])
     which = f". That is {names} of stage {index}, or a view of it" if names else ""
     return ChangedInPlace(
@@ -118,6 +129,13 @@ def explained_in_backward(error: RuntimeError, module: nn.Module, index: int) ->
         "before this one's backward. In forward, make a new tensor instead of writing into the old one, or "
         "compute with a .clone() of it"
     )
+
+
+def _may_be_view(shape: list[int], tensor: Tensor) -> bool:
+    """Whether a view of the tensor may have this shape: dimensions cut, dropped or moved, or all reshaped."""
+    sizes = zip(sorted(shape, reverse=True), sorted(tensor.shape, reverse=True), strict=False)
+    is_part = len(shape) <= tensor.dim() and all(size <= whole for size, whole in sizes)
+    return is_part or math.prod(shape) == tensor.numel()
 
 
 def place_in(tensor: Tensor, module: nn.Module) -> str:

@@ -22,7 +22,8 @@ The life of a receive buffer:
 
 The life of a sent tensor: `Outbox.send` starts the send and keeps the tensor; `Outbox.release`, an
 instruction of the program, waits until it has been received and drops it. In between it must not change, see
-in_place.py.
+in_place.py. An Update of a stage may write what messages have carried: it drops the messages that have been
+received by then.
 
 Each link has a process group of its own: NCCL runs everything that shares a communicator in one order, so a
 receive started ahead would hold up a send. On NCCL `wait` makes the current stream wait, not the host. That
@@ -34,7 +35,7 @@ been tested on several GPUs.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Hashable, Mapping
+from collections.abc import Container, Hashable, Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -162,8 +163,18 @@ class Outbox:
 
         Raises MessageChanged if it was changed in place since `send`.
         """
-        sent = self._release()
-        check_unchanged(sent.channel, sent.tensors, sent.versions)
+        _check(self._release())
+
+    def release_received(self, channels: Container[Hashable]) -> None:
+        """Let the memory of all messages of these channels go: the peer has received them.
+
+        A Release of such a message does nothing. Raises MessageChanged as `release` does.
+        """
+        for place, sent in enumerate([*self._pending]):
+            if sent.channel in channels:
+                self._pending[place] = Sent(sent.channel, [], [], [])
+                self._wait(sent)
+                _check(sent)
 
     def finish(self) -> None:
         """End a pass over the program: wait until every message has been received."""
@@ -177,14 +188,21 @@ class Outbox:
 
     def _release(self) -> Sent:
         sent = self._pending.popleft()
+        self._wait(sent)
+        return sent
+
+    def _wait(self, sent: Sent) -> None:
         for work in sent.works:
             work.wait(self.limit)
-        return sent
 
     def close(self) -> None:
         """Give up the messages under way, and the link."""
         self._pending.clear()
         del self.group
+
+
+def _check(sent: Sent) -> None:
+    check_unchanged(sent.channel, sent.tensors, sent.versions)
 
 
 def _as_stored(tensor: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ from zbpp.schedule import (
     consumes,
     produces,
 )
-from zbpp.schedule.program import Instruction
+from zbpp.schedule.program import Instruction, Update
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
@@ -89,6 +89,7 @@ class Resolver:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._inboxes, self._outboxes = inboxes, outboxes
         self._extras, self._call = extras, call
+        self._sent = [each.value for each in program.instructions if isinstance(each, Send)]
         taken = [value for instruction in program.instructions for value in _taken(instruction)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
         self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
@@ -101,7 +102,7 @@ class Resolver:
             found = self._resolve(each)
             bound = bind(each, None if found is None else found.function)
             if bound is not None:
-                function = self._handing_over(each, bound)
+                function = self._guarded(each, bound)
                 functions.append((found or _OF_AN_EXTRA)._replace(function=function))
                 resolved.append(each)
         last = [Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
@@ -135,10 +136,32 @@ class Resolver:
         }
         return {value for action in actions for value in _taken(action) if value in made}
 
-    def _handing_over(self, instruction: Instruction, run: Run) -> Run:
+    def _guarded(self, instruction: Instruction, run: Run) -> Run:
+        """`run`, wrapped so that messages are guarded against in-place changes, see in_place.py."""
+        match instruction:
+            case Action():
+                return self._handing_over(instruction, run)
+            case Update(stage):
+                return self._updating(stage, run)
+            case _:
+                return run
+
+    def _updating(self, stage: int, run: Run) -> Run:
+        """`run`, which writes the weights of a stage, behind the check of the messages that carried them.
+
+        The last gradient of a stage comes after all messages to it and to later stages have been received.
+        """
+        channels = {channel_of(value) for value in self._sent if value.stage >= stage}
+
+        def update(message: Message) -> Message:
+            for outbox in self._outboxes.values():
+                outbox.release_received(channels)
+            return run(message)
+
+        return update
+
+    def _handing_over(self, instruction: Action, run: Run) -> Run:
         """`run`, wrapped so that messages from and to other stages of this rank are guarded, see Handover."""
-        if not isinstance(instruction, Action):
-            return run
         for value in _taken(instruction):
             if value in self._handovers:
                 run = self._handovers[value].checked(run)
