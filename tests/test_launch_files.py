@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 from torch.distributed.run import parse_args
 
 from zbpp import config as configs
+from zbpp.job import cuda_settings
 from zbpp.planning import plan
 
 ROOT = Path(__file__).parent.parent
@@ -87,8 +88,9 @@ def test_the_page_names_what_zbpp_sets_itself_and_files_that_exist():
         for name in re.findall(r'os\.environ\.setdefault\("([A-Z_]+)"', path.read_text())
     }
     assert of_zbpp  # a change of spelling would leave this test empty
-    table = page.partition("zbpp sets these")[2]
-    assert {name for name in of_zbpp if f"`{name}=" not in table} == set()
+    settings = {f"{name}={value}" for name, value in cuda_settings._ENVIRONMENT.items()}
+    table = page.partition("`import zbpp` sets the first two")[2]
+    assert {each for each in {f"{name}=" for name in of_zbpp} | settings if f"`{each}" not in table} == set()
     for target in re.findall(r"\]\(([^)#]+)\)", page):
         assert (ROOT / "docs" / target).exists(), target
 
