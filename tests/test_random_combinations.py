@@ -159,7 +159,7 @@ class Plain(Training):
             gradients = [each.grad for each in self.parameters if each.grad is not None]
             norm = torch.stack([each.norm() for each in gradients]).norm()
             for each in gradients:
-                each *= min(1.0, CLIP / (norm + (1e-6 if self.case.update == "clip" else 0)))
+                each *= min(1.0, CLIP / (norm + 1e-6))
         super().update()
 
 

@@ -60,7 +60,7 @@ def measure(config: MeasureConfig) -> Summary:
             **({} if cut is None else {"layers_per_stage": cut}),
             "steps": config.repeats,
         }
-        summary = {**vars(found.costs), "memory_unit": found.costs.memory_unit, "about": about}
+        summary = {**found.costs.numbers, "memory_unit": found.costs.memory_unit, "about": about}
         if folder is not None:
             folder.begin()
             (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
