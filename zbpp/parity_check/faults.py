@@ -241,7 +241,7 @@ def clipped(case: Case, norm: float, gradient: Tensor) -> Tensor:
 
 
 def clip_faults(case: Case) -> Iterator[Fault]:
-    """Of what clipping returns, a difference with the name "norm", and of gradients after it."""
+    """Known mistakes of clipping: in the norm, which has the name "norm", and in the clipped gradients."""
     for name, norm_of in _OTHER_NORMS:
         yield Fault(name, partial(_of_norm, norm_of))
     yield _UNEQUAL
@@ -271,7 +271,7 @@ def state_faults(case: Case) -> Iterator[Fault]:
 
 
 def loss_faults(case: Case) -> Iterator[Fault]:
-    """Of the losses that a call returns."""
+    """Known mistakes in the losses that a call returns."""
     for what, number in {"microbatches": case.microbatches, "replicas": case.replicas}.items():
         yield _scaled(f"losses are divided by the number of {what}", 1 / number)
         yield _scaled(f"losses are multiplied by the number of {what}", number)

@@ -274,7 +274,7 @@ class Rank:
         return (cutter, call) if again is None else self._run(executor, again, seeds)
 
     def _weights(self, call: Call, targets: Sequence[Any]) -> Weights:
-        """The weights of the losses. Of a step: collective over the processes that see different data."""
+        """Return the weights of the losses. A step calls this on all processes that see different data."""
         assert self.count is not None
         if call.kind != "step":
             return weights_of(targets, self.count, self.device)

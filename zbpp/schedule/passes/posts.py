@@ -47,7 +47,7 @@ Posting = Callable[[Program], Program]
 
 _BEFORE_POSTS = Send | Reduce | Release | PassGate
 Inserted = Mapping[int, Sequence[Instruction]]
-"""{number of actions: what comes behind so many actions, before the Recvs of the next one}."""
+"""{a number of actions: the instructions behind so many actions, before the Recvs of the next action}."""
 
 
 def in_flight(program: Program) -> Program:
