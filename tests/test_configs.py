@@ -164,6 +164,7 @@ REFUSED = {
         "num_ranks=0", "repeats=0", "schedules=[]", "compare=jax", "memory_limit=0",
         "precision=mixed_float16",
     ],
+    "measure": ["lengths=[0.5,1]", "lengths=[0]"],
 }  # fmt: skip
 
 

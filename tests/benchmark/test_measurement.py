@@ -2,15 +2,17 @@
 
 import pytest
 import torch
+from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from zbpp import Costs, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench
+from zbpp.benchmark.length_costs import fit_lengths, fitted
 from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
-from zbpp.data import regression_data
+from zbpp.data import regression_data, text_data
 from zbpp.job.world import World
-from zbpp.models.emulated import Emulated
+from zbpp.models.emulated import Emulated, sleep
 from zbpp.planning import SCHEDULES
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import PlanError, choose_offload
@@ -78,6 +80,79 @@ def test_times_and_bytes_are_those_that_the_stages_emulate():
     assert share == pytest.approx(0.5, abs=0.2)
     assert sum(relative.saved) == pytest.approx(4)
     assert sum(relative.deferred) == pytest.approx(4 * share)
+
+
+# ---------------------------------------------------------------- costs of lengths
+
+
+def exact(linear, squared):
+    """What `fitted` is given: two stages, each with times of exactly two parts at three lengths."""
+    at = Costs.of_lengths([1.0], Costs(**linear, saved=[7, 8]), Costs(**squared)).of_length
+    return {length: at(length) for length in (0.25, 0.5, 1.0)}
+
+
+def test_times_of_exactly_two_parts_are_found_again():
+    linear = {"f": [3, 4], "b": [5, 6], "w": [7, 0], "bw": [11, 12]}
+    squared = {"f": [1, 0], "b": [2, 3], "w": [0, 1], "bw": [0.5, 3]}
+    costs, error = fitted(exact(linear, squared), (2, 64))
+    for name in linear:
+        assert getattr(costs, name) == pytest.approx(linear[name])
+        assert getattr(costs.quadratic, name) == pytest.approx(squared[name])
+    assert (costs.saved, costs.shape, error) == ([7, 8], (2, 64), pytest.approx(0, abs=1e-9))
+
+
+def test_no_part_is_negative():
+    """Times with a constant overhead would have a negative square, times that grow faster a negative line."""
+    constant, cubes = ({n: Costs(f=t, b=t, w=t, bw=t) for n, t in each} for each in (
+        [(0.25, [10.0]), (0.5, [12.0]), (1.0, [14.0])], [(0.25, [1.0]), (0.5, [8.0]), (1.0, [64.0])],
+    ))  # fmt: skip
+    (flat, off), (steep, _) = fitted(constant, (1, 8)), fitted(cubes, (1, 8))
+    assert flat.quadratic.f == [0.0]
+    assert flat.f == pytest.approx([(0.25 * 10 + 0.5 * 12 + 14) / (0.25**2 + 0.5**2 + 1)])
+    assert off == pytest.approx((10 - 0.25 * flat.f[0]) / 14)
+    assert (steep.f, steep.quadratic.f[0]) == ([0.0], pytest.approx(64, rel=0.1))
+
+
+class Sleeper(nn.Module):
+    """Sleeps 4 l + 12 l * l ms in F, l being the tokens of a row over 16."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def forward(self, x):
+        sleep(4 * (share := x.shape[1] / 16) + 12 * share**2)
+        return x.float() * self.weight
+
+
+class Sleepers:
+    def build_stage(self, index, num_stages):
+        return Sleeper()
+
+    def loss(self, output, target):
+        return (output - target).square().mean()
+
+
+def of_lengths(rank):
+    data = text_data(path=None, vocab_size=256, sequence_length=16, batch_size=2 * M, seed=0, max_bytes=5000)
+    work = Workload(model=Sleepers(), data=data, here=World(rank, P, CPU), num_microbatches=M, timeout=100)
+    timetable = plan("zb_h1", P, M)
+    whole = measure(work, timetable, 2).costs
+    costs, _ = fit_lengths(work, timetable, [0.25, 0.5], 2, whole)
+    with pytest.raises(ValueError, match=r"rows of 16 tokens have no length of 0.01"):
+        fit_lengths(work, timetable, [0.01], 2, whole)
+    return costs
+
+
+def test_a_stage_is_measured_at_a_few_lengths():
+    costs, other = run_ranks(of_lengths, P)
+    assert costs == other
+    assert costs.shape == (2, 16)
+    for tokens in (4, 8, 16):
+        own = costs.of_tokens([2 * tokens])
+        times = own.per_stage(P, P).of_length(own.lengths[0]).f
+        assert min(times) >= 0.9 * (4 * tokens / 16 + 12 * (tokens / 16) ** 2)
+    assert min(costs.quadratic.f) > 0
 
 
 # ---------------------------------------------------------------- plans that travel

@@ -323,6 +323,17 @@ def test_lengths_with_several_schedules_and_a_quadratic_part_are_a_table(output,
     assert text.count("in the best order found") == 2
 
 
+def test_measured_costs_know_the_length_that_they_hold_for(output, tmp_path):
+    """Two rows of 100 tokens; the mean length of the file is another."""
+    lengths, measured = tmp_path / "tokens.json", tmp_path / "costs.json"
+    lengths.write_text("[500, 100, 100, 300]")
+    measured.write_text('{"f": 7.5, "b": 7.5, "w": 7.5, "quadratic": {"f": 2.5, "b": 5}, "shape": [2, 100]}')
+    text = output("1f1b", "--ranks", 2, "--lengths", lengths, "--costs", measured)
+    costs = Costs.of_lengths([2.5, 0.5, 0.5, 1.5], Costs(f=7.5, b=7.5, w=7.5), Costs(f=2.5, b=5, w=0))
+    given = simulate(plan("1f1b", 2, 4), costs).makespan
+    assert f"1f1b: {given:.5g} ms in the given order" in text
+
+
 @pytest.mark.parametrize(
     "text, more, message",
     [

@@ -49,6 +49,8 @@ def refusal(read, path):
         ('{"quadratic": 3}', "quadratic is 3; an object with any of f, b, w, bw is expected"),
         ('{"quadratic": {"saved": 1}}', "quadratic is {'saved': 1}; an object with any of f, b, w, bw"),
         ('{"quadratic": {"f": -1}}', "Costs(f=-1): -1.0 must be finite and not negative"),
+        ('{"shape": [4]}', "shape is [4]; the rows of a microbatch and the tokens of a row are expected"),
+        ('{"shape": [4, 0]}', "shape is [4, 0]; the rows of"),
         (b'{"f": \xff}', "no JSON that can be read: "),
         ("{f: 1}", "line 1, column 2 is no JSON: "),
     ],
@@ -59,7 +61,7 @@ def test_a_hostile_costs_file_gives_one_line(tmp_path, text, complaint):
 
 def test_costs_come_with_the_unit_of_their_memory(tmp_path):
     costs = {"f": [1, 2], "saved": 3e9, "deferred": 1e9}
-    for unit in ({}, {"memory_unit": "bytes"}):
+    for unit in ({}, {"memory_unit": "bytes"}, {"shape": [4, 512]}):
         path = written(tmp_path, "costs.json", json.dumps({**costs, **unit, "about": {"device": "cpu"}}))
         assert read_costs(path) == (RankCosts(**costs, **unit), {"device": "cpu"})
 

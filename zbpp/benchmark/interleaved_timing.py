@@ -63,13 +63,19 @@ class TimedRunner:
             return None
 
 
-def start(name: str, workload: Workload, timetable: Timetable) -> TimedRunner:
+def start(
+    name: str,
+    workload: Workload,
+    timetable: Timetable,
+    make: Callable[[Workload, Timetable], Runner] | None = None,
+) -> TimedRunner:
     """Start zbpp under a timetable and run two steps: the ranks agree on shapes, then the peak is measured.
 
-    Collective.
+    make: None: a ZbppRunner. Collective.
     """
     made: list[Runner] = []
-    peak = _start_and_measure_peak(workload, timetable, lambda: ZbppRunner(workload, timetable), made)
+    runner = make or ZbppRunner
+    peak = _start_and_measure_peak(workload, timetable, lambda: runner(workload, timetable), made)
     peaks = [] if workload.is_emulated else gather(peak)
     return TimedRunner(name, ZbppRunner.runtime, timetable, made[0], peak_bytes=peaks)
 

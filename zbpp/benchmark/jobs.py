@@ -12,14 +12,16 @@ import torch
 
 from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
+from zbpp.benchmark.length_costs import fit_lengths
 from zbpp.benchmark.workload import Workload
-from zbpp.config import BenchConfig, JobConfig, MeasureConfig, naming
+from zbpp.config import BenchConfig, ConfigError, JobConfig, MeasureConfig, naming
 from zbpp.job.world import world
 from zbpp.planning import plan
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, check_data_fit, layers_per_stage
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.schedule import Timetable
+from zbpp.schedule import Costs, Timetable
+from zbpp.schedule.costs import TIMES
 from zbpp.training.measured_steps import machine
 from zbpp.training.run_folder import RunFolder, claimed
 
@@ -53,18 +55,39 @@ def measure(config: MeasureConfig) -> Summary:
     timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
     with _job(config) as (workload, folder), naming("model"):
         _check_fit(workload, timetable)
-        found = measurement.measure(workload, timetable, config.repeats)
+        if config.lengths and workload.data.unit != "tokens":
+            raise ConfigError(
+                f"lengths={config.lengths} cuts rows of tokens, and these data are no tokens: choose "
+                "data=text, tokens or chat, or leave lengths out"
+            )
+        costs = measurement.measure(workload, timetable, config.repeats).costs
         cut = layers_per_stage(workload.model, timetable.num_stages)
         about = {
             **_about(config, workload),
             **({} if cut is None else {"layers_per_stage": cut}),
             "steps": config.repeats,
         }
-        summary = {**found.costs.numbers, "memory_unit": found.costs.memory_unit, "about": about}
+        summary: Summary = {**costs.numbers, "memory_unit": costs.memory_unit, "about": about}
+        if config.lengths:
+            summary |= _in_two_parts(workload, timetable, config, costs, about)
         if folder is not None:
             folder.begin()
             (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")
         return summary
+
+
+def _in_two_parts(
+    workload: Workload, timetable: Timetable, config: MeasureConfig, whole: Costs, about: Summary
+) -> Summary:
+    """What replaces the costs of whole rows where other lengths are measured, too. Collective."""
+    costs, error = fit_lengths(workload, timetable, config.lengths, config.repeats, whole)
+    squared = {name: getattr(costs.quadratic, name) for name in TIMES}
+    return {
+        **costs.numbers,
+        "quadratic": squared,
+        "shape": costs.shape,
+        "about": {**about, "lengths": [*config.lengths, 1.0], "fit_error": error},
+    }
 
 
 @contextmanager

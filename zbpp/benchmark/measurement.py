@@ -59,8 +59,7 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
 
     Both are run, whether `timetable` itself has B and W or BW.
     """
-    forms = {"split": with_split_backward(timetable), "whole": with_whole_backward(timetable)}
-    runs = [start(name, workload, form) for name, form in forms.items()]
+    runs = [start(name, workload, form) for name, form in both_forms(timetable).items()]
     time_in_turns(runs, workload, num_steps)
     close_all(runs)
     held = _held(workload, timetable)
@@ -73,6 +72,11 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     sizes = [each.saved or each.deferred for each in held]
     costs = replace(costs, host=host_ms(timetable, sizes, workload.here.device))
     return Measurement(costs, held)
+
+
+def both_forms(timetable: Timetable) -> dict[str, Timetable]:
+    """The same order with split backwards, and with whole ones."""
+    return {"split": with_split_backward(timetable), "whole": with_whole_backward(timetable)}
 
 
 def with_whole_backward(timetable: Timetable) -> Timetable:

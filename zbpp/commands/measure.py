@@ -6,6 +6,9 @@
 Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
 Under "about" it writes where they were measured. host is the time to copy what F saves to host memory, or
 back, while nothing else runs; memory.offload and `zbpp memory` need it.
+With lengths=[0.25,0.5] rows are measured at a quarter and a half of their tokens, too. f, b, w and bw are
+then the part that grows with the length, and "quadratic" the part that grows with its square: attention.
+"shape" is the microbatch of length 1, rows and tokens of a row.
 static is held all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
 Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
 the model is cut into.
@@ -50,12 +53,23 @@ def measure_on_rank(config: MeasureConfig) -> dict[str, Any]:
 
 
 def _table(costs: dict[str, Any]) -> str:
-    """A row per stage."""
-    columns = [name for name, numbers in costs.items() if isinstance(numbers, list)]
-    lines = [
-        "",
-        "stage" + "".join(f"{name:>12}" for name in columns) + "   (ms; saved, deferred, static: bytes)",
-    ]
-    for stage, numbers in enumerate(zip(*(costs[name] for name in columns), strict=True)):
-        lines.append(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
+    """A row per stage; times that grow with the square of the length have a table of their own."""
+    columns = {name: numbers for name, numbers in costs.items() if isinstance(numbers, list)}
+    lines = _rows(columns, "(ms; saved, deferred, static: bytes)")
+    if "quadratic" in costs:
+        rows, tokens = costs["shape"]
+        lines += _rows(costs["quadratic"], "(ms, times the square of the length)")
+        error = costs["about"]["fit_error"]
+        lines += [
+            "",
+            f"length 1: {rows} x {tokens} tokens; f, b, w and bw of the upper table count times the length",
+            f"no measured time is further from the two parts than {error:.1%} of that at length 1",
+        ]
     return "\n".join(lines)
+
+
+def _rows(columns: dict[str, list[float]], note: str) -> list[str]:
+    lines = ["", "stage" + "".join(f"{name:>12}" for name in columns) + f"   {note}"]
+    for stage, numbers in enumerate(zip(*columns.values(), strict=True)):
+        lines.append(f"{stage:>5}" + "".join(f"{number:>12.4g}" for number in numbers))
+    return lines

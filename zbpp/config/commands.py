@@ -97,7 +97,19 @@ class MeasureConfig(JobConfig):
     """`zbpp measure`. schedule: the one whose stages are measured."""
 
     num_microbatches: int = ranged(8, least=1)
+    lengths: list[float] = field(
+        default_factory=list,
+        metadata={"help": "shares of a row, as [0.25,0.5]: costs then grow with a microbatch's length"},
+    )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not all(0 < each < 1 for each in self.lengths):
+            raise ConfigError(
+                f"lengths={self.lengths}: write shares of a row above 0 and below 1, as [0.25,0.5]; whole "
+                "rows are measured anyway"
+            )
 
 
 @dataclass(kw_only=True)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +22,31 @@ class RankCosts(CostNumbers):
 
     So schedules with one stage per rank and with several run the same model, see `per_stage`. A list has one
     number per part of the model, in model order, for any number of parts that num_ranks divides.
-    Raises PlanError as `Costs` does.
+    shape: (rows, tokens of a row) of a microbatch of length 1; None: not known.
+    Raises PlanError as `Costs` does, and for a shape that is not two whole numbers of 1 or more.
     """
+
+    shape: tuple[int, int] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.shape is None:
+            return
+        given = tuple(self.shape) if isinstance(self.shape, list | tuple) else ()
+        if len(given) != 2 or not all(type(each) is int and each >= 1 for each in given):
+            raise PlanError(
+                f"shape is {shown(self.shape)}; the rows of a microbatch and the tokens of a row are "
+                "expected, as [4, 512]"
+            )
+        object.__setattr__(self, "shape", given)
+
+    def of_tokens(self, numbers: Sequence[float]) -> RankCosts:
+        """The costs of microbatches with these numbers of tokens.
+
+        Without a shape these costs are those of a microbatch with the mean number of tokens.
+        """
+        unit = statistics.fmean(numbers) if self.shape is None else math.prod(self.shape)
+        return RankCosts.of_lengths([each / unit for each in numbers], self, self.quadratic)
 
     def per_stage(self, num_stages: int, num_ranks: int) -> Costs:
         """The costs of `num_stages` stages on `num_ranks` ranks that together are this model.
@@ -76,14 +102,14 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
         about = given.pop("about", {})
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
-        squared = given.pop("quadratic", None)
+        squared, shape = given.pop("quadratic", None), given.pop("shape", None)
         unit = given.pop("memory_unit", ACTIVATIONS)
         if not isinstance(unit, str) or unit not in _UNITS:
             raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
         for name in given.keys() - set(COST_NAMES):
-            known = ", ".join((*COST_NAMES, "memory_unit", "quadratic"))
+            known = ", ".join((*COST_NAMES, "memory_unit", "quadratic", "shape"))
             raise PlanError(f"{shown(name)} is no cost; known: {known}")
-        return RankCosts(**given, memory_unit=unit, quadratic=_quadratic(squared)), about
+        return RankCosts(**given, memory_unit=unit, quadratic=_quadratic(squared), shape=shape), about
 
 
 def _quadratic(given: object) -> RankCosts | None:

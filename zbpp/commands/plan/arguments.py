@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from zbpp.commands.plan import cluster
-from zbpp.commands.plan.lengths import read_lengths, with_lengths
+from zbpp.commands.plan.lengths import read_lengths
 from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
 from zbpp.schedule import PlanError
 
@@ -70,7 +70,7 @@ class Inputs(NamedTuple):
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
         if options.lengths:
-            costs = with_lengths(costs, read_lengths(options.lengths, options.microbatches))
+            costs = costs.of_tokens(read_lengths(options.lengths, options.microbatches))
         return cls(costs, about, read_memory_limit(options.memory_limit, costs))
 
     @property
@@ -150,7 +150,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
     group.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=table)
     lengths = (
         "a microbatch's number of tokens a line, or a JSON list: draw the step in this order and in the best "
-        "one found; costs are those of the mean length"
+        "one found; costs are those of the mean length, or of the length at which --costs were measured"
     )
     group.add_argument("--lengths", metavar="FILE", help=lengths)
     group.add_argument("--choose", action="store_true", help="rank all schedules, best first")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -55,12 +54,6 @@ def _numbers(text: str) -> list[float]:
             except ValueError:
                 raise PlanError(f"line {number}: {shown(line.strip())} is no number") from None
     return found
-
-
-def with_lengths(costs: RankCosts, lengths: Sequence[float]) -> RankCosts:
-    """Costs that hold for a microbatch of the mean length, for microbatches of these lengths."""
-    mean = statistics.fmean(lengths)
-    return RankCosts.of_lengths([each / mean for each in lengths], costs, costs.quadratic)
 
 
 class Orders(NamedTuple):
