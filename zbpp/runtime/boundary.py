@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.attention.flex_attention import BlockMask
 
 from zbpp.autograd.models.sharded import is_on_mesh
 from zbpp.runtime.layout import Message
@@ -34,6 +35,11 @@ def checked_outputs(stage: int, output: Any) -> tuple[Tensor | None, ...]:
     if len(others) == len(outputs) or any(each is not None for each in others):
         found = ", ".join(type(each).__name__ for each in outputs) or "nothing"
         hint = "; of a dict, return tuple(output.values())" if isinstance(output, Mapping) else ""
+        if any(isinstance(each, BlockMask) for each in others):
+            hint = (
+                "; give a BlockMask to step() as a keyword, which all stages get, or return the tensors that "
+                "its mask_mod reads, and let each stage call create_block_mask"
+            )
         raise BoundaryError(
             f"stage {stage} returned {found}: a stage returns a tensor, or a tuple of tensors (None where "
             f"one is left out), the next one's positional arguments{hint}"

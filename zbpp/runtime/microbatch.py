@@ -1,7 +1,8 @@
 """Cutting the arguments of one call of the pipeline into microbatches, by views along dim 0.
 
 Tensors are found wherever torch's pytree looks: in tuples, lists, dicts, named tuples, and in classes that
-were registered with it. The marks `replicate` and `per_microbatch` work inside them, too.
+were registered with it. The marks `replicate` and `per_microbatch` work inside them, too. FlexAttention's
+BlockMask is split along its batch dimension; a BlockMask of one row holds for all rows, as in flex_attention.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from zbpp.autograd.arguments import edge_of
@@ -77,8 +79,8 @@ class Cutter:
     def cut(self, name: str, value: Any) -> list[Any]:
         """One piece per microbatch: views of a tensor; a value without tensors goes whole to each microbatch.
 
-        A tensor inside of another value is split, too: dim 0 of every tensor is the batch's rows, unless it
-        is marked.
+        A tensor or BlockMask inside of another value is split, too: dim 0 of every tensor is the batch's
+        rows, unless it is marked.
 
         Raises ValueError, which begins with `name`, if dim 0 is not a multiple of num_microbatches, or
         differs from an earlier value's; if a `per_microbatch` has another number of values; and where tensors
@@ -86,6 +88,8 @@ class Cutter:
         """
         if isinstance(value, Tensor):
             return list(map(self._of_one_microbatch, self._pieces(name, value)))
+        if isinstance(value, BlockMask):
+            return self._masks(name, value)
         if isinstance(value, PerMicrobatch):
             if len(value.values) != self.num_microbatches:
                 raise ValueError(
@@ -115,7 +119,9 @@ class Cutter:
         cut; their tensors say how long the batch is, too. Where no tensor does, any list that would split
         may be as long.
         """
-        rows = self.rows or next(map(len, filter(_has_rows, tree_leaves(others, is_leaf=_is_marked))), None)
+        rows = self.rows or next(
+            map(len, filter(_has_rows, tree_leaves(others, is_leaf=_is_cut_whole))), None
+        )
         batch = "no tensor says how many rows the batch has" if rows is None else f"the batch has {rows} rows"
         for name, length in self._lists:
             if length == rows or (rows is None and length and length % self.num_microbatches == 0):
@@ -145,8 +151,8 @@ class Cutter:
     def _nested(self, name: str, value: Any) -> list[Any]:
         if self.num_microbatches > 1:
             self._lists += _lists_in(name, value)
-        leaves, spec = tree_flatten_with_path(value, is_leaf=_is_marked)
-        if not any(isinstance(leaf, (Tensor, Replicated, PerMicrobatch)) for _, leaf in leaves):
+        leaves, spec = tree_flatten_with_path(value, is_leaf=_is_cut_whole)
+        if not any(isinstance(leaf, Tensor) or _is_cut_whole(leaf) for _, leaf in leaves):
             for path, leaf in leaves:
                 _refuse_rows_of_an_array(name + keystr(path), leaf)
                 _refuse_hidden_tensors(name + keystr(path), leaf)
@@ -165,20 +171,30 @@ class Cutter:
             raise ValueError(
                 f"{name} is a tensor without dimensions: pass a number, or zbpp.replicate({name})"
             )
-        rows = len(tensor)
+        return tensor.split(self._size(name, len(tensor), f"zbpp.replicate({name}) gives all to each"))
+
+    def _masks(self, name: str, mask: BlockMask) -> list[BlockMask]:
+        rows = mask.shape[0]
+        if rows == 1:
+            return [mask] * self.num_microbatches
+        size = self._size(name, rows, "make a BlockMask with B=None if it holds for every row")
+        return [_rows_of(mask, first, size) for first in range(0, rows, size)]
+
+    def _size(self, name: str, rows: int, instead: str) -> int:
+        """How many rows a microbatch has. Raises ValueError, with what to write instead."""
         if rows % self.num_microbatches or not rows:
             raise ValueError(
                 f"{name} has {rows} rows, which don't split into num_microbatches={self.num_microbatches}; "
-                f"nearest that do: {_nearest(rows, self.num_microbatches)}; or zbpp.replicate({name})"
+                f"nearest that do: {_nearest(rows, self.num_microbatches)}; or {instead}"
             )
         if self.rows is None:
             self.rows, self._first = rows, name
         elif rows != self.rows:
             raise ValueError(
                 f"{name} has {rows} rows, {self._first} has {self.rows}: what is split along dim 0 is one "
-                f"batch; zbpp.replicate({name}) gives all its rows to every microbatch"
+                f"batch; {instead}"
             )
-        return tensor.split(rows // self.num_microbatches)
+        return rows // self.num_microbatches
 
     def _of_one_microbatch(self, piece: Tensor) -> Tensor:
         """The piece with its own count of in-place changes, since a stage may change its input in place.
@@ -206,6 +222,20 @@ def _is_marked(value: Any) -> bool:
     return isinstance(value, (Replicated, PerMicrobatch))
 
 
+def _is_cut_whole(value: Any) -> bool:
+    """Whether a value with tensors is cut as one. Some libraries register BlockMask with pytree."""
+    return isinstance(value, BlockMask) or _is_marked(value)
+
+
+def _rows_of(mask: BlockMask, first: int, number: int) -> BlockMask:
+    """`number` rows of the batch's mask, from `first` on; its mask_mod counts rows from there."""
+    # A tensor: torch.compile would make a graph for each value of a Python int.
+    offset = torch.full((), first, device=mask.kv_num_blocks.device)
+    rows = mask[first : first + number]
+    rows.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + offset, h, q, kv)
+    return rows
+
+
 def _refuse_rows_of_an_array(name: str, value: Any) -> None:
     """Raise ValueError for a NumPy array or similar: every microbatch would get all its rows."""
     if hasattr(value, "__array__") and hasattr(value, "ndim") and value.ndim:
@@ -221,7 +251,7 @@ def _lists_in(name: str, value: Any) -> Iterator[tuple[str, int]]:
         yield name, len(value)
 
     def is_leaf(each: Any) -> bool:
-        return each is not value and (_is_marked(each) or type(each) is list)
+        return each is not value and (_is_cut_whole(each) or type(each) is list)
 
     for path, leaf in tree_flatten_with_path(value, is_leaf=is_leaf)[0]:
         if type(leaf) is list:
