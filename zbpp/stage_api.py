@@ -28,6 +28,13 @@ marks its `loss` with `by_last_stage`, and the last stage has forward(..., head=
 loss(hidden, target): with head=False, forward returns what `loss` takes. Training calls the two, and so does
 an evaluation without outputs and metrics. All else, and a Pipeline with another loss_fn, gets whole outputs.
 
+A step may cut sequences into slices (num_slices of a timetable). Then forward runs once per slice, with the
+slice's tokens, and takes `sequence_slice: SequenceSlice | None = None` (zbpp/autograd/models/past.py): its
+`whole` gives attention the keys and values of earlier slices, and its `start` is the position of the first
+token. None: the sequence comes whole. A stage in which no token depends on another one has no such argument,
+and says so by `mixes_time = False`, in its class or on the object. A stage whose model can't be run in slices
+has a method check_slices(), which raises ValueError with the reason.
+
 A parameter that is tied is trained as one: all its places start with the values of the first stage's, and get
 the sum of all gradients. Stages of one rank (zb_v: the first and the last) get one Parameter; each other rank
 has a copy, with a gradient and optimizer states of its own.
@@ -196,6 +203,27 @@ def has_hooks(module: nn.Module) -> bool:
     hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
     is_foreign = any(not str(each.__module__).startswith("torch.distributed.") for each in hooks)
     return is_foreign or bool(module._backward_hooks or module._backward_pre_hooks)
+
+
+def takes_slices(stage: nn.Module, index: int) -> bool:
+    """Whether the forward of a stage takes `sequence_slice`; False where it declares mixes_time = False.
+
+    index: the stage's number, for the error. Raises ValueError for a stage that can't be run in slices.
+    """
+    check = getattr(stage, "check_slices", None)
+    if check is not None:
+        check()
+    # The class's forward: recompute puts one with (*args, **kwargs) on the object.
+    if "sequence_slice" in signature(type(stage).forward).parameters:
+        return True
+    if getattr(stage, "mixes_time", True):
+        raise ValueError(
+            f"stage {index}, a {type(stage).__name__}, can't be run in slices of a sequence: its forward has "
+            "no argument sequence_slice. If no token of its output depends on another token, declare "
+            "mixes_time = False on the stage; else let its attention take keys and values from "
+            "sequence_slice.whole (zbpp/stage_api.py)"
+        )
+    return False
 
 
 def batch_norms(module: nn.Module) -> Iterator[nn.Module]:

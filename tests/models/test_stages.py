@@ -9,6 +9,7 @@ from zbpp.models.layers import token_loss
 from zbpp.models.llama import Llama
 from zbpp.models.mlp import Mlp
 from zbpp.partition import split_layers
+from zbpp.stage_api import takes_slices
 
 GPT = {"vocab_size": 19, "num_layers": 5, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
 LLAMA = {**GPT, "num_kv_heads": 2}
@@ -178,3 +179,14 @@ def test_a_stage_out_of_range_is_refused(index, num_stages, message):
 def test_a_sequence_longer_than_the_model_is_refused(cls, sizes):
     with pytest.raises(ValueError, match="sequence_length=8"):
         cls(**sizes).build_stage(0, 2)(torch.zeros(1, 9, dtype=torch.int64))
+
+
+def test_a_stage_takes_slices_or_says_that_it_mixes_no_time():
+    """A convolution along time would see nothing of earlier slices."""
+    assert not takes_slices(whole(Mlp(**MLP)), 0)
+    assert not takes_slices(whole(Emulated(**EMULATED)), 0)
+    stage = torch.nn.Conv1d(3, 3, 2)
+    with pytest.raises(ValueError, match="stage 4, a Conv1d, can't be run in slices .* mixes_time = False"):
+        takes_slices(stage, 4)
+    stage.mixes_time = False
+    assert not takes_slices(stage, 4)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from zbpp.autograd.models.exchange import Exchange
-from zbpp.models.layers import StagedModel, check_positive, fan_in_std
+from zbpp.models.layers import StagedModel, TokenwiseStage, check_positive, fan_in_std
 
 Times = float | Sequence[float]
 """Milliseconds: one number for all layers, or one per layer."""
@@ -65,6 +65,7 @@ class Emulated(StagedModel):
             layers_per_stage=layers_per_stage,
             std=fan_in_std,
             seed=seed,
+            stage=TokenwiseStage,
         )
 
     def build_stage(self, index: int, num_stages: int) -> nn.Sequential:

@@ -86,6 +86,12 @@ class StagedModel:
             yield from ((name, make()) for name, make in self.last.items())
 
 
+class TokenwiseStage(nn.Sequential):
+    """A stage in which no token depends on another one: see zbpp/stage_api.py."""
+
+    mixes_time = False
+
+
 class LanguageModel(StagedModel):
     """A StagedModel whose output is logits [batch, time, vocab], for targets [batch, time]."""
 

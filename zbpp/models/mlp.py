@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbpp.models.layers import StagedModel, check_positive, fan_in_std
+from zbpp.models.layers import StagedModel, TokenwiseStage, check_positive, fan_in_std
 
 
 class Mlp(StagedModel):
@@ -44,6 +44,7 @@ class Mlp(StagedModel):
             layers_per_stage=layers_per_stage,
             std=fan_in_std,
             seed=seed,
+            stage=TokenwiseStage,
         )
 
     def loss(self, output: Tensor, target: Tensor) -> Tensor:

@@ -4,6 +4,7 @@
     structures.py         tensors inside nested values, for a checkpoint's arguments and outputs
     forward_state.py      the buffers that a forward used, for its recompute
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
+    past.py               keys and values of earlier slices, for a sequence that comes in slices
     sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
     python_generators.py  Python's and numpy's random generators, restored
     linear_cross_entropy.py  a language model's head and its loss, without logits in float32
