@@ -137,6 +137,44 @@ def test_peak_memory(p, extra):
     assert max(peaks["zb_h2"]) == 2 * p - 1
 
 
+@pytest.mark.parametrize("num_slices", range(1, 9))
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_bubble_and_memory_with_equal_slices(p, num_slices):
+    """Bubbles are those of slices, an S-th of a microbatch's; (p + S - 1)/S microbatches are held.
+
+    The costs are those of a slice, so that all numbers are whole.
+    """
+    m = -(-(2 * p - 1 + num_slices - 1) // num_slices) + 1
+    for f, b, w in ((10, 10, 10), (10, 13, 7)):
+        bubbles = {"1f1b": f + b + w, "gpipe": f + b + w, "zb_h1": f + b - w, "zb_h2": f + b - 2 * w}
+        for name, each in bubbles.items():
+            timeline = simulate(plan(name, p, m, num_slices=num_slices), Costs(f=f, b=b, w=w))
+            assert max_span_bubble(timeline, num_slices * (f + b + w)) == (p - 1) * each
+            held = {"gpipe": m * num_slices, "zb_h2": 2 * p - 1 + num_slices - 1}
+            assert max(timeline.peak_memory) == held.get(name, p + num_slices - 1)
+
+
+@pytest.mark.parametrize("num_slices", range(1, 9))
+@pytest.mark.parametrize("p", [2, 4, 8])
+def test_zb_v_has_no_bubble_with_equal_slices_at_equal_times(p, num_slices):
+    least = -(-(2 * p - 1 + num_slices - 1) // num_slices)
+    for m in (least, least + 3):
+        timeline = simulate(plan("zb_v", p, m, num_slices=num_slices))
+        assert timeline.bubble == 0
+        assert timeline.peak_memory == (2 * (p + num_slices - 1),) * p
+
+
+@pytest.mark.parametrize("num_slices", [2, 4, 8])
+@pytest.mark.parametrize(
+    "name, stages",
+    [("v_half", 2), ("v_min", 2), ("dualpipe_v", 2), ("interleaved_1f1b", 1), ("interleaved_zb", 1)],
+)
+def test_slices_cost_s_minus_1_slices_of_memory(name, stages, num_slices):
+    """On how many stages of a rank; the costs are those of a slice."""
+    peaks = [max(simulate(plan(name, 8, 24, num_slices=s)).peak_memory) for s in (1, num_slices)]
+    assert peaks[1] == peaks[0] + stages * (num_slices - 1)
+
+
 @pytest.mark.parametrize(
     "costs, makespans",
     [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from zbpp.schedule import Action, Op, Timetable, Value
+from zbpp.schedule import Action, Op, Timetable, Unit, Value
 from zbpp.schedule.offload import Placed
 from zbpp.schedule.program import Await, Drop, Fetch, Offload
 
@@ -34,12 +34,14 @@ def makes(action: Action, num_stages: int) -> list[str]:
     return made + ([f"deferred{here}"] if op == B else [])
 
 
-def random_timetable(rng: random.Random, *, most_ranks: int = 5, most_microbatches: int = 5) -> Timetable:
-    """Any placement of 1 to 8 stages, any order that can run, microbatches ascending per stage."""
+def random_timetable(
+    rng: random.Random, *, most_ranks: int = 5, most_microbatches: int = 5, num_slices: int = 1
+) -> Timetable:
+    """Any placement of 1 to 8 stages, any order that can run, a stage's units in the order of the law."""
     num_ranks = rng.randint(1, most_ranks)
     rank_of = random_placement(rng, num_ranks, rng.randint(num_ranks, 8))
     rows: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for action in _random_execution(rng, len(rank_of), rng.randint(1, most_microbatches)):
+    for action in _random_execution(rng, len(rank_of), rng.randint(1, most_microbatches), num_slices):
         rows[rank_of[action.stage]].append(action)
     return Timetable(rows)
 
@@ -51,21 +53,27 @@ def random_placement(rng: random.Random, num_ranks: int, num_stages: int) -> lis
     return rank_of
 
 
-def _random_execution(rng: random.Random, num_stages: int, num_microbatches: int) -> Iterator[Action]:
-    """All actions, one at a time, each drawn among those that could run next."""
+def _random_execution(
+    rng: random.Random, num_stages: int, num_microbatches: int, num_slices: int
+) -> Iterator[Action]:
+    """All actions, one at a time, each drawn among those that could run next.
+
+    next_up: of the actions of a stage and op, the number of the next one.
+    """
+    forwards = [(m, k) for m in range(num_microbatches) for k in range(num_slices)]
+    backwards = [(m, k) for m in range(num_microbatches) for k in reversed(range(num_slices))]
+    units = {F: _units(forwards, num_slices), B: _units(backwards, num_slices)}
     next_up = {(stage, op): 0 for stage in range(num_stages) for op in (F, B, W)}
     whole = {
-        (s, m)
+        (s, number)
         for s in range(num_stages)
-        for m in range(num_microbatches)
+        for number in range(len(forwards))
         if rng.random() < rng.choice((0, 0.5))
     }
     weight = {op: rng.choice((0.05, 1, 1, 20)) for op in Op}  # lopsided: deep warm-ups, late W's, ...
     there: set[str] = set()
     while True:
-        ready = [
-            each for each in _candidates(next_up, whole, num_microbatches) if there.issuperset(needs(each))
-        ]
+        ready = [each for each in _candidates(next_up, whole, units) if there.issuperset(needs(each))]
         if not ready:
             return
         action = rng.choices(ready, [weight[each.op] for each in ready])[0]
@@ -75,16 +83,22 @@ def _random_execution(rng: random.Random, num_stages: int, num_microbatches: int
         yield action
 
 
+def _units(pairs: list[tuple[int, int]], num_slices: int) -> list[int]:
+    """The units of (microbatch, slice) pairs."""
+    return [m if num_slices == 1 else Unit(m * num_slices + k, num_slices) for m, k in pairs]
+
+
 def _candidates(
-    next_up: dict[tuple[int, Op], int], whole: set[tuple[int, int]], num_microbatches: int
+    next_up: dict[tuple[int, Op], int], whole: set[tuple[int, int]], units: dict[Op, list[int]]
 ) -> Iterator[Action]:
-    for (stage, op), microbatch in next_up.items():
-        if microbatch == num_microbatches:
+    for (stage, op), number in next_up.items():
+        if number == len(units[F]):
             continue
-        if (stage, microbatch) not in whole or op == F:
-            yield Action(stage, op, microbatch)
-        elif op == B and next_up[stage, W] == microbatch:  # a BW is a W too, and W's ascend
-            yield Action(stage, BW, microbatch)
+        unit = units[F if op == F else B][number]
+        if (stage, number) not in whole or op == F:
+            yield Action(stage, op, unit)
+        elif op == B and next_up[stage, W] == number:  # a BW is a W too, and W's have the order of B's
+            yield Action(stage, BW, unit)
 
 
 def away(value: Value, *, made: int, dropped: int, fetched: int, used: int) -> tuple[Placed, ...]:

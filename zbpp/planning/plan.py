@@ -49,6 +49,7 @@ def plan(
     num_ranks: int,
     num_microbatches: int,
     *,
+    num_slices: int = 1,
     costs: Costs = Costs(),
     memory_limit: MemoryLimit = None,
     placement: str | None = None,
@@ -61,6 +62,7 @@ def plan(
 ) -> Timetable:
     """The timetable of a schedule in `SCHEDULES`.
 
+    num_slices: into how many slices each sequence is cut along time, see timetable.py.
     memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
     None: no limit.
     placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto: one).
@@ -79,17 +81,18 @@ def plan(
     check_name(name)
     check_count("num_ranks", num_ranks)
     check_count("num_microbatches", num_microbatches)
+    check_count("num_slices", num_slices)
     if stages_per_rank is not None:
         check_count("stages_per_rank", stages_per_rank)
     if placement is not None:
         place_stages(num_ranks, placement, stages_per_rank)  # refuses a contradiction, whatever the schedule
     limits = limits_per_rank(memory_limit, num_ranks)
-    shape = {"placement": placement, "stages_per_rank": stages_per_rank}
+    shape = {"placement": placement, "stages_per_rank": stages_per_rank, "num_slices": num_slices}
     searching = {"objective": objective, "search": search, "time_limit": time_limit, "seed": seed}
     options = {"costs": costs, "memory_limit": memory_limit, **shape, **searching, "progress": progress}
     timetable = _generated(name, num_ranks, num_microbatches, options)
     _check_placement(name, timetable, placement, stages_per_rank)
-    costs.per_stage(timetable.num_stages, num_microbatches)  # refuses lists of another length
+    costs.per_stage(timetable.num_stages, timetable.num_units)  # refuses lists of another length
     if memory_limit is not None:
         check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable
@@ -108,6 +111,8 @@ def check_shape(name: str, num_ranks: int, *, placement: str | None, stages_per_
 def _generated(name: str, num_ranks: int, num_microbatches: int, options: Mapping[str, Any]) -> Timetable:
     """The timetable of the function behind a name, which is given the options that it declares."""
     declared = inspect.signature(SCHEDULES[name]).parameters
+    if options["num_slices"] > 1 and "num_slices" not in declared:
+        raise PlanError(f"{name} has no slices: leave num_slices={options['num_slices']} out")
     given = {key: value for key, value in options.items() if key in declared and value is not None}
     return SCHEDULES[name](num_ranks, num_microbatches, **given)
 

@@ -277,8 +277,8 @@ class Problem:
         rows = []
         for ids in plan:
             kinds, microbatches = np.divmod(np.array(ids), self.num_microbatches)
-            stages, ops = np.divmod(kinds, len(Op))
-            rows.append(Row(*(column.astype(np.int32) for column in (stages, ops, microbatches))))
+            stages, ops = np.divmod(kinds.astype(np.int32), np.int32(len(Op)))
+            rows.append(Row(stages, ops, microbatches.astype(np.int32)))
         return Timetable(rows)
 
     def numbered(self, rows: Iterable[Sequence[int]]) -> Plan:

@@ -101,7 +101,7 @@ def _hash(script: str) -> str:
 def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) -> dict[str, Any]:
     """One timeline for the scripts. The lists marked "by kind" have one entry per stage and op."""
     timetable = timeline.timetable
-    values = Values(timetable.num_stages, timetable.num_microbatches)
+    values = Values.of(timetable)
     fills = _fills(timetable)
     return {
         "stages": timetable.num_stages,

@@ -37,7 +37,7 @@ from zbpp.schedule.offload_choice import choose_offload
 from zbpp.schedule.program import PassGate, Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
-from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
+from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable, Unit
 
 __all__ = [
     "Action",
@@ -56,6 +56,7 @@ __all__ = [
     "Send",
     "Timeline",
     "Timetable",
+    "Unit",
     "Value",
     "choose_offload",
     "consumes",

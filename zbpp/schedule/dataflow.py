@@ -13,6 +13,17 @@ and BW produce no g. A value is consumed on the stage that it names: x(1,5) by a
 microbatch 5. So a value has to be sent if, and only if, the stage that it names is on another rank than its
 producer. Code that needs a dependency asks here, or asks `dataflow_arrays`, which derives its arrays from
 this table. The executor stores values under the same names.
+
+With slices the table holds for each unit u = (m, k), slice k of microbatch m, in place of m. The slices of a
+microbatch then also pass keys and values (kv) and their gradients (dkv) on, within their stage:
+
+| action            | consumes too   | produces too |
+|-------------------|----------------|--------------|
+| F(s,m,k)          | kv(s,m,k-1)    | kv(s,m,k)    |
+| B or BW (s,m,k)   | dkv(s,m,k+1)   | dkv(s,m,k)   |
+
+`consumes` and `produces` leave kv and dkv out, for `saved` and the order of a stage (`check_row`) imply them:
+F's ascend in slice, so F(k-1) precedes F(k); B's descend, so B(k+1) precedes B(k).
 """
 
 from __future__ import annotations
@@ -23,7 +34,10 @@ from zbpp.schedule.timetable import Action, Op
 
 
 class Value(NamedTuple):
-    """What an action makes, for another one (but `done`): `x(3,0)` is consumed on stage 3, microbatch 0."""
+    """What an action makes, for another one (but `done`): `x(3,0)` is consumed on stage 3, microbatch 0.
+
+    microbatch: the number of the unit, as in an Action; of slice 2 of microbatch 0 the text is `x(3,0.2)`.
+    """
 
     name: str
     stage: int

@@ -1,6 +1,7 @@
 """The data-flow table over arrays: each value is a number.
 
-The value with the same name and stage, for the next microbatch, has the next number.
+The value with the same name and stage, for the next unit, has the next number; without slices a unit is a
+microbatch.
 
 A timetable of 512 ranks and 4096 microbatches has 12 million actions: asking `consumes` and
 `produces` for each would take minutes. They are asked once per stage and op, for microbatch 0.
@@ -15,42 +16,48 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.dataflow import VALUE_NAMES, Value, consumes, produces
-from zbpp.schedule.timetable import Action, Op, Row
+from zbpp.schedule.timetable import Action, Op, Row, Timetable, Unit
 
 Numbers = npt.NDArray[np.int64]
 
 
 class Values:
-    """The values of all actions on `num_stages` stages for `num_microbatches` microbatches.
+    """The values of all actions on `num_stages` stages for `num_units` units.
 
-    consumed[kind], produced[kind]: the numbers of an action's values at microbatch 0; add the microbatch.
+    consumed[kind], produced[kind]: the numbers of an action's values at unit 0; add the unit.
     """
 
-    def __init__(self, num_stages: int, num_microbatches: int) -> None:
-        self._shape = (len(VALUE_NAMES), num_stages, num_microbatches)
+    def __init__(self, num_stages: int, num_units: int, num_slices: int = 1) -> None:
+        self._shape, self._num_slices = (len(VALUE_NAMES), num_stages, num_units), num_slices
         actions = [Action(stage, op, 0) for stage in range(num_stages) for op in Op]
         self.consumed = [[self.number(value) for value in consumes(action)] for action in actions]
         self.produced = [[self.number(value) for value in produces(action, num_stages)] for action in actions]
         self._consumed, self._produced = _padded(self.consumed), _padded(self.produced)
 
+    @classmethod
+    def of(cls, timetable: Timetable) -> Values:
+        return cls(timetable.num_stages, timetable.num_units, timetable.num_slices)
+
     def __len__(self) -> int:
         return math.prod(self._shape)
 
     def number(self, value: Value) -> int:
-        _, num_stages, num_microbatches = self._shape
+        _, num_stages, num_units = self._shape
         name_index = VALUE_NAMES.index(value.name)
-        return (name_index * num_stages + value.stage) * num_microbatches + value.microbatch
+        return (name_index * num_stages + value.stage) * num_units + value.microbatch
 
     def stages(self, numbers: Numbers) -> Numbers:
         """The stage on which each value is consumed."""
-        _, num_stages, num_microbatches = self._shape
-        return numbers // num_microbatches % num_stages
+        _, num_stages, num_units = self._shape
+        return numbers // num_units % num_stages
 
     def named(self, numbers: Numbers) -> list[Value]:
         """The values with these numbers."""
-        names, stages, microbatches = np.unravel_index(numbers, self._shape)
-        columns = (names.tolist(), stages.tolist(), microbatches.tolist())
-        return [Value(VALUE_NAMES[name], *place) for name, *place in zip(*columns, strict=True)]
+        names, stages, units = (each.tolist() for each in np.unravel_index(numbers, self._shape))
+        if self._num_slices > 1:
+            units = [Unit(unit, self._num_slices) for unit in units]
+        columns = zip(names, stages, units, strict=True)
+        return [Value(VALUE_NAMES[name], *place) for name, *place in columns]
 
     def consumed_in(self, row: Row) -> tuple[Numbers, Numbers]:
         """(position in the row, number) of each value that the row's actions consume, in the row's order."""
@@ -85,7 +92,7 @@ def op_of(kind: int) -> int:
 def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
     """What each kind waits for: a tuple per value that it consumes, with the kinds that produce the value.
 
-    Producer and consumer have the same microbatch. A value with two producers (B or BW) is made by
+    Producer and consumer have the same unit. A value with two producers (B or BW) is made by
     the one that the plan contains. With two stages, F of stage 1 waits for F of stage 0; B of stage 0
     waits for B or BW of stage 1 and for F of stage 0.
     """

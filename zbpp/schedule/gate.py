@@ -42,7 +42,7 @@ class Gate(NamedTuple):
 
 def gate_positions(timetable: Timetable) -> tuple[int, ...]:
     """For each rank the number of actions before its gate."""
-    values = Values(timetable.num_stages, timetable.num_microbatches)
+    values = Values.of(timetable)
     maker, made_at = np.zeros(len(values), dtype=np.int64), np.zeros(len(values), dtype=np.int64)
     for rank, row in enumerate(timetable.rows):
         positions, made = values.produced_in(row)

@@ -52,7 +52,7 @@ class Programs(Sequence[Program]):
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._links = _connected(timeline.timetable)
-        self._values = Values(timeline.timetable.num_stages, timeline.timetable.num_microbatches)
+        self._values = Values.of(timeline.timetable)
 
     @property
     def links(self) -> list[tuple[int, int]]:

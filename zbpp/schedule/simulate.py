@@ -17,7 +17,7 @@ from zbpp.schedule.offload import RankCopies, RankOffload, changes_of
 from zbpp.schedule.reductions import Reduction, predicted_reductions
 from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.timeline import Timeline
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, turned, unit_of
 
 _NONE = -1  # stands for "no value" where the number of a value is expected
 
@@ -48,14 +48,14 @@ def simulate(
     `timetable.repeated(num_steps)`. With an update that waits for all ranks, n steps take n times the
     makespan of one.
 
-    Raises PlanError if an action repeats or is missing, if the microbatches of a stage don't ascend, if
-    the timetable can never finish, or for another number of lengths than there are microbatches.
+    Raises PlanError if an action repeats or is missing, if a stage's actions are not in the order of
+    `check_row`, if the timetable can never finish, or for another number of lengths than there are units.
     """
     for row in timetable.rows:
-        check_row(row, timetable.num_microbatches)
+        check_row(row, timetable.num_units)
     check_backwards(timetable)
     costs = costs or Costs()
-    stage_costs = costs.per_stage(timetable.num_stages, timetable.num_microbatches)
+    stage_costs = costs.per_stage(timetable.num_stages, timetable.num_units)
     if num_steps < 1:
         raise PlanError(f"num_steps={num_steps}: write 1 or more")
     placed = [*offload] or [()] * timetable.num_ranks
@@ -180,7 +180,7 @@ def _by_action(length: int, positions: Numbers, numbers: Numbers) -> npt.NDArray
 
 def _run(timetable: Timetable, costs: StageCosts, copies: Sequence[RankCopies | None]) -> list[_RankRun]:
     """Run one step, which begins at 0 ms."""
-    values = Values(timetable.num_stages, timetable.num_microbatches)
+    values = Values.of(timetable)
     stages = _OfStages(np.array(timetable.rank_of), RowCosts(costs))
     ranks = [_RankRun(timetable, rank, values, stages, copies[rank]) for rank in range(timetable.num_ranks)]
     arrival = _run_step(ranks, [0.0] * len(ranks))
@@ -222,8 +222,11 @@ def _reductions(ranks: list[_RankRun], reduce: list[float]) -> Iterator[Reductio
         yield from predicted_reductions(each.rank, each.row, ends, reduce)
 
 
-def check_row(row: Row, num_microbatches: int) -> None:
-    """A stage has per microbatch one F, one B or BW, one W or BW, or F alone; each kind ascends."""
+def check_row(row: Row, num_units: int) -> None:
+    """A stage has per unit one F, one B or BW, one W or BW, or F alone, and each kind is in order.
+
+    F's ascend in units; B's and BW's, and W's and BW's, ascend in microbatch and descend in slice.
+    """
     by_stage = np.argsort(row.stages, kind="stable")
     for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
         own = row.select(positions)
@@ -233,27 +236,40 @@ def check_row(row: Row, num_microbatches: int) -> None:
         else:
             checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
         for ops in checked:
-            _check_ascending(stage, ops, own.microbatches[np.isin(own.ops, ops)], num_microbatches)
+            _check_order(stage, ops, own.select(np.isin(own.ops, ops)), num_units)
 
 
-def _check_ascending(
-    stage: int, ops: tuple[Op, ...], microbatches: npt.NDArray[np.int32], expected: int
-) -> None:
-    name, names = str(ops[0]), " or ".join(map(str, ops))
-    found, counts = np.unique(microbatches, return_counts=True)
+def _check_order(stage: int, ops: tuple[Op, ...], row: Row, expected: int) -> None:
+    """row: the stage's actions with one of these ops."""
+    names, per = " or ".join(map(str, ops)), "microbatch" if row.num_slices == 1 else "slice"
+
+    def text(unit: int) -> str:
+        return f"{stage}{ops[0]}{unit_of(int(unit), row.num_slices)}"
+
+    found, counts = np.unique(row.microbatches, return_counts=True)
     repeated = found[counts > 1]
     if len(repeated):
-        raise PlanError(f"{stage}{name}{repeated[0]} repeats: a stage has one {names} per microbatch")
+        raise PlanError(f"{text(repeated[0])} repeats: a stage has one {names} per {per}")
     # No array here is as long as `expected`: a short text can name microbatch 2147483647.
     if len(found) < expected:
-        missing = next((i for i, microbatch in enumerate(found.tolist()) if i != microbatch), len(found))
-        raise PlanError(f"{stage}{name}{missing} is missing: a stage has one {names} per microbatch")
-    if (np.diff(microbatches) > 0).all():
-        return
-    late = int(np.flatnonzero(np.diff(microbatches) < 0)[0])
-    raise PlanError(
-        f"{stage}{name}{microbatches[late + 1]} comes after {stage}{name}{microbatches[late]}: "
-        f"{names} of a stage must ascend in microbatch, so that gradients are always summed in the same order"
+        missing = next((i for i, unit in enumerate(found.tolist()) if i != unit), len(found))
+        raise PlanError(f"{text(missing)} is missing: a stage has one {names} per {per}")
+    places = row.microbatches if ops == (Op.F,) else turned(row.microbatches, row.num_slices)
+    early = np.flatnonzero(np.diff(places) < 0)
+    if len(early):
+        one, other = (text(unit) for unit in row.microbatches[early[0] : early[0] + 2])
+        raise PlanError(f"{other} comes after {one}: {names} of a stage must {_law(ops, row.num_slices)}")
+
+
+def _law(ops: tuple[Op, ...], num_slices: int) -> str:
+    """The order of a stage's actions, and the reason for it."""
+    if num_slices == 1:
+        return "ascend in microbatch, so that gradients are always summed in the same order"
+    if ops == (Op.F,):
+        return "ascend in microbatch and slice: a slice needs the keys and values of the slices before it"
+    return (
+        "ascend in microbatch and descend in slice: a slice needs the gradients of its keys and values that "
+        "the slices behind it make"
     )
 
 

@@ -124,7 +124,7 @@ def transfers_of(timeline: Timeline) -> list[Transfer]:
 def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
     """The predicted messages of a rank: sent when the value is made, received message_ms later."""
     timetable = timeline.timetable
-    row, values = timetable.rows[rank], Values(timetable.num_stages, timetable.num_microbatches)
+    row, values = timetable.rows[rank], Values.of(timetable)
     positions, numbers = values.produced_in(row)
     receivers = np.array(timetable.rank_of)[values.stages(numbers)]
     leaves = receivers != rank

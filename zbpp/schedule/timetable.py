@@ -5,6 +5,14 @@ action per word:
 
     0F0 0F1 0B0 0W0 0B1 0W1
     1F0 1B0 1W0 1F1 1B1 1W1
+
+The sequences of a microbatch may be cut along time into num_slices slices, which go through the pipeline one
+after the other. A UNIT is slice k of microbatch m, and has the number m * num_slices + k; without slices the
+units are the microbatches. On each stage F's ascend in units. B's and W's ascend in microbatch and descend in
+slice, since B of a slice needs what B's of later slices make (dataflow.py). With two slices:
+
+    0F0.0 0F0.1 0F1.0 0B0.1 0W0.1 0F1.1 0B0.0 0W0.0 0B1.1 0W1.1 0B1.0 0W1.0
+    1F0.0 1F0.1 1B0.1 1W0.1 1F1.0 1B0.0 1W0.0 1F1.1 1B1.1 1W1.1 1B1.0 1W1.0
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int32]
 
-_ACTION = re.compile(r"(\d+)([A-Z]+)(\d+)", re.ASCII)
+_ACTION = re.compile(r"(\d+)([A-Z]+)(\d+)(?:\.(\d+))?", re.ASCII)
 _LARGEST_INDEX = 2**31 - 1
 
 Where = Callable[[int, int], str]
@@ -44,8 +52,54 @@ class Op(IntEnum):
         return self.name
 
 
+class Unit(int):
+    """A slice of a microbatch: the number microbatch * num_slices + slice; as text `5.3`."""
+
+    num_slices: int
+
+    def __new__(cls, number: int, num_slices: int) -> Self:
+        unit = super().__new__(cls, number)
+        unit.num_slices = num_slices
+        return unit
+
+    def __reduce__(self) -> tuple[type[Unit], tuple[int, int]]:
+        return Unit, (int(self), self.num_slices)
+
+    @property
+    def microbatch(self) -> int:
+        return int(self) // self.num_slices
+
+    @property
+    def slice(self) -> int:
+        return int(self) % self.num_slices
+
+    def __str__(self) -> str:
+        return f"{self.microbatch}.{self.slice}"
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return format(str(self), spec)
+
+
+def unit_of(number: int, num_slices: int) -> int:
+    """The unit with this number, as Actions and Values have it: without slices an int, with slices a Unit."""
+    return number if num_slices == 1 else Unit(number, num_slices)
+
+
+def turned(units: Integers, num_slices: int) -> Integers:
+    """Each unit with its slices counted from the end: the units in the order in which B's, and W's, run.
+
+    So the j-th B of a stage is that of unit turned(j), and the B of unit u is number turned(u).
+    """
+    return units if num_slices == 1 else units + (num_slices - 1 - 2 * (units % num_slices))
+
+
 class Action(NamedTuple):
-    """One op on one stage for one microbatch; as text `2F5`."""
+    """One op on one stage for one microbatch, as text `2F5`; or for one slice of it, as text `2F5.3`.
+
+    microbatch: the number of the unit, which is a Unit where the timetable has slices.
+    """
 
     stage: int
     op: Op
@@ -55,37 +109,53 @@ class Action(NamedTuple):
         return f"{self.stage}{self.op.name}{self.microbatch}"
 
     @classmethod
-    def parse(cls, text: str, letters: Mapping[str, Op] = Op.__members__) -> Self:
-        """Read a text such as `2F5`; letters: the names of the ops. Raises PlanError for any other text."""
+    def parse(cls, text: str, letters: Mapping[str, Op] = Op.__members__, num_slices: int = 1) -> Self:
+        """Read a text such as `2F5`, or `2F5.3` where num_slices is above 3; letters: the names of the ops.
+
+        Raises PlanError for any other text.
+        """
         match = _ACTION.fullmatch(text)
         if match is None or match[2] not in letters:
             known = "|".join(letters)
             raise PlanError(
                 f"{shown(text)} is no action; an action is stage, {known}, microbatch, such as 2F5"
             )
-        stage, letter, microbatch = match.groups()
-        if max(len(stage), len(microbatch)) > 10 or max(int(stage), int(microbatch)) > _LARGEST_INDEX:
+        stage, letter, microbatch, part = match.groups()
+        large = max(map(len, (stage, microbatch, part or ""))) > 10
+        unit = 0 if large else int(microbatch) * num_slices + int(part or 0)
+        if large or max(int(stage), unit) > _LARGEST_INDEX:
             raise PlanError(f"{shown(text)} names an index above {_LARGEST_INDEX}")
-        return cls(int(stage), letters[letter], int(microbatch))
+        if (part is None and num_slices > 1) or int(part or 0) >= num_slices:
+            named = f"slice {part}" if part else "no slice"
+            raise PlanError(f"{shown(text)} names {named}, but the slices are 0..{num_slices - 1}")
+        return cls(int(stage), letters[letter], unit_of(unit, num_slices))
 
 
 class Row(Sequence[Action]):
     """One rank's actions: a sequence of Actions, stored as three integer arrays.
 
     An action takes 12 bytes, so that a plan of 512 ranks and 4096 microbatches fits into memory. The Action
-    objects are made when the row is indexed or iterated.
+    objects are made when the row is indexed or iterated. microbatches: the number of each action's unit.
     """
 
-    __slots__ = ("microbatches", "ops", "stages")
+    __slots__ = ("microbatches", "num_slices", "ops", "stages")
 
-    def __init__(self, stages: Integers, ops: Integers, microbatches: Integers) -> None:
+    def __init__(self, stages: Integers, ops: Integers, microbatches: Integers, num_slices: int = 1) -> None:
         self.stages, self.ops, self.microbatches = stages, ops, microbatches
+        self.num_slices = num_slices
 
     @classmethod
     def of(cls, actions: Iterable[Action]) -> Row:
-        """Make a row of these actions, in this order."""
-        table = np.array([tuple(action) for action in actions], dtype=np.int32).reshape(-1, 3)
-        return cls(*np.ascontiguousarray(table.T))
+        """Make a row of these actions, in this order; it has slices if the first action is one of a Unit."""
+        each = list(actions)
+        table = np.array([tuple(action) for action in each], dtype=np.int32).reshape(-1, 3)
+        stages, ops, microbatches = np.ascontiguousarray(table.T)
+        first = each[0].microbatch if each else 0
+        return cls(stages, ops, microbatches, first.num_slices if isinstance(first, Unit) else 1)
+
+    def cut(self, num_slices: int) -> Row:
+        """The same numbers as those of units of so many slices."""
+        return Row(self.stages, self.ops, self.microbatches, num_slices)
 
     def __len__(self) -> int:
         return len(self.ops)
@@ -96,23 +166,29 @@ class Row(Sequence[Action]):
     def __getitem__(self, index: slice) -> Row: ...
     def __getitem__(self, index: int | slice) -> Action | Row:
         if isinstance(index, slice):
-            return Row(self.stages[index], self.ops[index], self.microbatches[index])
-        return Action(int(self.stages[index]), Op(int(self.ops[index])), int(self.microbatches[index]))
+            return self.select(index)
+        unit = unit_of(int(self.microbatches[index]), self.num_slices)
+        return Action(int(self.stages[index]), Op(int(self.ops[index])), unit)
 
-    def select(self, chosen: npt.NDArray[np.bool_ | np.int64]) -> Row:
+    def select(self, chosen: npt.NDArray[np.bool_ | np.int64] | slice) -> Row:
         """The actions where `chosen` is true, or the actions at the positions `chosen`, in that order."""
-        return Row(self.stages[chosen], self.ops[chosen], self.microbatches[chosen])
+        return Row(self.stages[chosen], self.ops[chosen], self.microbatches[chosen], self.num_slices)
 
     def __iter__(self) -> Iterator[Action]:
         ops = tuple(Op)
-        columns = zip(self.stages.tolist(), self.ops.tolist(), self.microbatches.tolist(), strict=True)
-        return (Action(stage, ops[op], microbatch) for stage, op, microbatch in columns)
+        units = self.microbatches.tolist()
+        if self.num_slices > 1:
+            made = {number: Unit(number, self.num_slices) for number in set(units)}
+            units = [made[number] for number in units]
+        columns = zip(self.stages.tolist(), self.ops.tolist(), units, strict=True)
+        return (Action(stage, ops[op], unit) for stage, op, unit in columns)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Row):
             return NotImplemented
         return (
-            np.array_equal(self.stages, other.stages)
+            self.num_slices == other.num_slices
+            and np.array_equal(self.stages, other.stages)
             and np.array_equal(self.ops, other.ops)
             and np.array_equal(self.microbatches, other.microbatches)
         )
@@ -134,20 +210,32 @@ class Timetable:
     missing, or a stage is on two ranks. `simulate` checks whether the timetable can run.
     """
 
-    __slots__ = ("num_microbatches", "num_stages", "rank_of", "rows")
+    __slots__ = ("num_microbatches", "num_slices", "num_stages", "rank_of", "rows")
 
-    def __init__(self, rows: Iterable[Iterable[Action]], where: Where | None = None) -> None:
-        """where: how errors name the place of an action; None: `rank 1, action 2`."""
-        self.rows = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
+    def __init__(
+        self, rows: Iterable[Iterable[Action]], where: Where | None = None, *, num_slices: int | None = None
+    ) -> None:
+        """where: how errors name the place of an action; None: `rank 1, action 2`.
+
+        num_slices: how many slices a microbatch has; None: as many as the rows say.
+        """
+        made = tuple(row if isinstance(row, Row) else Row.of(row) for row in rows)
+        self.rows = made if num_slices is None else tuple([row.cut(num_slices) for row in made])
         self.rank_of = _placement(self.rows, where or _where)
         self.num_stages = len(self.rank_of)
+        self.num_slices = _common_num_slices(self.rows)
         if min(int(row.microbatches.min()) for row in self.rows) < 0:
             raise PlanError("microbatches count from 0; a negative one was given")
-        self.num_microbatches = 1 + max(int(row.microbatches.max()) for row in self.rows)
+        self.num_microbatches = 1 + max(int(row.microbatches.max()) for row in self.rows) // self.num_slices
 
     @property
     def num_ranks(self) -> int:
         return len(self.rows)
+
+    @property
+    def num_units(self) -> int:
+        """The number of all microbatches' slices."""
+        return self.num_microbatches * self.num_slices
 
     @classmethod
     def parse(cls, text: str) -> Timetable:
@@ -163,17 +251,19 @@ class Timetable:
         return Timetable(row.select(row.ops == Op.F) for row in self.rows)
 
     def forward_of_one(self) -> Timetable:
-        """The F's of microbatch 0 alone."""
-        return Timetable(row.select((row.ops == Op.F) & (row.microbatches == 0)) for row in self.rows)
+        """The F's of microbatch 0 alone, which is not cut into slices."""
+        first = [row.select((row.ops == Op.F) & (row.microbatches == 0)) for row in self.rows]
+        return Timetable(first, num_slices=1)
 
     def repeated(self, num_steps: int) -> Timetable:
         """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""
-        first = np.arange(num_steps, dtype=np.int32) * self.num_microbatches
+        first = np.arange(num_steps, dtype=np.int32) * self.num_units
         return Timetable(
             Row(
                 np.tile(row.stages, num_steps),
                 np.tile(row.ops, num_steps),
                 (first[:, None] + row.microbatches).ravel(),
+                self.num_slices,
             )
             for row in self.rows
         )
@@ -194,32 +284,54 @@ class Timetable:
     def __repr__(self) -> str:
         return (
             f"<Timetable of {self.num_ranks} ranks, {self.num_stages} stages, "
-            f"{self.num_microbatches} microbatches>"
+            f"{self.num_microbatches} microbatches{_in_slices(self.num_slices)}>"
         )
 
 
 def read_rows(
     rows: Sequence[Sequence[str]], where: Where, letters: Mapping[str, Op] = Op.__members__
 ) -> Timetable:
-    """Read actions given as texts, one sequence per rank. An error about an action begins with its place."""
+    """Read actions given as texts, one sequence per rank. An error about an action begins with its place.
+
+    A microbatch has as many slices as the largest slice of all texts says.
+    """
+    num_slices = 1 + max((_slice_in(word) for words in rows for word in words if "." in word), default=0)
+
+    def read(rank: int, position: int, word: str) -> Action:
+        try:
+            return Action.parse(word, letters, num_slices)
+        except PlanError as error:
+            raise PlanError(f"{where(rank, position)}: {error}") from None
+
     return Timetable(
         [
-            [_read(word, letters, where, rank, position) for position, word in enumerate(words)]
+            [read(rank, position, word) for position, word in enumerate(words)]
             for rank, words in enumerate(rows)
         ],
         where=lambda rank, position: f"{where(rank, position)}: {shown(rows[rank][position])}",
+        num_slices=num_slices,
     )
 
 
-def _read(word: str, letters: Mapping[str, Op], where: Where, rank: int, position: int) -> Action:
-    try:
-        return Action.parse(word, letters)
-    except PlanError as error:
-        raise PlanError(f"{where(rank, position)}: {error}") from None
+def _slice_in(word: str) -> int:
+    """The slice that an action's text names; 0 for a text that is no action."""
+    match = _ACTION.fullmatch(word)
+    return int(match[4]) if match and match[4] and len(match[4]) <= 10 else 0
 
 
 def _where(rank: int, position: int) -> str:
     return f"rank {rank}, action {position}"
+
+
+def _common_num_slices(rows: tuple[Row, ...]) -> int:
+    found = sorted({row.num_slices for row in rows})
+    if len(found) > 1 or not isinstance(found[0], int) or found[0] < 1:
+        raise PlanError(f"num_slices={', '.join(map(str, found))}: write one whole number, 1 or more")
+    return found[0]
+
+
+def _in_slices(num_slices: int) -> str:
+    return "" if num_slices == 1 else f" in {num_slices} slices"
 
 
 def _placement(rows: tuple[Row, ...], where: Where) -> tuple[int, ...]:
@@ -274,8 +386,11 @@ StageOp = tuple[int, Op]
 _COUNTED_TOGETHER = ((Op.F,), (Op.W, Op.BW), (Op.B, Op.BW))
 
 
-def numbered(order: Iterable[StageOp]) -> Row:
-    """Give each op its microbatch: the order (2, F), (2, F), (2, B) is the row 2F0 2F1 2B0."""
+def numbered(order: Iterable[StageOp], num_slices: int = 1) -> Row:
+    """Give each op its unit: the order (2, F), (2, F), (2, B) is the row 2F0 2F1 2B0.
+
+    With two slices it is the row 2F0.0 2F0.1 2B0.1.
+    """
     flat = np.fromiter(itertools.chain.from_iterable(order), dtype=np.int32)
     stages, ops = np.ascontiguousarray(flat.reshape(-1, 2).T)
     microbatches = np.empty_like(ops)
@@ -285,4 +400,6 @@ def numbered(order: Iterable[StageOp]) -> Row:
         for each in counted_together:
             counted = np.flatnonzero(of_stage & each)
             microbatches[counted] = np.arange(len(counted))
-    return Row(stages, ops, microbatches)
+    if num_slices > 1:
+        microbatches = np.where(ops == Op.F, microbatches, turned(microbatches, num_slices))
+    return Row(stages, ops, microbatches, num_slices)

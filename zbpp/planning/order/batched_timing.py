@@ -116,7 +116,7 @@ def _links(timetable: Timetable, order: Numbers) -> tuple[Numbers, Numbers]:
     """(previous, sender) in this order of all rows' actions, which are numbered row by row."""
     sizes = [len(row) for row in timetable.rows]
     firsts, none = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-    values = Values(timetable.num_stages, timetable.num_microbatches)
+    values = Values.of(timetable)
     maker = np.full(len(values), none)
     for first, row in zip(firsts, timetable.rows, strict=True):
         positions, made = values.produced_in(row)

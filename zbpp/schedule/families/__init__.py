@@ -12,18 +12,23 @@ zb_v.py             ZB-V: two stages per rank in a V, no bubble at F = B = W
 building_blocks.py  V-Half and V-Min: a V with less memory
 dualpipe_v.py       DualPipeV, without its overlap of an F and a backward
 
-stages_per_rank, where a family offers the choice, is a keyword-only parameter with the name that `plan` gives
-it. Each docstring shows a small timetable, one line per rank; tests/families/test_golden.py compares it with
-the real one.
+stages_per_rank, where a family offers the choice, and num_slices are keyword-only parameters with the names
+that `plan` gives them. Each docstring shows a small timetable, one line per rank;
+tests/families/test_golden.py compares it with the real one.
 
-In the docstrings p is num_ranks, m is num_microbatches, v is stages_per_rank, r is a rank (0..p-1). In a
-formula F, B and W stand for the times of these actions on one stage. A stage-activation is what an F of one
-stage saves. The bubble is `Timeline.bubble`: the largest idle time of a rank within its own span, from its
-first action to its last. Formulas hold for stages with equal times, messages that take no time, BW = B + W.
+In the docstrings p is num_ranks, m is num_microbatches, v is stages_per_rank, r is a rank (0..p-1), S is
+num_slices. In a formula F, B and W stand for the times of these actions on one stage for a whole microbatch.
+A stage-activation is what an F of one stage saves of a whole microbatch. The bubble is `Timeline.bubble`: the
+largest idle time of a rank within its own span, from its first action to its last. Formulas hold for stages
+with equal times, slices with equal times, messages that take no time, BW = B + W.
+
+With slices, B's of a microbatch begin with its last slice. So F's run S - 1 units further ahead of B's than
+without: a rank holds S - 1 slices more than it would hold microbatches without slices. Drawings are for S=1.
 
 To add a schedule: a file here, an entry in FAMILIES, and configs/schedule/NAME.yaml; an entry in SCHEDULES of
 benchmark/torch_runner.py if torch has it. A choice that `plan` does not know yet becomes an option of `plan`.
-On each stage F's, B's with BW's, and W's with BW's must ascend in microbatch. The schedule must plan 2
+On each stage F's, B's with BW's, and W's with BW's must be in the order of `check_row` (simulate.py); see
+`numbered` and `turned` in timetable.py. The schedule must plan 2
 microbatches on one rank, which `compare` asks for. It should plan 4 microbatches on one rank and on two: the
 search learns its placement from these plans, and does not use a schedule that refuses them.
 """

@@ -29,9 +29,11 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 
+import numpy as np
+
 from zbpp.schedule.dataflow_arrays import Values
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Action, Op, StageOp, Timetable
+from zbpp.schedule.timetable import Action, Integers, Op, StageOp, Timetable, turned
 
 Block = tuple[int, int, int, int]
 """The slots in which a rank runs F of its first stage, F and B of its second, and B of its first."""
@@ -40,8 +42,10 @@ _PERIOD = 6  # slots between the blocks of two microbatches: two stages with F, 
 _MEMORY_CHANGE = {Op.F: 2, Op.B: -1, Op.W: -1}  # in halves of a stage-activation
 
 
-def v_half(num_ranks: int, num_microbatches: int) -> Timetable:
-    """About half of 1F1B's memory: at most 2((p + 2)//2) stage-activations, where 1F1B's would be 2p.
+def v_half(num_ranks: int, num_microbatches: int, *, num_slices: int = 1) -> Timetable:
+    """About half of 1F1B's memory: at most 2((p + 2)//2 + S - 1)/S stage-activations.
+
+    1F1B's would be 2(p + S - 1)/S.
 
     For p > 2 the bubble at F = B = W is 3p - 7 actions long, 3p - 4 at odd p. The steady phase has none while
     W + 2B >= 2F and W + 2F >= 2B.
@@ -50,11 +54,13 @@ def v_half(num_ranks: int, num_microbatches: int) -> Timetable:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 3B1 0B0 0W0 3W1 3F2 3B2 0B1 0W1 0B2 3W2 0W2
         1F0 2F0 1F1 2F1 2B0 2W0 1B0 1W0 1F2 2F2 2B1 1B1 2B2 1B2 2W1 1W1 2W2 1W2
     """
-    return _squeezed(num_ranks, num_microbatches, v_half_block, limit=(num_ranks + 2) // 2)
+    return _squeezed(num_ranks, num_microbatches, num_slices, v_half_block, limit=(num_ranks + 2) // 2)
 
 
-def v_min(num_ranks: int, num_microbatches: int) -> Timetable:
-    """About a third of 1F1B's memory: at most 2((p + 4)//3) stage-activations, where 1F1B's would be 2p.
+def v_min(num_ranks: int, num_microbatches: int, *, num_slices: int = 1) -> Timetable:
+    """About a third of 1F1B's memory: at most 2((p + 4)//3 + S - 1)/S stage-activations.
+
+    1F1B's would be 2(p + S - 1)/S.
 
     For p > 1 the bubble at F = B = W is at most 4p - 5 actions long. Where the times differ, every microbatch
     of the steady phase adds to the bubble: V-Half is the safe choice.
@@ -63,7 +69,7 @@ def v_min(num_ranks: int, num_microbatches: int) -> Timetable:
         0F0 0F1 0F2 3F0 3B0 3W0 3F1 0B0 3B1 0W0 3W1 0B1 3F2 3B2 0W1 3W2 0B2 0W2
         1F0 2F0 1F1 2F1 2B0 1B0 1F2 2W0 2B1 1B1 2F2 1W0 2W1 2B2 1B2 1W1 2W2 1W2
     """
-    return _squeezed(num_ranks, num_microbatches, v_min_block, limit=(num_ranks + 4) // 3)
+    return _squeezed(num_ranks, num_microbatches, num_slices, v_min_block, limit=(num_ranks + 4) // 3)
 
 
 def v_half_block(num_ranks: int, rank: int) -> Block:
@@ -81,30 +87,33 @@ def v_min_block(num_ranks: int, rank: int) -> Block:
 
 
 def _squeezed(
-    num_ranks: int, num_microbatches: int, block: Callable[[int, int], Block], limit: int
+    num_ranks: int, num_microbatches: int, num_slices: int, block: Callable[[int, int], Block], limit: int
 ) -> Timetable:
-    """The timetable made of all microbatches' blocks, without empty slots.
+    """The timetable made of all units' blocks, without empty slots.
 
-    limit: how many microbatches' activations, of both stages, a rank may hold.
+    With slices the B's of all blocks come S - 1 periods later: B number j is that of unit turned(j).
+    limit: how many units' activations, of both stages, a rank may hold; with slices S - 1 more.
     """
+    units = np.arange(num_microbatches * num_slices, dtype=np.int32)
     orders = [
-        _order((rank, 2 * num_ranks - 1 - rank), block(num_ranks, rank), num_microbatches)
+        _order((rank, 2 * num_ranks - 1 - rank), block(num_ranks, rank), units, num_slices)
         for rank in range(num_ranks)
     ]
-    values = Values(2 * num_ranks, num_microbatches)
-    most = 4 * limit  # a microbatch is one stage-activation, or two halves, on each of two stages
-    found = [_run(orders, values, most, w_last=w_last) for w_last in (False, True)]
+    values = Values(2 * num_ranks, len(units))
+    most = 4 * (limit + num_slices - 1)  # a unit is one activation, or two halves, on each of two stages
+    found = [_run(orders, values, most, w_last=w_last, num_slices=num_slices) for w_last in (False, True)]
     return min(found, key=lambda timetable: simulate(timetable).max_span)
 
 
-def _order(stages: tuple[int, int], block: Block, num_microbatches: int) -> list[Action]:
+def _order(stages: tuple[int, int], block: Block, units: Integers, num_slices: int) -> list[Action]:
     """The actions of a rank in the order of their slots."""
     first, second = stages
     block_ops = ((first, Op.F), (second, Op.F), (second, Op.B), (first, Op.B))
+    ahead, forwards, backwards = num_slices - 1, units.tolist(), turned(units, num_slices).tolist()
     slots = {
-        start + _PERIOD * microbatch: Action(stage, op, microbatch)
+        start + _PERIOD * (place if op == Op.F else place + ahead): Action(stage, op, unit)
         for (stage, op), start in zip(block_ops, block, strict=True)
-        for microbatch in range(num_microbatches)
+        for place, unit in enumerate(forwards if op == Op.F else backwards)
     }
     order: list[Action] = []
     waiting: deque[Action] = deque()
@@ -120,17 +129,19 @@ def _order(stages: tuple[int, int], block: Block, num_microbatches: int) -> list
     return order
 
 
-def _run(orders: list[list[Action]], values: Values, most: int, *, w_last: bool) -> Timetable:
+def _run(
+    orders: list[list[Action]], values: Values, most: int, *, w_last: bool, num_slices: int
+) -> Timetable:
     """Run all ranks, one action per slot: a value made in a slot can be used in the next slot."""
     queues = [_Queue(order, values, most, w_last) for order in orders]
     exists = bytearray(len(values))
     while True:
         ran = [action for queue in queues if (action := queue.take(exists))]
         if not ran:
-            return Timetable(queue.taken for queue in queues)
-        for stage, op, microbatch in ran:
+            return Timetable((queue.taken for queue in queues), num_slices=num_slices)
+        for stage, op, unit in ran:
             for value in values.produced[stage * len(Op) + op]:
-                exists[value + microbatch] = 1
+                exists[value + unit] = 1
 
 
 class _Queue:
@@ -173,8 +184,8 @@ class _Queue:
         return [position for _, position in next_up]
 
     def _has_inputs(self, action: Action, exists: bytearray) -> bool:
-        stage, op, microbatch = action
-        return all(exists[value + microbatch] for value in self.values.consumed[stage * len(Op) + op])
+        stage, op, unit = action
+        return all(exists[value + unit] for value in self.values.consumed[stage * len(Op) + op])
 
     def _fits(self, action: Action, position: int) -> bool:
         """Whether the memory suffices now, and while the overtaken actions run in their order."""
