@@ -110,12 +110,12 @@ def test_buffers_end_with_b_of_slice_0():
     whole = Sliced(stage_of(), inputs(), [0, 5, 9, 12])
     whole.forward()
     keys_and_values = 2 * 2 * inputs().nbytes
-    assert whole.past.held_bytes == keys_and_values
+    assert whole.pasts[0].held_bytes == keys_and_values
     for index in (2, 1):
         whole.backward(index)
-        assert whole.past.held_bytes == keys_and_values + 2 * 2 * inputs()[:, :9].nbytes
+        assert whole.pasts[0].held_bytes == keys_and_values + 2 * 2 * inputs()[:, :9].nbytes
     whole.backward(0)
-    assert whole.past.held_bytes == 0
+    assert whole.pasts[0].held_bytes == 0
 
 
 def test_w_holds_of_a_slice_what_its_tokens_need():
@@ -132,12 +132,12 @@ def test_a_wrong_order_raises():
     stage = stage_of()
     sliced = Sliced(stage, inputs(), [0, 6, 12])
     with pytest.raises(ValueError, match="F of slice 1 gives key of Layer, and F of slice 0 has not: F's"):
-        stage(inputs()[:, 6:], sequence_slice=sliced.past.at(1))
+        stage(inputs()[:, 6:], sequence_slice=sliced.pasts[0].at(1))
     sliced.forward()
     with pytest.raises(RuntimeError, match="B of slice 0 runs where B of slice 1 is next: B's of a sequence"):
         sliced.backward(0)
     with pytest.raises(ValueError, match="slice 1 gives key of Layer twice in one forward"):
-        stage(inputs()[:, 6:], sequence_slice=sliced.past.at(1))
+        stage(inputs()[:, 6:], sequence_slice=sliced.pasts[0].at(1))
 
 
 def test_a_tensor_of_another_length_is_refused():
@@ -194,7 +194,7 @@ def test_b_without_a_gradient_for_earlier_slices_needs_no_graph_of_theirs():
         sliced.backward(index).accumulate()
     found = {name: each.grad.clone() for name, each in stage.named_parameters()}
     stage.zero_grad()
-    (sliced.loss_of(stage(inputs()), 0, TIME)[:, 6:].sum()).backward()
+    sliced.loss(stage(inputs())[:, 6:], 6, TIME).backward()
     for name, each in stage.named_parameters():
         torch.testing.assert_close(found[name], each.grad, rtol=0, atol=1e-13)
 

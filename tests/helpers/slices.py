@@ -1,4 +1,4 @@
-"""A stage run in slices of a sequence, F's ascending and B's descending, against plain autograd.
+"""Stages run in slices of a sequence, F's ascending and B's descending, against plain autograd.
 
     facts = assert_equals_whole(stage, x, bounds=[0, 5, 12])
 
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helpers.split import CountProducts, assert_close, deferred_and_computed, double, grads_of
 from zbpp import WeightGrads, backward_input
-from zbpp.autograd.models.past import Past
+from zbpp.autograd.models.past import Past, SequenceSlice
 
 Run = Callable[..., Any]
 
@@ -29,25 +29,50 @@ class SliceFacts(NamedTuple):
     error: float  # the largest difference of a gradient, relative to the largest gradient of its parameter
 
 
-class Sliced:
-    """run(x, sequence_slice=...) -> the stage's output for these tokens; by default the stage itself.
+def call_stage(stage: nn.Module, *message: Any, sequence_slice: SequenceSlice | None) -> Any:
+    return stage(*message) if sequence_slice is None else stage(*message, sequence_slice=sequence_slice)
 
-    Each token's output has a loss of its own, weighted by drawn numbers: no two tokens weigh the same.
+
+class Sliced:
+    """Stages in a row, each with a Past of its own, whose graph is one.
+
+    call(stage, *message, sequence_slice) -> the stage's output; sequence_slice is None for whole sequences.
+    loss(output, start, end) -> the loss of these tokens, whose sum over slices is that of the sequence. By
+    default each number of the output has a drawn weight.
     """
 
-    def __init__(self, stage: nn.Module, x: Tensor, bounds: Sequence[int], run: Run | None = None) -> None:
-        self.stage, self.x, self.past, self.run = stage, x, Past(bounds), run or stage
+    def __init__(
+        self,
+        stages: nn.Module | Sequence[nn.Module],
+        x: Tensor,
+        bounds: Sequence[int],
+        call: Run = call_stage,
+        loss: Run | None = None,
+    ) -> None:
+        self.stages = [stages] if isinstance(stages, nn.Module) else list(stages)
+        self.pasts = [Past(bounds) for _ in self.stages]
+        self.x, self.bounds, self.call, self.loss = x, bounds, call, loss or self._weighted
         self.losses: list[Any] = []
 
-    def loss_of(self, output: Tensor, start: int, end: int) -> Tensor:
+    def _weighted(self, output: Tensor, start: int, end: int) -> Tensor:
         weights = double(*output.shape[:1], self.x.shape[1], *output.shape[2:], seed=1)
-        return output * weights[:, start:end].to(output.dtype)
+        return (output * weights[:, start:end].to(output.dtype)).sum()
+
+    def whole(self) -> Tensor:
+        return self.loss(self._run(self.x, None), 0, self.x.shape[1])
 
     def forward(self) -> None:
-        for index, (start, end) in enumerate(pairwise(self.past.bounds)):
+        for index, (start, end) in enumerate(pairwise(self.bounds)):
             # Contiguous: otherwise torch's linear adds its bias apart from the product.
-            output = self.run(self.x[:, start:end].contiguous(), sequence_slice=self.past.at(index))
-            self.losses.append(self.loss_of(output, start, end).sum())
+            output = self._run(self.x[:, start:end].contiguous(), index)
+            self.losses.append(self.loss(output, start, end))
+
+    def _run(self, x: Tensor, index: int | None) -> Any:
+        message: Any = (x,)
+        for stage, past in zip(self.stages, self.pasts, strict=True):
+            output = self.call(stage, *message, sequence_slice=None if index is None else past.at(index))
+            message = output if isinstance(output, tuple) else (output,)
+        return output
 
     def backward(self, index: int) -> WeightGrads:
         loss, self.losses[index] = self.losses[index], None
@@ -55,36 +80,38 @@ class Sliced:
 
 
 def assert_equals_whole(
-    stage: nn.Module,
+    stages: nn.Module | Sequence[nn.Module],
     x: Tensor,
     bounds: Sequence[int],
-    run: Run | None = None,
     *,
-    whole: Run | None = None,
     is_recomputed: bool = False,
     tolerance: float = 1e-12,
+    **options: Any,
 ) -> SliceFacts:
-    """Gradients are those of plain autograd over the whole sequence; B and W run no product twice.
+    """Gradients are those of plain autograd over the whole sequence.
 
-    whole(x): the output for the whole sequence; by default the stage's. is_recomputed: B runs forward again.
+    B and W run no more products than a plain backward of each slice, and defer the same weights as without
+    slices. is_recomputed: B runs forward again. options: of Sliced.
     """
-    sliced = Sliced(stage, x, bounds, run)
-    stage.zero_grad()
-    loss = sliced.loss_of((whole or stage)(x), 0, x.shape[1]).sum()
+    sliced = Sliced(stages, x, bounds, **options)
+    module = sliced.stages[0] if len(sliced.stages) == 1 else nn.ModuleList(sliced.stages)
+    module.zero_grad()
+    loss = sliced.whole()
     with CountProducts() as plain:
         loss.backward()
-    expected = grads_of(stage)
-    stage.zero_grad()
+    expected = grads_of(module)
+    unsliced = deferred_and_computed(module, backward_input(sliced.whole(), None, [])[1])
+    module.zero_grad()
     sliced.forward()
+    assert all(past.held_bytes for past in sliced.pasts)
     with nullcontext() if is_recomputed else CountProducts() as counted:
         found = [sliced.backward(index) for index in reversed(range(len(bounds) - 1))]
-        facts = [deferred_and_computed(stage, each) for each in found]
         for each in reversed(found):
+            assert deferred_and_computed(module, each) == unsliced, "a slice defers other weights"
             each.accumulate()
-    assert_close(grads_of(stage), expected, tolerance)
+    assert_close(grads_of(module), expected, tolerance)
     assert counted is None or counted.number <= plain.number * (len(bounds) - 1)
-    assert all(each == facts[0] for each in facts), "slices defer different weights"
-    return SliceFacts(*facts[0], _error(grads_of(stage), expected))
+    return SliceFacts(*unsliced, _error(grads_of(module), expected))
 
 
 def _error(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.past import SequenceSlice
+from zbpp.models.attention import causal_attention
 from zbpp.models.layers import (
     Block,
     DocumentStage,
@@ -106,7 +108,7 @@ class Gpt(LanguageModel):
 class Embedding(nn.Module):
     """Tokens [batch, time] -> token plus position embeddings [batch, time, hidden].
 
-    position_ids [batch, time]: by default each row's tokens from 0 on.
+    position_ids [batch, time]: by default each row's tokens from 0 on, or from where the slice starts.
     """
 
     takes_positions = True
@@ -118,10 +120,16 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(sequence_length, hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, tokens: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        time = tokens.shape[1]
-        check_length(time, self.sequence_length)
-        positions = torch.arange(time, device=tokens.device) if position_ids is None else position_ids
+    def forward(
+        self,
+        tokens: Tensor,
+        position_ids: Tensor | None = None,
+        sequence_slice: SequenceSlice | None = None,
+    ) -> Tensor:
+        start = 0 if sequence_slice is None else sequence_slice.start
+        end = start + tokens.shape[1]
+        check_length(end, self.sequence_length)
+        positions = torch.arange(start, end, device=tokens.device) if position_ids is None else position_ids
         embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return embedded
 
@@ -132,7 +140,7 @@ class Attention(nn.Module):
     Its rows are ordered by head: q, k and v of head 0, then those of head 1. So a rank's shard of them holds
     whole heads.
     mask: which keys a query sees; None: all that are not after it. position_ids: ignored, since the embedding
-    has added the positions.
+    has added the positions. sequence_slice: see DocumentStage.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, dropout: float) -> None:
@@ -142,17 +150,19 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        sequence_slice: SequenceSlice | None = None,
+    ) -> Tensor:
         heads = split_heads(self.query_key_value(x), 3 * self.head_size)
         query, key, value = heads.chunk(3, dim=-1)
-        mixed = F.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            dropout_p=self.dropout.p if self.training else 0.0,
-            is_causal=mask is None,
-        )
+        if sequence_slice is not None:
+            key = sequence_slice.whole((self, "key"), key)
+            value = sequence_slice.whole((self, "value"), value)
+        mixed = causal_attention(query, key, value, mask, self.dropout.p if self.training else 0.0)
         projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
         return projected
 

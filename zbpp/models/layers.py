@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
+from zbpp.autograd.models.past import SequenceSlice
 from zbpp.partition import split_layers
 from zbpp.seeding import seed_of
 from zbpp.stage_api import IGNORED, by_last_stage, has_hooks, mean_over_tokens, num_tokens, widens_itself
@@ -160,7 +161,8 @@ def fan_in_std(name: str, shape: torch.Size) -> float:
 class Block(nn.Module):
     """One pre-norm transformer layer: x + attention(norm(x)), then x + mlp(norm(x)).
 
-    [batch, time, hidden] in and out. position_ids and mask: see DocumentStage; None: one document a row.
+    [batch, time, hidden] in and out. position_ids, mask and sequence_slice: see DocumentStage; None: one
+    document a row, which comes whole.
     """
 
     takes_mask = True
@@ -174,11 +176,16 @@ class Block(nn.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        if mask is None:
-            x = x + self.attention(self.attention_norm(x))
-        else:
-            x = x + self.attention(self.attention_norm(x), position_ids=position_ids, mask=mask)
+    def forward(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        sequence_slice: SequenceSlice | None = None,
+    ) -> Tensor:
+        given = {"position_ids": position_ids, "mask": mask, "sequence_slice": sequence_slice}
+        given = {name: value for name, value in given.items() if value is not None}
+        x = x + self.attention(self.attention_norm(x), **given)
         summed: Tensor = x + self.mlp(self.mlp_norm(x))
         return summed
 
@@ -295,33 +302,39 @@ def check_length(time: int, sequence_length: int) -> None:
 #
 # The rows' `position_ids` [batch, time] say where a document begins: at 0. They pass from stage to stage
 # beside the hidden states, so that ranks between the ends read no data; each stage makes its mask from them.
+#
+# Of a sequence in slices each stage keeps the positions of earlier slices, as its attention keeps their keys.
 
 
 class DocumentStage(nn.Sequential):
     """A stage of a transformer: tokens or hidden states, and `position_ids` where documents are told apart.
 
-    Without positions it is an nn.Sequential. With them, blocks get the positions and a mask, the embedding
-    gets the positions, and the stage returns (hidden states, position_ids), or the last one its output alone.
+    Without positions and slices it is an nn.Sequential. With positions, blocks get them and a mask, the
+    embedding gets them, and the stage returns (hidden states, position_ids), or the last one its output
+    alone. sequence_slice: which tokens of the sequence these are; see zbpp/stage_api.py.
     """
 
     def forward(
-        self, input_ids: Tensor, position_ids: Tensor | None = None, *, head: bool = True
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor | None = None,
+        *,
+        head: bool = True,
+        sequence_slice: SequenceSlice | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = input_ids
-        modules = [module for name, module in self.named_children() if head or name != "head"]
-        if position_ids is None:
-            for module in modules:
-                x = module(x)
-            return x
-        mask = document_mask(position_ids)
-        for module in modules:
-            if getattr(module, "takes_mask", False):
-                x = module(x, position_ids, mask)
-            elif getattr(module, "takes_positions", False):
-                x = module(x, position_ids)
+        is_plain = position_ids is None and sequence_slice is None
+        mask = None if position_ids is None else document_mask(position_ids, sequence_slice)
+        for name, module in self.named_children():
+            if name == "head" and not head:
+                continue
+            if not is_plain and getattr(module, "takes_mask", False):
+                x = module(x, position_ids, mask, sequence_slice)
+            elif not is_plain and getattr(module, "takes_positions", False):
+                x = module(x, position_ids, sequence_slice)
             else:
                 x = module(x)
-        return x if "head" in self._modules else (x, position_ids)
+        return x if position_ids is None or "head" in self._modules else (x, position_ids)
 
 
 class LastStage(DocumentStage):
@@ -338,9 +351,16 @@ def last_stage(head: str) -> type[DocumentStage]:
     return DocumentStage if head == "whole" else LastStage
 
 
-def document_mask(position_ids: Tensor) -> Tensor:
-    """Which keys a query sees, bool [batch, 1, query, key]: those of its document that are not after it."""
-    documents = (position_ids == 0).cumsum(dim=-1)
-    is_same = documents[:, None, :, None] == documents[:, None, None, :]
-    time = position_ids.shape[-1]
-    return is_same & torch.ones(time, time, dtype=torch.bool, device=position_ids.device).tril()
+def document_mask(position_ids: Tensor, sequence_slice: SequenceSlice | None = None) -> Tensor:
+    """Which keys a query sees, bool [batch, 1, query, key]: those of its document that are not after it.
+
+    The queries are those of the slice, the keys those of all tokens so far.
+    """
+    seen = position_ids
+    if sequence_slice is not None:
+        seen = sequence_slice.whole("position_ids", position_ids.unsqueeze(-1)).squeeze(-1)
+    documents = (seen == 0).cumsum(dim=-1)
+    num_queries, num_keys = position_ids.shape[-1], seen.shape[-1]
+    is_same = documents[:, None, -num_queries:, None] == documents[:, None, None, :]
+    is_earlier = torch.ones(num_queries, num_keys, dtype=torch.bool, device=seen.device)
+    return is_same & is_earlier.tril(num_keys - num_queries)

@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.past import SequenceSlice
+from zbpp.models.attention import causal_attention
 from zbpp.models.layers import check_divides, check_length, check_positive, merge_heads, split_heads
 
 
@@ -15,7 +17,7 @@ class Rotary(nn.Module):
     """Rotates each pair of numbers (i, i + d/2) of a head by the angle position x theta^(-2i/d).
 
     [batch, head, time, d] in and out. The pairs are those of Hugging Face's Llama. position_ids [batch,
-    time]: by default from 0 on.
+    time]: by default from `start` on.
     """
 
     cos: Tensor
@@ -33,11 +35,11 @@ class Rotary(nn.Module):
         self.register_buffer("cos", angles.cos().float(), persistent=False)
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None) -> Tensor:
-        time = x.shape[-2]
-        check_length(time, self.sequence_length)
+    def forward(self, x: Tensor, position_ids: Tensor | None = None, start: int = 0) -> Tensor:
+        end = start + x.shape[-2]
+        check_length(end, self.sequence_length)
         if position_ids is None:
-            cos, sin = self.cos[:time], self.sin[:time]
+            cos, sin = self.cos[start:end], self.sin[start:end]
         else:
             cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)
         first, second = x.chunk(2, dim=-1)
@@ -48,28 +50,34 @@ class Rotary(nn.Module):
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions, [batch, time, hidden] in and out.
 
-    position_ids and mask: see DocumentStage; None: one document a row.
+    position_ids, mask and sequence_slice: see DocumentStage; None: one document a row, which comes whole.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int, rotary: Rotary) -> None:
         super().__init__()
         kv_size = hidden_size // num_heads * num_kv_heads
         self.head_size = hidden_size // num_heads
-        self.is_grouped = num_kv_heads != num_heads
         self.query = nn.Linear(hidden_size, hidden_size, bias=False)
         self.key = nn.Linear(hidden_size, kv_size, bias=False)
         self.value = nn.Linear(hidden_size, kv_size, bias=False)
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
         self.rotary = rotary
 
-    def forward(self, x: Tensor, position_ids: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
-        query = self.rotary(split_heads(self.query(x), self.head_size), position_ids)
-        key = self.rotary(split_heads(self.key(x), self.head_size), position_ids)
+    def forward(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        mask: Tensor | None = None,
+        sequence_slice: SequenceSlice | None = None,
+    ) -> Tensor:
+        start = 0 if sequence_slice is None else sequence_slice.start
+        query = self.rotary(split_heads(self.query(x), self.head_size), position_ids, start)
+        key = self.rotary(split_heads(self.key(x), self.head_size), position_ids, start)
         value = split_heads(self.value(x), self.head_size)
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=self.is_grouped
-        )
-        projected: Tensor = self.output(merge_heads(mixed))
+        if sequence_slice is not None:
+            key = sequence_slice.whole((self, "key"), key)
+            value = sequence_slice.whole((self, "value"), value)
+        projected: Tensor = self.output(merge_heads(causal_attention(query, key, value, mask)))
         return projected
 
 
