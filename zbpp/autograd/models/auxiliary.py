@@ -43,8 +43,8 @@ def auxiliary_loss(name: str, value: Tensor) -> None:
     loss_scale. A value that requires no grad is reported only (`Pipeline.auxiliary_losses`).
 
     With sequences in slices a value is one of a slice, and weighs the slice's share of the tokens. So a mean
-    over tokens, such as a z-loss, is the whole sequence's. A balance loss is not: it multiplies two means over
-    tokens, and becomes the mean of the slices' own balance.
+    over tokens, such as a z-loss, is the whole sequence's. A balance loss, which multiplies two means over
+    tokens, is not: it becomes the mean of the slices' own balance.
 
     Outside a step and outside an `auxiliary_losses` block, in an evaluation for example, nothing happens.
 
