@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -45,7 +46,10 @@ class LossGradients:
 
 
 class Feed(NamedTuple):
-    """One stage's arguments from outside the pipeline. Each sequence has one entry per microbatch."""
+    """One stage's arguments from outside the pipeline. Each sequence has one entry per unit.
+
+    A unit is a microbatch, or a slice of one where the timetable has slices.
+    """
 
     args: Sequence[tuple[Any, ...]]  # empty for a stage whose inputs come from the stage before it
     kwargs: Sequence[dict[str, Any]]
@@ -54,6 +58,7 @@ class Feed(NamedTuple):
     loss_grads: LossGradients
     observe: Observe | None = None  # in an evaluation: called by the last stage
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
+    shares: Sequence[float] | None = None  # of each slice in the tokens of its microbatch; None: no slices
 
 
 NO_FEED = Feed((), (), None, (), LossGradients())
@@ -82,14 +87,19 @@ class Call(NamedTuple):
     def feeds(self, cutter: Cutter, seeds: Mapping[int, int], last_stage: int) -> dict[int, Feed]:
         """{stage: its feed} for each stage of this rank.
 
-        seeds: per stage of this rank, the seed of its microbatch 0. Raises ValueError for arguments that
-        don't split into microbatches, and if this rank owns stage 0 but got no inputs.
+        seeds: per stage of this rank, the seed of its unit 0. Raises ValueError for arguments that don't
+        split into microbatches or slices, and if this rank owns stage 0 but got no inputs.
         """
         if 0 in seeds and not (self.args or self.kwargs):
             raise ValueError("this rank owns stage 0: pass the batch's inputs")
+        if 0 in seeds:
+            arguments = {f"argument {i}": value for i, value in enumerate(self.args)}
+            cutter.check_sequences(arguments | dict(self.kwargs))
         inputs = cutter.cut_arguments(self.args) if 0 in seeds else []
         keywords = cutter.cut_keywords(self.kwargs)
         has_targets = self.target is not None and last_stage in seeds
+        if has_targets:
+            cutter.check_sequences({"target": self.target})
         targets = cutter.cut("target", self.target) if has_targets else None
         cutter.refuse_rows_of_lists((self.args, self.target))
         return {
@@ -97,13 +107,54 @@ class Call(NamedTuple):
                 args=inputs if stage == 0 else (),
                 kwargs=keywords,
                 targets=targets,
-                seeds=range(seed, seed + cutter.num_microbatches),
+                seeds=range(seed, seed + cutter.num_units),
                 # The step's loss is the mean over the microbatches.
                 loss_grads=LossGradients(self.loss_scale / cutter.num_microbatches),
-                observe=self.observe,
+                observe=self._observe(cutter),
+                shares=cutter.shares,
             )
             for stage, seed in seeds.items()
         }
+
+    def _observe(self, cutter: Cutter) -> Observe | None:
+        """What the last stage calls for each unit: `observe`, or what joins the slices for it."""
+        if self.observe is None or not cutter.slice_bounds:
+            return self.observe
+        return _JoinedSlices(self.observe, cutter.slice_bounds)
+
+
+class _JoinedSlices:
+    """Joins what the last stage returned for the slices of a microbatch, and their targets, along time."""
+
+    def __init__(self, observe: Observe, bounds: Sequence[int]) -> None:
+        self._observe, self._lengths = observe, [end - start for start, end in pairwise(bounds)]
+        self._seen: list[tuple[Any, Any]] = []
+
+    def __call__(self, output: Any, target: Any) -> None:
+        """Take the next slice. Raises ValueError for an output without a number of tokens."""
+        self._seen.append((output, target))
+        if len(self._seen) < len(self._lengths):
+            return
+        outputs, targets = zip(*self._seen, strict=True)
+        self._seen.clear()
+        self._observe(self._joined(outputs), self._joined(targets))
+
+    def _joined(self, slices: Sequence[Any]) -> Any:
+        columns = zip(*map(tree_leaves, slices), strict=True)
+        return tree_unflatten([*map(self._column, columns)], tree_flatten(slices[0])[1])
+
+    def _column(self, values: Sequence[Any]) -> Any:
+        if not isinstance(values[0], Tensor):
+            return values[0]
+        lengths = [each.shape[1] if each.dim() > 1 else None for each in values]
+        if lengths != self._lengths:
+            shapes = ", ".join(str(list(each.shape)) for each in values)
+            raise ValueError(
+                f"the slices of a microbatch have outputs of shapes {shapes}, which can't be joined along "
+                "dimension 1: metrics and outputs of such a stage need evaluate_as_one, whose sequences are "
+                "whole"
+            )
+        return torch.cat([*values], dim=1)
 
 
 class Result(NamedTuple):

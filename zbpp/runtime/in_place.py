@@ -88,7 +88,7 @@ class Handover:
 
 def explained(error: MessageChanged, workers: Mapping[int, StageWorker]) -> ChangedInPlace:
     """The error in the user's words. workers: of this rank, by stage."""
-    name, stage = error.channel
+    name, stage, _ = error.channel
     what = {"x": f"what stage {stage - 1} returned", "g": f"the gradient that stage {stage + 1} passes back"}
     places = filter(None, (_place_of(error.tensor, worker) for worker in workers.values()))
     place = next((f" (memory of {each})" for each in places), "")

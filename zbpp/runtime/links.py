@@ -1,10 +1,11 @@
 """Links: messages from one rank to another, in order, sent and received while the rank computes.
 
-All messages of one channel (the x of one stage, or its g) have one layout: which tensors are None, and of the
-others dtype, shape and requires_grad. The first message of a channel has a header, which says the layout.
-From then on the sender checks each message against it before anything is sent, and the receiver can start
-receives ahead of their use. (gloo checks nothing: a buffer that is too small aborts the process, and another
-dtype gives wrong numbers without an error.)
+All messages of one channel have one layout: which tensors are None, and of the others dtype, shape and
+requires_grad. A channel is the x of one stage, or its g; with slices of sequences, that of the slices with
+one number. The first message of a channel has a header, which says the layout. From then on the sender checks
+each message against it before anything is sent, and the receiver can start receives ahead of their use. (gloo
+checks nothing: a buffer that is too small aborts the process, and another dtype gives wrong numbers without
+an error.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] started ahead, where the program says so (Post)
@@ -57,6 +58,7 @@ from zbpp.runtime.layout import (
     layout_of,
 )
 from zbpp.schedule import Program, Recv, Send, Value
+from zbpp.schedule.timetable import Unit
 
 _TAG_LIMIT = 2**30
 OWN_LIMIT = timedelta(0)
@@ -294,9 +296,10 @@ class Inbox:
 Links = Mapping[tuple[int, int], LinkGroup]  # (sender, receiver) -> group
 
 
-def channel_of(value: Value) -> tuple[str, int]:
-    """The x of one stage, or its g: messages of one channel have one layout."""
-    return value.name, value.stage
+def channel_of(value: Value) -> tuple[str, int, int]:
+    """The x of one stage, or its g, and the number of the slice: messages of one channel have one layout."""
+    unit = value.microbatch
+    return value.name, value.stage, unit.slice if isinstance(unit, Unit) else 0
 
 
 def make_inboxes(

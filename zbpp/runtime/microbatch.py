@@ -1,5 +1,9 @@
 """Cutting the arguments of one call of the pipeline into microbatches, by views along dim 0.
 
+If the timetable has slices, each microbatch is then cut along time, which is dim 1: every tensor whose dim 1
+is as long as the sequence. A piece is a unit's. Other tensors and BlockMasks, and what is marked by
+`replicate`, go whole to each slice.
+
 Tensors are found wherever torch's pytree looks: in tuples, lists, dicts, named tuples, and in classes that
 were registered with it. The marks `replicate` and `per_microbatch` work inside them, too. FlexAttention's
 BlockMask is split along its batch dimension; a BlockMask of one row holds for all rows, as in flex_attention.
@@ -8,6 +12,7 @@ BlockMask is split along its batch dimension; a BlockMask of one row holds for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -53,31 +58,38 @@ def per_microbatch(values: Sequence[Any]) -> PerMicrobatch:
     return PerMicrobatch(values)
 
 
-def into_microbatches(name: str, value: Any, num_microbatches: int) -> list[Any]:
-    """`num_microbatches` pieces of one value, as `Cutter.cut` makes them."""
-    cutter = Cutter(num_microbatches)
+def into_microbatches(
+    name: str, value: Any, num_microbatches: int, slice_bounds: Sequence[int] = ()
+) -> list[Any]:
+    """The pieces of one value, one per microbatch or slice of it, as `Cutter.cut` makes them."""
+    cutter = Cutter(num_microbatches, slice_bounds)
     pieces = cutter.cut(name, value)
     cutter.refuse_rows_of_lists()
     return pieces
 
 
 class Cutter:
-    """Cuts the values of one call into microbatches, and runs the backward of the caller's graph.
+    """Cuts the values of one call into units, and runs the backward of the caller's graph.
+
+    A unit is a microbatch; with slice_bounds, a slice of one. slice_bounds: the positions in the sequence at
+    which the slices begin, and its end; (): sequences are not cut.
 
     A piece that requires grad is replaced by a new leaf: B ends there and adds its gradient to the leaf's
     `.grad`. `backward` passes those sums on to the caller's tensors. So the caller's graph is traversed once,
     however many microbatches there are.
     """
 
-    def __init__(self, num_microbatches: int) -> None:
-        self.num_microbatches = num_microbatches
+    def __init__(self, num_microbatches: int, slice_bounds: Sequence[int] = ()) -> None:
+        self.num_microbatches, self.slice_bounds = num_microbatches, slice_bounds
+        self.num_slices = max(1, len(slice_bounds) - 1)
+        self.num_units = num_microbatches * self.num_slices
         self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
         self._first = ""  # the name of the first tensor that was split
         self._lists: list[tuple[str, int]] = []  # (name, length) of the lists among the values
         self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
 
     def cut(self, name: str, value: Any) -> list[Any]:
-        """One piece per microbatch: views of a tensor; a value without tensors goes whole to each microbatch.
+        """One piece per unit: views of a tensor, or copies of its slices; a value without tensors goes whole.
 
         A tensor or BlockMask inside of another value is split, too: dim 0 of every tensor is the batch's
         rows, unless it is marked.
@@ -87,30 +99,61 @@ class Cutter:
         can't be reached.
         """
         if isinstance(value, Tensor):
-            return list(map(self._of_one_microbatch, self._pieces(name, value)))
+            pieces = (each for piece in self._pieces(name, value) for each in self._in_slices(piece))
+            return list(map(self._of_one_unit, pieces))
         if isinstance(value, BlockMask):
-            return self._masks(name, value)
+            return [each for mask in self._masks(name, value) for each in [mask] * self.num_slices]
         if isinstance(value, PerMicrobatch):
             if len(value.values) != self.num_microbatches:
                 raise ValueError(
                     f"{name} has {len(value.values)} values, num_microbatches={self.num_microbatches}"
                 )
-            return [tree_map(self._leaf, each) for each in value.values]
+            return [tree_map(self._leaf, each) for whole in value.values for each in self._in_slices(whole)]
         if isinstance(value, Replicated):
-            return [tree_map(self._leaf, value.value)] * self.num_microbatches
+            return [tree_map(self._leaf, value.value)] * self.num_units
         if isinstance(value, _PLAIN):
-            return [value] * self.num_microbatches
+            return [value] * self.num_units
         return self._nested(name, value)
 
     def cut_arguments(self, values: Sequence[Any]) -> list[tuple[Any, ...]]:
-        """Per microbatch, its positional arguments: () where there are none."""
+        """Per unit, its positional arguments: () where there are none."""
         pieces = [self.cut(f"argument {i}", value) for i, value in enumerate(values)]
-        return [tuple([each[i] for each in pieces]) for i in range(self.num_microbatches)]
+        return [tuple([each[i] for each in pieces]) for i in range(self.num_units)]
 
     def cut_keywords(self, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Per microbatch, its keyword arguments."""
+        """Per unit, its keyword arguments."""
         pieces = {name: self.cut(name, value) for name, value in values.items()}
-        return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_microbatches)]
+        return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_units)]
+
+    def check_sequences(self, values: Mapping[str, Any]) -> None:
+        """Raise ValueError unless the first tensor among the values holds sequences that the slices fit.
+
+        values: by name, as they are given to `cut`. Each value of a `per_microbatch` is checked.
+        """
+        if not self.slice_bounds:
+            return
+        for name, value in values.items():
+            tensors = _first_tensors(value)
+            for each in tensors:
+                self._check_length(name, each)
+            if tensors:
+                return
+
+    def _check_length(self, name: str, tensor: Tensor) -> None:
+        if not self._is_sequence(tensor):
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, and slice_bounds cut sequences of "
+                f"{self.slice_bounds[-1]} tokens along dimension 1: every sequence of a step or an "
+                "evaluation needs this length (evaluate_as_one and predict run sequences of any length whole)"
+            )
+
+    @property
+    def shares(self) -> list[float] | None:
+        """Per unit, its share of the microbatch's tokens; None without slices."""
+        if not self.slice_bounds:
+            return None
+        lengths = [end - start for start, end in pairwise(self.slice_bounds)]
+        return [length / self.slice_bounds[-1] for length in lengths] * self.num_microbatches
 
     def refuse_rows_of_lists(self, others: Any = ()) -> None:
         """Raise ValueError for a list as long as the batch among the values that were cut.
@@ -156,9 +199,25 @@ class Cutter:
             for path, leaf in leaves:
                 _refuse_rows_of_an_array(name + keystr(path), leaf)
                 _refuse_hidden_tensors(name + keystr(path), leaf)
-            return [value] * self.num_microbatches
+            return [value] * self.num_units
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
-        return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_microbatches)]
+        return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_units)]
+
+    def _is_sequence(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.slice_bounds[-1]
+
+    def _in_slices(self, value: Any) -> Iterator[Any]:
+        """What each slice of a microbatch gets of the microbatch's value."""
+        if not self.slice_bounds:
+            yield value
+        for start, end in pairwise(self.slice_bounds):
+            # Contiguous: a microbatch is, and a loss may ask for target.view(-1).
+            yield tree_map(
+                lambda each, start=start, end=end: (
+                    each[:, start:end].contiguous() if self._is_sequence(each) else each
+                ),
+                value,
+            )
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -196,11 +255,11 @@ class Cutter:
             )
         return rows // self.num_microbatches
 
-    def _of_one_microbatch(self, piece: Tensor) -> Tensor:
+    def _of_one_unit(self, piece: Tensor) -> Tensor:
         """The piece with its own count of in-place changes, since a stage may change its input in place.
 
         Views of one batch share one count: a change of one piece would look to autograd like a change of
-        what F of another microbatch has saved.
+        what F of another unit has saved.
         """
         leaf: Tensor = self._leaf(piece)
         return leaf if leaf.requires_grad else leaf.data
@@ -216,6 +275,16 @@ class Cutter:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_nested and value.dim() > 0
+
+
+def _first_tensors(value: Any) -> list[Tensor]:
+    """The first tensor that is cut; of a `per_microbatch`, the first of each microbatch's value."""
+    for leaf in tree_leaves(value, is_leaf=_is_marked):
+        if isinstance(leaf, PerMicrobatch):
+            return [tensor for each in leaf.values for tensor in _first_tensors(each)[:1]]
+        if isinstance(leaf, Tensor):
+            return [leaf]
+    return []
 
 
 def _is_marked(value: Any) -> bool:

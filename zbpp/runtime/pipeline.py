@@ -25,6 +25,7 @@ from zbpp.job.cuda_settings import check_launches
 from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
+    checked_bounds,
     device_of,
     may_compile,
     model_of,
@@ -57,7 +58,8 @@ class Pipeline:
     (see there). Each rank has a copy: all begin with the values of the first stage's, and get the sum of all
     gradients.
     timetable: a Timetable; or the name of a schedule, which is then planned for the ranks of the group and
-    num_microbatches.
+    num_microbatches. slice_bounds: with a timetable that has slices, the tokens at which they begin, and the
+    length of every sequence, as [0, 4096, 7168, 8192] for three slices; see zbpp.planning.balanced_bounds.
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
@@ -101,6 +103,7 @@ class Pipeline:
         *,
         mesh: DeviceMesh | None = None,
         num_microbatches: int | None = None,
+        slice_bounds: Sequence[int] = (),
         seed: int = 0,
         timeout: float = 600.0,
         dynamic_shapes: bool = False,
@@ -114,6 +117,7 @@ class Pipeline:
             set_timeout(each, timeout)
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
+        self.slice_bounds = checked_bounds(slice_bounds, timetable)
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale, self._running = seed, 1.0, Lock()
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
@@ -125,7 +129,8 @@ class Pipeline:
         self.group = self.place.pipeline
         if timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
             check_launches()
-        check_ranks_agree(timetable, self.place, dynamic_shapes=dynamic_shapes)
+        options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "slice_bounds": self.slice_bounds}
+        check_ranks_agree(timetable, self.place, **options)
         agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
@@ -146,7 +151,7 @@ class Pipeline:
             ties=agreed.ties,
             timeout=timeout,
             compiles=any(self.place.gather(any(map(may_compile, self.stages.values())))),
-            dynamic_shapes=dynamic_shapes,
+            **options,
         )
         try:
             self._take_extras(extras, mp_policy)
@@ -309,7 +314,7 @@ class Pipeline:
             yield
 
     def seeds(self) -> dict[int, int]:
-        """Per stage, the seed of its microbatch 0 in the next step."""
+        """Per stage, the seed of its unit 0 in the next step."""
         # Processes that see different data draw different numbers.
         part = [self.place.data_part] if self.place.data_part else []
         return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
@@ -448,6 +453,7 @@ class Pipeline:
             self._loss_fn,
             self._given_group,
             mesh=self.place.mesh,
+            slice_bounds=self.slice_bounds,
             seed=self.seed,
             timeout=self._timeout,
             dynamic_shapes=self._dynamic_shapes,

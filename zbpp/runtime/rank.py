@@ -116,7 +116,9 @@ class Rank:
         timeout: float,
         compiles: bool,
         dynamic_shapes: bool,
+        slice_bounds: Sequence[int] = (),
     ) -> None:
+        self.slice_bounds = slice_bounds
         self.timetable, self.index, self.key, self.timeout = timetable, index, key, timeout
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
@@ -213,7 +215,7 @@ class Rank:
     # ---- Calls
 
     def run(self, call: Call, seeds: Mapping[int, int]) -> Result:
-        """Make one call; returns its losses. seeds: per stage, of its microbatch 0."""
+        """Make one call; returns its losses. seeds: per stage, of its unit 0."""
         self.check_not_over()
         executor = self.executors[call.kind]
         try:
@@ -225,7 +227,7 @@ class Rank:
                 cutter, call = self._run(executor, call, seeds)
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
-            losses = [loss for each in ended for loss in each.losses]
+            losses = _per_microbatch([loss for each in ended for loss in each.losses], cutter.num_slices)
             result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
             self.extras.end(call, result)
         except BaseException as error:
@@ -251,12 +253,14 @@ class Rank:
     def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
         """Give the stages their parts of a call, and run its program, again if the step begins again."""
         self._shared_hooks.begin()
-        cutter = Cutter(1 if call.kind == "predict" else self.timetable.num_microbatches)
+        is_whole = call.kind == "predict"
+        cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, self.slice_bounds)
         last = self.timetable.num_stages - 1
         feeds = call.feeds(cutter, seeds, last_stage=last)
         targets = feeds[last].targets if last in feeds else None
         if self.count is not None and targets is not None:
-            call = call._replace(weights=call.weights or self._weights(call, targets))
+            weights = call.weights or self._weights(call, targets, cutter.num_microbatches)
+            call = call._replace(weights=weights)
             feeds[last] = feeds[last]._replace(weights=call.weights)
         for stage, worker in self.workers.items():
             worker.begin(feeds[stage])
@@ -273,13 +277,13 @@ class Rank:
             self.extras.fail(error)
         return (cutter, call) if again is None else self._run(executor, again, seeds)
 
-    def _weights(self, call: Call, targets: Sequence[Any]) -> Weights:
+    def _weights(self, call: Call, targets: Sequence[Any], num_microbatches: int) -> Weights:
         """Return the weights of the losses. A step calls this on all processes that see different data."""
         assert self.count is not None
         if call.kind != "step":
-            return weights_of(targets, self.count, self.device)
+            return weights_of(targets, self.count, self.device, num_microbatches)
         num_parts = self.place.num_data_parts
-        return weights_of(targets, self.count, self.device, num_parts, self.sum_over_data)
+        return weights_of(targets, self.count, self.device, num_microbatches, num_parts, self.sum_over_data)
 
     def settle(self) -> None:
         """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""
@@ -320,3 +324,11 @@ class Rank:
             executor.close()
         close_groups(self._links.values())
         self._links.clear()
+
+
+def _per_microbatch(losses: list[Tensor], num_slices: int) -> list[Tensor]:
+    """The loss of each microbatch: the sum of its slices', which are weighted."""
+    if num_slices == 1:
+        return losses
+    firsts = range(0, len(losses), num_slices)
+    return [torch.stack(losses[first : first + num_slices]).sum() for first in firsts]

@@ -143,7 +143,7 @@ class StageWorker:
         with auxiliary_losses() as found:
             outputs = self._call(microbatch, inputs)
         output_edges = tuple([gradient_edge(each) for each in outputs])
-        auxiliary = self._auxiliary(found) if found else []
+        auxiliary = self._auxiliary(microbatch, found) if found else []
         self._saved[microbatch] = _Saved(input_edges, output_edges, auxiliary, num_hooks_made() > num_hooks)
         if not self._is_last:
             return detach_outputs(outputs)
@@ -152,8 +152,13 @@ class StageWorker:
         self._keep_loss(outputs[0])
         return (self.feed.loss_grads.of(outputs[0]),)
 
-    def _auxiliary(self, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
-        """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients."""
+    def _auxiliary(self, microbatch: int, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
+        """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients.
+
+        A slice's weigh as much as its share of the microbatch's tokens.
+        """
+        if self.feed.shares is not None:
+            found = {name: value * self.feed.shares[microbatch] for name, value in found.items()}
         for name, value in found.items():
             self._keep_named(name, value)
         edges = [(gradient_edge(value), value) for value in found.values()]

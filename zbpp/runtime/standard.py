@@ -10,6 +10,7 @@ from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, extras_of
+from zbpp.runtime.memory.sequence_slices import SequenceSlices
 from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.parallel.reductions import Reductions
@@ -26,6 +27,8 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
         use_expandable_segments()
         yield [FullDevice()]
     yield extras_of(worker.module for worker in rank.workers.values())
+    if rank.slice_bounds:
+        yield [SequenceSlices()]
     if EXPERT in rank.place.expert_groups:
         yield [ExpertParallel()]
     yield [Reductions(reshard=reshard, mp_policy=mp_policy)]

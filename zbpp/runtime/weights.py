@@ -8,7 +8,8 @@ microbatch's loss is multiplied by
 
 Gradients are averaged over microbatches, replicas and shards, as without weights. So the plain mean of the
 weighted losses is the step's loss. If all microbatches have the same number of targets, the factor is exactly
-1. The rank that computes the loss counts the targets before its first F.
+1. A slice of a microbatch has the formula with its own targets: the weighted losses of a microbatch's slices
+add up to the microbatch's. The rank that computes the loss counts the targets before its first F.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ Count = Callable[[Any], Tensor | float]
 class Weights(NamedTuple):
     """The weights of the losses of one call: float64, without dimensions, on the device of the stages.
 
-    of_means: per microbatch, the factor of a loss that is a mean over the microbatch's targets. of_sum: the
-    factor of a loss that is a sum over them. counts: per microbatch, the number of targets.
+    of_means: per unit, the factor of a loss that is a mean over the unit's targets. of_sum: the factor of a
+    loss that is a sum over them. counts: per unit, the number of targets.
     """
 
     of_means: Sequence[Tensor]
@@ -38,21 +39,22 @@ def weights_of(
     targets: Sequence[Any],
     count: Count,
     device: torch.device,
+    num_microbatches: int,
     num_parts: int = 1,
     sum_over_parts: Callable[[Tensor], None] = lambda total: None,
 ) -> Weights:
-    """The weights of microbatches with these targets.
+    """The weights of the losses of units with these targets.
 
-    count: the number of targets of one microbatch. num_parts: how many processes see different data.
-    sum_over_parts: sums a tensor over these processes, in place; collective.
+    count: the number of targets of one unit. num_microbatches: to which the units belong. num_parts: how many
+    processes see different data. sum_over_parts: sums a tensor over these processes, in place; collective.
     """
     with torch.no_grad():
         found = [torch.as_tensor(count(each)).to(device, torch.float64) for each in targets]
         total = torch.stack(found).sum()
         sum_over_parts(total)
-        of_sum = len(targets) * num_parts / total.clamp(min=1)
+        of_sum = num_microbatches * num_parts / total.clamp(min=1)
         # In this order equal counts give exactly 1.
-        of_means = [each * (len(targets) * num_parts) / total.clamp(min=1) for each in found]
+        of_means = [each * (num_microbatches * num_parts) / total.clamp(min=1) for each in found]
     return Weights(of_means, of_sum, found)
 
 

@@ -4,6 +4,7 @@ Hooks on all modules look at their outputs, and at the gradients of these. The f
 order of data flow:
 
     for each microbatch: F of stage 0 ... F of the last stage, loss, B of the last stage ... B of stage 0
+    (in slices: F's of the first slice, then of the next ones; B's of the last slice, then of those before)
     gradients at the end of the step, summed over replicas, shards and tied copies
 
 A module may return -Infinity on purpose (a mask), so an output with -Infinity alone is not reported.
@@ -14,7 +15,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction
+from zbpp.schedule.timetable import Unit
 
 _NAN, _INFINITY, _MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
 _AFTER = 2**31  # in the place of a microbatch: after the last one
@@ -63,7 +65,7 @@ class NonFinite:
         return f"{self.value} first appeared in the {self.kind}{name}, {where}{note}"
 
 
-_Seen = tuple[tuple[int, int, int, int], NonFinite]  # and its place in the order
+_Seen = tuple[tuple[int, ...], NonFinite]  # and its place in the order
 
 
 def find_non_finite(
@@ -101,6 +103,15 @@ def find_non_finite(
     return None if first is None else first[1]
 
 
+class _Place(NamedTuple):
+    """The place of an action in the order. slice, stage: negated in B and W, which descend."""
+
+    microbatch: int
+    is_backward: int
+    slice: int
+    stage: int
+
+
 class _Search(Observer):
     """Looks at the values of one step. seen: those that are not finite, on this process."""
 
@@ -110,7 +121,8 @@ class _Search(Observer):
         """See Extra."""
         self._workers, self._last = rank.workers, rank.timetable.num_stages - 1
         self._part = rank.place.data_part if rank.place.num_data_parts > 1 else None
-        self._now = (0, 0, 0)  # microbatch, 0: F, 1: B and W, stage (descending in B)
+        self._now = _Place(0, 0, 0, 0)
+        self._unit: int | None = None
         self.seen: list[_Seen] = []
         self._bad: set[int] = set()  # ids of the parameters whose gradient was seen
         self._buffers = Buffers(rank.modules)
@@ -136,10 +148,13 @@ class _Search(Observer):
         """See Extra."""
         if not isinstance(at, Action):
             return run
-        now = (at.microbatch, 0, at.stage) if at.op == Op.F else (at.microbatch, 1, -at.stage)
+        unit = at.microbatch
+        number, index = (unit.microbatch, unit.slice) if isinstance(unit, Unit) else (unit, 0)
+        is_f = at.op == Op.F
+        now = _Place(number, 0, index, at.stage) if is_f else _Place(number, 1, -index, -at.stage)
 
         def looked_at(message: Message) -> Message:
-            self._now = now
+            self._now, self._unit = now, unit
             result = run(message)
             if at.op == Op.F:
                 self._look_at_losses(at.stage)
@@ -151,8 +166,9 @@ class _Search(Observer):
 
     def look_at_sums(self) -> None:
         """Look at the gradients when all reductions have ended."""
+        self._unit = None
         for stage in self._workers:
-            self._now = (_AFTER, 1, -stage)
+            self._now = _Place(_AFTER, 1, 0, -stage)
             self._look_at_gradients(stage)
 
     def _returned(self, name: str, module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -160,7 +176,7 @@ class _Search(Observer):
         for each in tree_leaves(output):
             if isinstance(each, Tensor) and each.grad_fn is not None:
                 each.register_hook(partial(self._came_back, name))
-        if self._now[1] == 0 and (value := kind_of(output)) != _MINUS_INFINITY:
+        if self._now.is_backward == 0 and (value := kind_of(output)) != _MINUS_INFINITY:
             given = {"input": (args, kwargs), "parameters": [*module.parameters(recurse=False)]}
             bad = [f"{kind} in its {what}" for what, each in given.items() if (kind := kind_of(each))]
             self._note(value, "output", name, ", ".join(bad) or "its input is finite")
@@ -185,9 +201,7 @@ class _Search(Observer):
 
     def _note(self, value: str, kind: str, name: str = "", note: str = "") -> None:
         if value:
-            number, _, stage = self._now
-            microbatch = None if number == _AFTER else number
-            found = NonFinite(value, kind, name, abs(stage), microbatch, self._part, note)
+            found = NonFinite(value, kind, name, abs(self._now.stage), self._unit, self._part, note)
             self.seen.append(((*self._now, len(self.seen)), found))
 
 

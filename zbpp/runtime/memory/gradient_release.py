@@ -45,6 +45,7 @@ NOT_WITH_ACCUMULATION = MappingProxyType(
         "shard": "gradients would be reduced in each microbatch; write gradient_release=step",
         "head_at_once": "its W's would mix microbatches; write gradient_release=step",
         "overlap_exchange": "its W's would mix microbatches; write gradient_release=step",
+        "slices": "each W has a part of a microbatch's gradients; write gradient_release=step",
     }
 )
 """What GradientRelease excludes with accumulate=True, too."""

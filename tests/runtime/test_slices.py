@@ -1,0 +1,159 @@
+"""A step whose sequences come in slices: losses and gradients are those of whole sequences."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import zbpp
+from helpers.processes import run_ranks
+from helpers.split import assert_close
+from helpers.toy_lm import rows_of
+from zbpp import Pipeline, plan
+from zbpp.stage_api import IGNORED, mean_over_tokens
+
+WORDS, SIZE, TIME, M = 11, 8, 12, 4
+BOUNDS = {1: (), 2: (0, 6, 12), 3: (0, 7, 10, 12), 4: (0, 3, 6, 9, 12)}
+
+
+class Attention(nn.Module):
+    """Causal attention with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
+
+    def forward(self, x, sequence_slice=None):
+        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        start = 0
+        if sequence_slice is not None:
+            key = sequence_slice.whole((self, "key"), key)
+            value = sequence_slice.whole((self, "value"), value)
+            start = sequence_slice.start
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(start)
+        return x + self.out(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
+
+
+class Stage(nn.Sequential):
+    def forward(self, x, sequence_slice=None, scale=None):
+        for module in self:
+            x = module(x, sequence_slice) if isinstance(module, Attention) else module(x)
+        if scale is not None:
+            x = x * scale.unsqueeze(-1)
+        zbpp.auxiliary_loss("size", 0.1 * x.square().mean(dim=(-2, -1)).mean())
+        return x
+
+
+class Toy:
+    """Four layers of attention between an embedding and a head, under any cut."""
+
+    stage = Stage
+
+    def __init__(self, dtype=torch.float64):
+        torch.manual_seed(0)
+        layers = {f"layer_{i}": Attention() for i in range(4)}
+        self.parts = {"embedding": nn.Embedding(WORDS, SIZE), **layers, "head": nn.Linear(SIZE, WORDS)}
+        for each in self.parts.values():
+            each.to(dtype)
+
+    def build_stage(self, index, num_stages):
+        size = 4 // num_stages
+        names = [f"layer_{i}" for i in range(index * size, (index + 1) * size)]
+        names = [*["embedding"] * (index == 0), *names, *["head"] * (index == num_stages - 1)]
+        return self.stage(OrderedDict((name, self.parts[name]) for name in names))
+
+    @mean_over_tokens
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
+
+
+def batch(rows=2 * M):
+    """Some targets are left out; the first slice of microbatch 1 has none under any bounds here."""
+    generator = torch.Generator().manual_seed(7)
+    tokens = torch.randint(WORDS, (rows, TIME + 1), generator=generator)
+    target = tokens[:, 1:].clone()
+    target[0, :4] = target[2, :8] = target[3, :8] = target[-1, 2:] = IGNORED
+    return tokens[:, :-1], target, torch.rand(rows, TIME, generator=generator, dtype=torch.float64)
+
+
+def plain(num_stages):
+    """(loss without the auxiliary ones, gradients, auxiliary loss) of whole sequences in one process."""
+    x, target, scale = batch()
+    model = Toy()
+    stages = [model.build_stage(index, num_stages) for index in range(num_stages)]
+    with zbpp.auxiliary_losses() as found:
+        y = x
+        for stage in stages:
+            y = stage(y, scale=scale)
+    loss, auxiliary = model.loss(y, target), sum(found.values())
+    (loss + auxiliary).backward()
+    return loss.item(), grads_of(stages), auxiliary.item()
+
+
+def grads_of(stages):
+    return {name: p.grad for stage in stages for name, p in stage.named_parameters()}
+
+
+class Found(NamedTuple):
+    losses: list[float]
+    grads: dict[str, torch.Tensor]
+    evaluated: list[float]
+    auxiliary: float
+
+
+def run(rank, schedule, num_ranks, num_slices, mesh=None, **options):
+    """What this rank has of a step and an evaluation."""
+    timetable, model = plan(schedule, num_ranks, M, num_slices=num_slices), Toy()
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    x, target, scale = batch()
+    options = {"slice_bounds": BOUNDS[num_slices], **options}
+    with Pipeline(stages, timetable, model.loss, mesh=mesh, **options) as pipeline:
+        x, target, scale = rows_of(pipeline.place, x, target, scale)
+        losses = [each.item() for each in pipeline.step(x, target=target, scale=scale)]
+        auxiliary = pipeline.auxiliary_losses()["size"]
+        grads = grads_of(stages.values())
+        evaluated = [each.item() for each in pipeline.evaluate(x, target=target, scale=scale)]
+    return Found(losses, grads, evaluated, auxiliary)
+
+
+def merged(parts):
+    grads = {name: grad for each in parts for name, grad in each.grads.items()}
+    return Found(
+        [loss for each in parts for loss in each.losses],
+        grads,
+        [loss for each in parts for loss in each.evaluated],
+        parts[0].auxiliary,
+    )
+
+
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb"]
+SCHEDULES += ["zb_v", "v_half", "v_min", "dualpipe_v"]
+
+
+def all_runs(rank, num_ranks):
+    schedules = SCHEDULES if num_ranks > 1 else ["1f1b", "zb_h1", "zb_v"]
+    return {(name, k): run(rank, name, num_ranks, k) for name in schedules for k in BOUNDS}
+
+
+def test_losses_and_gradients_are_those_of_whole_sequences_under_every_schedule():
+    """To 1e-12, and equal to the last bit under all schedules and cuts with the same slices."""
+    first = {}
+    for num_ranks in (1, 2):
+        ranks = run_ranks(all_runs, num_ranks, num_ranks)
+        for key in ranks[0]:
+            found = merged([each[key] for each in ranks])
+            num_stages = plan(key[0], num_ranks, M).num_stages
+            loss, expected, auxiliary = plain(num_stages)
+            assert len(found.losses) == len(found.evaluated) == M
+            assert sum(found.losses) / M == pytest.approx(loss, rel=1e-13)
+            assert found.evaluated == pytest.approx(found.losses, rel=1e-13)
+            assert found.auxiliary == pytest.approx(auxiliary, rel=1e-13)
+            assert_close(found.grads, expected, 1e-12)
+            same = first.setdefault((key[1], num_stages), found)
+            assert found.losses == same.losses
+            assert all(torch.equal(found.grads[name], same.grads[name]) for name in same.grads)
