@@ -3,7 +3,7 @@
     weights     weights in the compute dtype and module buffers; with shards, also the gathered weights
     gradients   `.grad`, or the float32 `main_grad` of a mixed precision
     optimizer   the optimizer's states, and the float32 masters of a mixed precision
-    saved       the tensors that F keeps for B, without messages
+    saved       the tensors that F keeps for B, and what slices of a sequence share; without messages
     deferred    the tensors that B keeps for W, without messages
     buffers     the batch, receive buffers, messages being sent, messages between two stages of one rank
     copies      post-validation's copies of weights and states, from the update to the next step's gate
@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.planning.stage_bytes import StageBytes
+from zbpp.schedule.costs import MicrobatchBytes
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.gate import gate_positions
 from zbpp.schedule.lower import lower
@@ -32,7 +33,7 @@ from zbpp.schedule.passes.copies import with_copies
 from zbpp.schedule.passes.posts import in_flight
 from zbpp.schedule.passes.update import with_accumulation
 from zbpp.schedule.program import Accumulate, Drop, Fetch, Offload, Post, Program, Reduce, Release
-from zbpp.schedule.timetable import Action, Op, PlanError, Timetable
+from zbpp.schedule.timetable import Action, Op, PlanError, Timetable, Unit
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
 _WEIGHTS, _GRADIENTS, _OPTIMIZER, _SAVED, _DEFERRED, _BUFFERS, _COPIES = range(len(COMPONENTS))
@@ -167,7 +168,7 @@ class _RankRun:
                 self._run_action(instruction)
                 actions.append(instruction)
                 levels.append(self._level.copy())
-                rise = self._stages[instruction.stage].rises[instruction.op]
+                rise = self._stages[instruction.stage].of(instruction.microbatch).rises[instruction.op]
                 self._during.append(max(before + rise, before, self._level.sum()))
                 continue
             match instruction:
@@ -237,27 +238,28 @@ class _RankRun:
 
     def _run_action(self, action: Action) -> None:
         stage, op, microbatch = action
-        own, level = self._stages[stage], self._level
+        own, unit, level = self._stages[stage], self._stages[stage].of(microbatch), self._level
+        level[_SAVED] += _change_of_past(action, own)
         if op == Op.F:
-            level[_SAVED] += own.saved
+            level[_SAVED] += unit.saved
             if stage not in self._is_gathered:
                 self._is_gathered.add(stage)
                 level[_WEIGHTS] += own.gathered
         if op in (Op.B, Op.BW):
-            level[_SAVED] -= own.saved
+            level[_SAVED] -= unit.saved
         if op == Op.B:
-            level[_DEFERRED] += own.deferred
+            level[_DEFERRED] += unit.deferred
         if op == Op.W:
-            level[_DEFERRED] -= own.deferred
+            level[_DEFERRED] -= unit.deferred
         if op in (Op.W, Op.BW) and stage not in self._has_gradients:
             self._has_gradients.add(stage)
             level[_GRADIENTS] += 0.0 if own.keeps_gradients else own.gradients
         for value in produces(action, self._num_stages):
-            self._keep(value, own)
+            self._keep(value, unit)
         for ended in (Op.B, Op.W) if op == Op.BW else (op,):
             level[_BUFFERS] -= self._free_after.pop((stage, microbatch, ended), 0.0)
 
-    def _keep(self, value: Value, producer: StageBytes) -> None:
+    def _keep(self, value: Value, producer: MicrobatchBytes) -> None:
         """Count a message that an action has produced.
 
         A message to another rank is held until its Release; one to a stage of this rank until that stage no
@@ -270,7 +272,7 @@ class _RankRun:
         if self._rank_of[value.stage] != self._program.rank:
             self._in_flight[value] = size
             return
-        consumer = self._stages[value.stage]
+        consumer = self._stages[value.stage].of(value.microbatch)
         until = consumer.x_until if value.name == "x" else consumer.g_until
         freed = value.stage, value.microbatch, until
         self._free_after[freed] = self._free_after.get(freed, 0.0) + size
@@ -288,6 +290,17 @@ class _RankRun:
         if self._during:
             self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
         self._level[_GRADIENTS] -= own.gradients
+
+
+def _change_of_past(action: Action, stage: StageBytes) -> float:
+    """What an action on a slice adds to the bytes of keys, values and their gradients."""
+    unit = action.microbatch
+    if not isinstance(unit, Unit) or action.op == Op.W:
+        return 0.0
+    if action.op == Op.F:
+        return stage.past if unit.slice == 0 else 0.0
+    made = stage.past_gradients if unit.slice == unit.num_slices - 1 else 0.0
+    return made - (stage.past + stage.past_gradients if unit.slice == 0 else 0.0)
 
 
 def _left_gradients(stage: StageBytes) -> float:
@@ -316,7 +329,7 @@ def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
     ends: dict[tuple[int, int, Op], list[tuple[str, float]]] = {}
 
     def post(value: Value) -> None:
-        own = stages[value.stage]
+        own = stages[value.stage].of(value.microbatch)
         kind = (value.name, own.x if value.name == "x" else own.g)
         in_use[kind] += 1
         most[kind] = max(most[kind], in_use[kind])

@@ -5,12 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from zbpp.schedule.costs import MicrobatchBytes
+from zbpp.schedule.timetable import Unit
+
+Rises = tuple[float, float, float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
 class StageBytes(MicrobatchBytes):
     """The bytes of one stage: those of one microbatch (the fields of MicrobatchBytes), and the stage's own.
 
+    slices: with sequences in slices, the bytes of each slice, in place of the microbatch's.
+    past: the keys and values that the slices of a microbatch share, held from F to B of its first slice.
+        past_gradients: the sums of their gradients, held from B of its last slice on.
     leaves: how many of the bytes `saved` may leave the device (memory.offload).
     weights, optimizer: held all the time. gradients: held from the first W of a step on; if keeps_gradients,
         all the time.
@@ -25,6 +31,9 @@ class StageBytes(MicrobatchBytes):
     """
 
     weights: float
+    slices: tuple[MicrobatchBytes, ...] = ()
+    past: float = 0.0
+    past_gradients: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     leaves: float = 0.0
@@ -43,6 +52,10 @@ class StageBytes(MicrobatchBytes):
         """Bytes that are there whatever the schedule is: weights, gradients and the optimizer's."""
         return self.weights + self.gathered + self.gradients + self.optimizer
 
+    def of(self, unit: int) -> MicrobatchBytes:
+        """The bytes of a unit: of a slice with this number, or of any microbatch."""
+        return self.slices[unit.slice] if isinstance(unit, Unit) else self
+
 
 def sharded(
     stage: StageBytes, *, weights: float, gradients: float, optimizer: float, gathered: float, block: float
@@ -53,7 +66,11 @@ def sharded(
     most two blocks at a time. block: the bytes of the largest block.
     """
     extra = 2 * block if not gathered else 0.0
-    f, b, w, whole = stage.rises
+
+    def gathering(rises: Rises) -> Rises:
+        f, b, w, whole = rises
+        return f + extra, b + extra, w, whole + extra
+
     return replace(
         stage,
         weights=weights,
@@ -61,7 +78,8 @@ def sharded(
         gathered=gathered,
         reduced=gradients,
         keeps_gradients=False,
-        rises=(f + extra, b + extra, w, whole + extra),
+        rises=gathering(stage.rises),
+        slices=tuple(replace(each, rises=gathering(each.rises)) for each in stage.slices),
     )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
@@ -17,7 +18,7 @@ from zbpp.schedule import Timetable
 # Bytes that grow with the number of a stage's layers.
 _PER_LAYER = (
     *("weights", "gradients", "optimizer", "gathered", "reduced", "copies"),
-    *("saved", "deferred", "leaves"),
+    *("saved", "deferred", "leaves", "past", "past_gradients"),
 )
 
 
@@ -85,9 +86,18 @@ class _Search:
         own, more = self._measured.stages[stage], count - self._given[stage]
         middle = max(range(1, len(self._given) - 1), key=self._given.__getitem__)
         layer, num = self._measured.stages[middle], self._given[middle]
-        changed = {
+        changed: dict[str, Any] = {
             name: getattr(own, name) + more * getattr(layer, name) / num
             for name in _PER_LAYER
             if getattr(own, name) is not None and getattr(layer, name) is not None
         }
+        pairs = zip(own.slices, layer.slices, strict=True)
+        changed["slices"] = tuple(
+            replace(
+                mine,
+                saved=mine.saved + more * theirs.saved / num,
+                deferred=mine.deferred + more * theirs.deferred / num,
+            )
+            for mine, theirs in pairs
+        )
         return replace(own, **changed) if more else own

@@ -6,7 +6,7 @@ and the second optimizer step are measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
 from typing import Any
@@ -27,7 +27,7 @@ from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.microbatch_memory import bytes_that_leave, microbatch_memory
+from zbpp.runtime.measure.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
 from zbpp.runtime.measure.products import Products, products
 from zbpp.runtime.memory.restricted_update import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
@@ -53,14 +53,16 @@ class _NotOnFake(Exception):
     """A stage has a module that fake tensors would measure wrong."""
 
 
-def measure_stages(config: TrainConfig, timetable: Timetable) -> MeasuredStages:
-    """The bytes of each stage of the timetable's cut.
+def measure_stages(
+    config: TrainConfig, timetable: Timetable, slice_bounds: Sequence[int] = ()
+) -> MeasuredStages:
+    """The bytes of each stage of the timetable's cut. slice_bounds: as in Pipeline.
 
     With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for
     stages that can't run.
     """
     with _inner_mesh(config.parallel) as mesh:
-        run = _Stages(config, timetable, mesh)
+        run = _Stages(config, timetable, mesh, slice_bounds)
         try:
             return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
         except ConfigError:
@@ -88,11 +90,18 @@ def _inner_mesh(parallel: ParallelConfig) -> Iterator[Any]:
         yield build_mesh(degrees, "cpu")
 
 
+_MeasuredStage = tuple[StageBytes, WeightBytes, Products, list[tuple[Any, ...]]]
+"""The last entry: the outputs of F for each slice of the microbatch."""
+
+
 class _Stages:
     """The stages of a run, built and measured one after the other."""
 
-    def __init__(self, config: TrainConfig, timetable: Timetable, mesh: Any) -> None:
+    def __init__(
+        self, config: TrainConfig, timetable: Timetable, mesh: Any, slice_bounds: Sequence[int] = ()
+    ) -> None:
         self._config, self._timetable, self._mesh = config, timetable, mesh
+        self._slice_bounds = slice_bounds
         self._precision = PRECISIONS[config.precision]
         self._model = build_model(config.model, config.seed, config.finetune)
         rows = timetable.num_microbatches * config.microbatch_size
@@ -110,7 +119,7 @@ class _Stages:
         if fake is not None:
             args, target = tree_map(lambda value: _faked(fake, value), (args, target))
         found: list[tuple[StageBytes, WeightBytes, Products]] = []
-        alike: dict[Any, tuple[StageBytes, WeightBytes, Products, tuple[Any, ...]]] = {}
+        alike: dict[Any, _MeasuredStage] = {}
         with inside, torch.random.fork_rng([]):
             for index in range(self._timetable.num_stages):
                 stage = self._built(index)
@@ -125,8 +134,8 @@ class _Stages:
             raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
         return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
 
-    def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[tuple[Any, ...], Any]:
-        """The inputs and the target of the first microbatch."""
+    def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[list[tuple[Any, ...]], list[Any]]:
+        """The inputs and the target of the first microbatch: of each of its slices."""
         last = self._timetable.num_stages - 1
         with inside:
             ends = {0: self._built(0), last: self._built(last)}
@@ -134,9 +143,13 @@ class _Stages:
         cpu = torch.device("cpu")
         args, target = batch_for(ends, last + 1, self._data.train, 0, cpu, target_dtype=widened)
         self.batch_bytes = _nbytes(args), _nbytes(target)
-        num = self._timetable.num_microbatches
-        args = tuple(into_microbatches("the input", each, num)[0] for each in args)
-        return args, None if target is None else into_microbatches("target", target, num)[0]
+        num, num_slices = self._timetable.num_microbatches, self._timetable.num_slices
+
+        def first(name: str, value: Any) -> list[Any]:
+            return into_microbatches(name, value, num, self._slice_bounds)[:num_slices]
+
+        slices = [*zip(*[first("the input", each) for each in args], strict=True)]
+        return slices, [None] * num_slices if target is None else first("target", target)
 
     def _built(self, index: int) -> nn.Module:
         with naming("model"):
@@ -147,16 +160,16 @@ class _Stages:
             self._has_experts |= as_if_spread(stage, self._mesh)
         return stage
 
-    def _likeness(self, index: int, stage: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]]) -> Any:
         """Stages with equal keys do the same work on tensors of the same shapes."""
         last = self._timetable.num_stages - 1
         tensors = [(name, each.dtype, each.shape, each.requires_grad) for name, each in _named_tensors(stage)]
         modules = [(type(each), sorted(_plain_attributes(each))) for each in stage.modules()]
-        return str((index == 0, index == last, layout_of(args), tensors, modules))
+        return str((index == 0, index == last, [*map(layout_of, args)], tensors, modules))
 
     def _stage_bytes(
-        self, index: int, stage: nn.Module, args: tuple[Any, ...], target: Any
-    ) -> tuple[StageBytes, WeightBytes, Products, tuple[Any, ...]]:
+        self, index: int, stage: nn.Module, args: list[tuple[Any, ...]], target: list[Any]
+    ) -> _MeasuredStage:
         config, precision = self._config, self._precision
         is_last = index == self._timetable.num_stages - 1
         masters = None
@@ -168,10 +181,11 @@ class _Stages:
         loss_fn = precision.widened(self._model.loss) if is_last else None
         is_released = config.memory.gradient_release != "off"
         optimizer = build_optimizer(_named(stage, masters), config.optimizer, is_released)
-        run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn, "target": target}
+        run: dict[str, Any] = {"is_last": is_last, "loss_fn": loss_fn}
+        sliced: dict[str, Any] = {"target": target, "slice_bounds": self._slice_bounds}
         with LiveTensors() as live:
             memory = microbatch_memory(
-                index, stage, args, live, head_at_once=config.memory.head_at_once, **run
+                index, stage, args, live, head_at_once=config.memory.head_at_once, **run, **sliced
             )
             states, update = _optimizer_bytes(live, optimizer)
         parameters = bytes_of(stage.parameters())
@@ -182,15 +196,24 @@ class _Stages:
             optimizer=states + (0 if masters is None else bytes_of(masters.parameters())),
             keeps_gradients=masters is not None,
             update=update,
-            leaves=bytes_that_leave(index, stage, args, **run),
-            **asdict(memory.bytes),
+            **self._of_microbatch(memory),
         )
+        if not self._slice_bounds:  # activations in slices don't leave
+            leaves = bytes_that_leave(index, stage, args[0], target=target[0], **run)
+            found = replace(found, leaves=leaves)
         sizes = [Piece(each).nbytes for each in blocks if each]
         weights = WeightBytes(parameters, max(sizes, default=0), trained, changes_gradients(optimizer))
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))
-        return found, weights, products(index, stage, args, **run), memory.outputs
+        return found, weights, products(index, stage, args, **run, **sliced), memory.outputs
+
+    def _of_microbatch(self, memory: MicrobatchMemory) -> dict[str, Any]:
+        """The fields of StageBytes that belong to a microbatch, or to its slices."""
+        if not self._slice_bounds:
+            return asdict(memory.bytes[0])
+        shared = {"past": memory.past, "past_gradients": memory.past_gradients}
+        return {"slices": tuple(memory.bytes), **shared}
 
     def _in_shards(self, whole: StageBytes, stage: nn.Module, states: int, largest: int) -> StageBytes:
         """The stage under FSDP2: shards and gradients in the stored dtype, gathered weights as computed.

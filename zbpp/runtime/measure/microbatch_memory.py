@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from zbpp.autograd import WeightGrads
+from zbpp.autograd.models.past import Past
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import bytes_of, storages_of
 from zbpp.job.agreement import gather
@@ -27,48 +28,86 @@ from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
 from zbpp.schedule.costs import MicrobatchBytes
+from zbpp.stage_api import takes_slices
 
 _Found = TypeVar("_Found")
 
 
 class MicrobatchMemory(NamedTuple):
-    """A measured microbatch. outputs: copies of the outputs of F, as inputs of the next stage's F."""
+    """A measured microbatch: bytes and outputs of each of its slices; of the microbatch alone without slices.
 
-    bytes: MicrobatchBytes
-    outputs: tuple[Any, ...]
+    outputs: copies of the outputs of F, as inputs of the next stage's F. past, past_gradients: the bytes of
+    the keys and values that the slices share, and of the sums of their gradients.
+    """
+
+    bytes: list[MicrobatchBytes]
+    outputs: list[tuple[Any, ...]]
+    past: int = 0
+    past_gradients: int = 0
 
 
 def microbatch_memory(
     index: int,
     module: nn.Module,
-    inputs: tuple[Any, ...],
+    inputs: Sequence[tuple[Any, ...]],
     live: LiveTensors,
     *,
     is_last: bool = False,
     loss_fn: Loss | None = None,
-    target: Any = None,
+    target: Sequence[Any] = (None,),
     head_at_once: bool = False,
+    slice_bounds: Sequence[int] = (),
 ) -> MicrobatchMemory:
     """Run F, B and W of two microbatches, one after the other, and measure the second.
 
-    The first microbatch allocates the gradients, which stay. live: a LiveTensors that the caller has entered.
-    head_at_once: see zbpp.HeadAtOnce.
+    The first microbatch allocates the gradients, which stay. inputs, target: of each slice of a microbatch;
+    one entry without slices. live: a LiveTensors that the caller has entered. head_at_once: see
+    zbpp.HeadAtOnce.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    head_w = worker.accumulate if head_at_once else None
-    worker.begin(Feed([inputs] * 2 if index == 0 else (), [{}] * 2, [target] * 2, [0, 1], LossGradients()))
-    _MicrobatchRun(worker, live, inputs, 0, head_w).measured()
-    outputs: list[Any] = []
+    head_w, num = worker.accumulate if head_at_once else None, len(inputs)
+    pasts = [past_of(index, module, slice_bounds) for _ in range(2)]
+    keywords = [each for past in pasts for each in slice_keywords(past, num)]
+    args = [*inputs] * 2 if index == 0 else ()
+    worker.begin(Feed(args, keywords, [*target] * 2, range(2 * num), LossGradients()))
+    outputs: list[tuple[Any, ...]] = []
 
     def keep(found: tuple[Any, ...]) -> None:
-        for each in map(received, found):
-            outputs.append(each)
+        outputs.append(tuple(map(received, found)))
+        for each in outputs[-1]:
             if isinstance(each, Tensor):
                 live.forget(each)
 
-    found = _MicrobatchRun(worker, live, inputs, 1, head_w, keep).measured()
+    for microbatch, past in enumerate(pasts):
+        outputs.clear()
+        units = enumerate(inputs, microbatch * num)
+        runs = [_UnitRun(worker, live, each, unit, head_w, keep, past) for unit, each in units]
+        found = _measured(runs, past)
     worker.end()
-    return MicrobatchMemory(found, tuple(outputs))
+    return found._replace(outputs=outputs)
+
+
+def past_of(index: int, module: nn.Module, slice_bounds: Sequence[int]) -> Past | None:
+    """A Past for one microbatch; None without slices, and for a stage that takes no sequence_slice."""
+    return Past(slice_bounds) if slice_bounds and takes_slices(module, index) else None
+
+
+def slice_keywords(past: Past | None, num_slices: int) -> list[dict[str, Any]]:
+    """The keyword arguments of F of each slice."""
+    return [{} if past is None else {"sequence_slice": past.at(k)} for k in range(num_slices)]
+
+
+def _measured(runs: Sequence[_UnitRun], past: Past | None) -> MicrobatchMemory:
+    """Run F's of the slices of a microbatch, then B and W of each, from the last slice to the first."""
+    forwards = [run.forward() for run in runs]
+    held = 0 if past is None else past.held_bytes
+    gradients, found = 0, list[MicrobatchBytes]()
+    for run, f in zip(reversed(runs), reversed(forwards), strict=True):
+        b = run.backward_input()
+        if run is runs[-1] and past is not None and len(runs) > 1:
+            gradients = past.held_bytes - held
+        found.insert(0, run.weights_after(f, b))
+    return MicrobatchMemory(found, [], held, gradients)
 
 
 class StageMemory(NamedTuple):
@@ -99,7 +138,7 @@ def stage_memory(
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients()))
     with _restored(module, device), counter_of(device) as live:
-        run = _MicrobatchRun(worker, live, inputs, 0, (lambda dropped: None) if head_at_once else None)
+        run = _UnitRun(worker, live, inputs, 0, (lambda dropped: None) if head_at_once else None)
         saved, deferred = run.forward().held, run.backward_input().held
         worker.abandon()
     return StageMemory(saved, deferred)
@@ -122,11 +161,11 @@ class _Half(NamedTuple):
     keeps_g: bool = False
 
 
-class _MicrobatchRun:
-    """Runs F, B and W of one microbatch, and measures them.
+class _UnitRun:
+    """Runs F, B and W of one microbatch, or of one slice of it, and measures them.
 
     head_w: called behind B with the W of a language model's head, if this W doesn't wait. keep: called with
-    the outputs of F.
+    the outputs of F. past: what the slice shares with the others, which is not counted here.
     """
 
     def __init__(
@@ -134,19 +173,54 @@ class _MicrobatchRun:
         worker: StageWorker,
         live: Counter,
         inputs: tuple[Any, ...],
-        microbatch: int,
+        unit: int,
         head_w: Callable[[WeightGrads], None] | None = None,
         keep: Callable[[tuple[Any, ...]], None] = lambda outputs: None,
+        past: Past | None = None,
     ) -> None:
-        self._worker, self._live, self._inputs, self._microbatch = worker, live, inputs, microbatch
-        self._head_w, self._keep, self._before = head_w, keep, live.now
+        self._worker, self._live, self._inputs, self._unit = worker, live, inputs, unit
+        self._head_w, self._keep, self._past = head_w, keep, past
         self._layout: Layout = ()
+        self._held = 0  # bytes of this unit that are alive
 
-    def measured(self) -> MicrobatchBytes:
-        """Run F, B and W."""
-        f, b = self.forward(), self.backward_input()
+    def forward(self) -> _Half:
+        """Run F."""
+        before = self._own_level()
+        message: tuple[Any, ...] = tuple(map(received, self._inputs)) if self._worker.index else ()
+        self._keeps_x, x = _watch(message)
         start = self._live.mark()
-        self._worker.backward_weight(self._microbatch)
+        outputs = self._worker.forward(self._unit, message)
+        rise = self._live.highest - start
+        del message
+        self._layout = layout_of(outputs)
+        self._keep(outputs)
+        with_outputs = self._live.now
+        del outputs
+        sent = with_outputs - self._live.now
+        self._held += self._own_level() - before
+        return _Half(self._held, x, sent, start, rise, self._keeps_x())
+
+    def backward_input(self) -> _Half:
+        """Run B."""
+        before = self._own_level()
+        message = tuple(each and gradient_for(each, self._worker.device) for each in self._layout)
+        keeps_g, g = _watch(message)
+        start = self._live.mark()
+        given = self._worker.backward_input(self._unit, message)
+        if self._head_w is not None:
+            self._head_w(self._worker.deferred(self._unit).take_large())
+        rise = self._live.highest - start
+        del message
+        with_given = self._live.now
+        del given
+        sent = with_given - self._live.now
+        self._held += self._own_level() - before
+        return _Half(self._held, g, sent, start, rise, self._keeps_x(), keeps_g())
+
+    def weights_after(self, f: _Half, b: _Half) -> MicrobatchBytes:
+        """Run W; returns all that was measured of the unit."""
+        start = self._live.mark()
+        self._worker.backward_weight(self._unit)
         rise = self._live.highest - start
         return MicrobatchBytes(
             saved=f.held - f.message * f.keeps_x,
@@ -160,35 +234,8 @@ class _MicrobatchRun:
             rises=(f.rise, b.rise, rise, max(b.rise, start + b.sent - b.start + rise)),
         )
 
-    def forward(self) -> _Half:
-        """Run F."""
-        message: tuple[Any, ...] = tuple(map(received, self._inputs)) if self._worker.index else ()
-        self._keeps_x, x = _watch(message)
-        start = self._live.mark()
-        outputs = self._worker.forward(self._microbatch, message)
-        rise = self._live.highest - start
-        del message
-        self._layout = layout_of(outputs)
-        self._keep(outputs)
-        with_outputs = self._live.now
-        del outputs
-        now = self._live.now
-        return _Half(now - self._before, x, with_outputs - now, start, rise, self._keeps_x())
-
-    def backward_input(self) -> _Half:
-        """Run B."""
-        message = tuple(each and gradient_for(each, self._worker.device) for each in self._layout)
-        keeps_g, g = _watch(message)
-        start = self._live.mark()
-        given = self._worker.backward_input(self._microbatch, message)
-        if self._head_w is not None:
-            self._head_w(self._worker.deferred(self._microbatch).take_large())
-        rise = self._live.highest - start
-        del message
-        with_given = self._live.now
-        del given
-        now = self._live.now
-        return _Half(now - self._before, g, with_given - now, start, rise, self._keeps_x(), keeps_g())
+    def _own_level(self) -> int:
+        return self._live.now - (0 if self._past is None else self._past.held_bytes)
 
 
 def _watch(tensors: Sequence[Any]) -> tuple[Callable[[], bool], int]:

@@ -8,7 +8,7 @@ twice F, is B's. Causal attention counts as if it looked at all positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from zbpp.runtime.call import Feed, LossGradients
-from zbpp.runtime.measure.microbatch_memory import received
+from zbpp.runtime.measure.microbatch_memory import past_of, received, slice_keywords
 from zbpp.runtime.stage import Loss, StageWorker
 
 _WITHOUT_WEIGHTS = ("bmm", "baddbmm", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -40,18 +40,24 @@ class Products(NamedTuple):
 def products(
     index: int,
     module: nn.Module,
-    inputs: tuple[Any, ...],
+    inputs: Sequence[tuple[Any, ...]],
     *,
     is_last: bool = False,
     loss_fn: Loss | None = None,
-    target: Any = None,
+    target: Sequence[Any] = (None,),
+    slice_bounds: Sequence[int] = (),
 ) -> Products:
-    """Run F of one microbatch and count. On real tensors, or in FakeTensorMode. inputs: of F."""
-    worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients()))
-    message = tuple(map(received, inputs)) if index else ()
+    """Run F of one microbatch and count. On real tensors, or in FakeTensorMode.
+
+    inputs, target: of F of each slice; one entry without slices.
+    """
+    worker, num = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn), len(inputs)
+    keywords = slice_keywords(past_of(index, module, slice_bounds), num)
+    worker.begin(Feed([*inputs] if index == 0 else (), keywords, [*target], range(num), LossGradients()))
+    messages = [tuple(map(received, each)) if index else () for each in inputs]
     with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
-        worker.forward(0, message)
+        for unit, message in enumerate(messages):
+            worker.forward(unit, message)
     worker.abandon()
     return _of_forward(counter.get_flop_counts().get("Global", {}), _trained_share(module))
 
