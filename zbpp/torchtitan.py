@@ -4,8 +4,8 @@
         --training.disable_cuda_graphs --parallelism.pipeline_parallel_degree 4 \\
         --parallelism.pipeline_parallel_schedule ZBVZeroBubble
 
-Every config of torchtitan's Llama 3 is here under its own name. For another model, or for a plan of zbpp's in
-place of torch's order, write a config of your own:
+Every config of torchtitan's models is here under its own name. For a plan of zbpp's in place of torch's
+order, write a config of your own:
 
     from torchtitan.models.qwen3.config_registry import qwen3_14b
     from zbpp.torchtitan import on_zbpp
@@ -20,11 +20,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import pkgutil
+from collections.abc import Iterator
 from typing import Any
 
 from zbpp import torch_pipelining
 
-_REGISTRY = "torchtitan.models.llama3.config_registry"
+_MODELS = "torchtitan.models"
 
 
 def on_zbpp(config: Any, plan: str | None = None, **options: Any) -> Any:
@@ -51,5 +53,17 @@ def __getattr__(name: str) -> Any:
     """torchtitan's function of that name, whose config runs on zbpp."""
     if name.startswith("__"):
         raise AttributeError(name)
-    theirs = getattr(importlib.import_module(_REGISTRY), name)
-    return lambda: on_zbpp(theirs())
+    for registry in _registries():
+        if hasattr(registry, name):
+            theirs = getattr(registry, name)
+            return lambda: on_zbpp(theirs())
+    raise AttributeError(f"no model of torchtitan's has a config {name}")
+
+
+def _registries() -> Iterator[Any]:
+    """The modules of torchtitan's models that have its configs."""
+    for each in pkgutil.iter_modules(importlib.import_module(_MODELS).__path__):
+        try:
+            yield importlib.import_module(f"{_MODELS}.{each.name}.config_registry")
+        except ImportError:  # it has none, or its model needs a package that is not here
+            continue

@@ -23,7 +23,8 @@ class Block(nn.Module):
         self.inner = nn.Sequential(*(each for pair in pairs for each in pair))
         self.is_checkpointed = is_checkpointed
 
-    def forward(self, x):
+    def forward(self, x, mark=""):
+        self.mark = mark
         if self.is_checkpointed:
             return checkpoint(self.inner, x, use_reentrant=False)
         return self.inner(x)
@@ -50,7 +51,8 @@ def _diagnosed(rank, name, source, is_checkpointed):
     loss_fn = nn.functional.mse_loss
     schedule = kind(stages[0] if len(mine) == 1 else stages, MICROBATCHES, loss_fn=loss_fn)
     x, y = torch.randn(2, ROWS, WIDTH)
-    found = torch_pipelining.doctor(schedule, (x, y))
+    found = torch_pipelining.doctor(schedule, (x, y), mark="a keyword")
+    assert {block.mark for block in blocks} == {"a keyword"}
     assert all(parameter.grad is None for block in blocks for parameter in block.parameters())
     schedule.step(*([x] if rank == 0 else []), target=y if rank == 1 else None)  # it still works
     assert type(schedule) is kind

@@ -538,3 +538,24 @@ def test_a_config_of_torchtitan_gets_a_plan_of_zbpp():
         assert_alike(losses, expected if rank else [])
     with pytest.raises(ValueError, match="torchtitan has no pipeline for flux"):
         torchtitan.on_zbpp(Config(Spec("flux", None)))
+
+
+def test_a_config_of_any_of_torchtitans_models_is_found(tmp_path, monkeypatch):
+    """One model's registry needs a package that is not here; a folder has none."""
+    made = "def qwen3_debug(): return Config(Spec('qwen3', len))"
+    registries = {
+        "common": None,
+        "flux": "import a_package_that_is_not_here",
+        "llama3": "def llama3_debug(): raise AssertionError",
+        "qwen3": f"from {__name__} import Config, Spec\n{made}",
+    }
+    for name, text in registries.items():
+        folder = tmp_path / "torchtitan" / "models" / name
+        folder.mkdir(parents=True)
+        if text is not None:
+            (folder / "config_registry.py").write_text(text)
+            (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert torchtitan.qwen3_debug().model_spec.name == "qwen3"
+    with pytest.raises(AttributeError, match="no model of torchtitan's has a config qwen4"):
+        torchtitan.qwen4  # noqa: B018  # its lookup raises

@@ -7,8 +7,9 @@ counted, which slows it down. Gradients, buffers and random states are afterward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -19,8 +20,8 @@ from zbpp.autograd.leaf_grad import set_aside
 from zbpp.job.agreement import gather
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Run
-from zbpp.runtime.measure import Recorder, StepRecord, measured_costs, measured_timeline
-from zbpp.runtime.measure.live_tensors import Counter, counter_of
+from zbpp.runtime.measure import StepRecord, measured_costs, measured_timeline
+from zbpp.runtime.measure.live_tensors import counter_of
 from zbpp.runtime.restored import Buffers, restored_generators
 from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
 from zbpp.schedule.program import Instruction
@@ -31,6 +32,10 @@ from zbpp.torch_pipelining.order import timetable_of
 _MIB = 2**20
 Changes = dict[tuple[int, Op], list[int]]
 """By stage and op: the bytes that each action has left alive, less what it freed."""
+Around = Callable[[Action, Callable[[], Any]], Any]
+"""Runs an action by its function, and returns what the function returns."""
+Observed = Callable[[Around], AbstractContextManager[Any]]
+"""Inside of `observed(around)`, `around` runs each action of this rank."""
 
 
 @dataclass
@@ -38,10 +43,9 @@ class Measured:
     """One runtime's steps, of all ranks.
 
     held: per stage, the bytes that a microbatch holds after its F, B and W (after BW, which is both), with
-    messages that are not sent yet. peak:
-    per rank, the most bytes alive beyond those before the step. runs: per stage, how often the forward of
-    each block runs for a microbatch. timeline: of the timed step. planned:
-    the schedule's order, simulated at the costs of the timed step.
+    messages that are not sent yet. peak: per rank, the most bytes alive beyond those before the step. runs:
+    per stage, how often the forward of each block runs for a microbatch. timeline: of the timed step.
+    planned: the schedule's order, simulated at the costs of the timed step, without messages.
     """
 
     held: Mapping[int, tuple[float, float, float]]
@@ -104,11 +108,12 @@ def _runs_text(runs: Mapping[int, Mapping[str, float]]) -> str:
     return ", ".join(often) + (", the others once" if often else "") or "each once"
 
 
-def doctor(schedule: Any, batch: Sequence[Any]) -> Diagnosis:
+def doctor(schedule: Any, batch: Sequence[Any], **keywords: Any) -> Diagnosis:
     """Measure a schedule of torch's on torch's runtime and on zbpp. Collective over the pipeline.
 
     schedule: an object of one of torch's Schedule classes, which has a loss_fn. batch: (*inputs, target), as
-    `schedule.step` splits them; the same on all ranks. Returns the same on all ranks.
+    `schedule.step` splits them; the same on all ranks. keywords: those of `schedule.step`. Returns the same
+    on all ranks.
     """
     stages = stages_of(schedule)
     modules = [each.submod for each in stages]
@@ -119,30 +124,35 @@ def doctor(schedule: Any, batch: Sequence[Any]) -> Diagnosis:
     try:
         with restored_generators(device), set_aside(parameters):
             on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
-            recorder = _OfTorch(stages, device)
-            found = _measured(recorder, lambda: _step(on_torch, stages, batch), stages, timetable)
+            step = partial(_step, on_torch, stages, batch, keywords)
+            found = _measured(partial(_stages_run_by, stages), step, stages, timetable, device)
             for parameter in parameters:
                 parameter.grad = None
-            on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, device)
+            on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, keywords, device)
     finally:
         buffers.restore()
     return Diagnosis(type(schedule).__name__, found, on_zbpp, reason)
 
 
 def _measured_on_zbpp(
-    schedule: Any, stages: Sequence[Any], batch: Sequence[Any], device: torch.device
+    schedule: Any,
+    stages: Sequence[Any],
+    batch: Sequence[Any],
+    keywords: Mapping[str, Any],
+    device: torch.device,
 ) -> tuple[Measured | None, str]:
     from zbpp.torch_pipelining import on_zbpp
 
     ours = on_zbpp(_on_torch(schedule))
-    _step(ours, stages, batch)
+    step = partial(_step, ours, stages, batch, keywords)
+    step()
     engine = engine_of(ours)
     if engine.reason:
         return None, engine.reason
+    pipeline = engine.pipeline
     try:
-        recorder = _OfZbpp(engine.pipeline, device)
-        timetable = engine.pipeline.timetable
-        return _measured(recorder, lambda: _step(ours, stages, batch), stages, timetable), ""
+        observed = lambda around: pipeline.using(_RunBy(around))  # noqa: E731
+        return _measured(observed, step, stages, pipeline.timetable, device), ""
     finally:
         engine.drop()
 
@@ -160,7 +170,7 @@ def _on_torch(schedule: Any) -> Any:
     return found
 
 
-def _step(schedule: Any, stages: Sequence[Any], batch: Sequence[Any]) -> None:
+def _step(schedule: Any, stages: Sequence[Any], batch: Sequence[Any], keywords: Mapping[str, Any]) -> None:
     *inputs, target = batch
     is_last = any(each.is_last for each in stages)
     schedule.step(
@@ -168,142 +178,66 @@ def _step(schedule: Any, stages: Sequence[Any], batch: Sequence[Any]) -> None:
         target=target if is_last else None,
         losses=[] if is_last else None,
         return_outputs=False,
+        **keywords,
     )
 
 
-# ---- Recording
+# ---- Measuring
 
 
-class _OfTorch:
-    """Records torch's stages: which actions ran, when, and what they have left alive."""
-
-    def __init__(self, stages: Sequence[Any], device: torch.device) -> None:
-        self._stages, self.device = stages, device
-        self._record, self._row = StepRecord(device), list[Action]()
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """Inside, a step is timed."""
-        mark = self._record.begin(self._row)
-
-        def around(action: Action, run: Callable[[], Any]) -> Any:
-            self._row.append(action)
-            mark()
-            result = run()
-            mark()
-            return result
-
-        with self._wrapped(around):
-            yield
-
-    def timeline(self, group: Any) -> Timeline:
-        """Of the timed step. Collective."""
-        return measured_timeline(self._record, Timetable(gather(self._row, group)), group)
-
-    @contextmanager
-    def counting(self, counter: Counter) -> Iterator[Changes]:
-        """Inside, the live bytes around each action are counted."""
-        changes: Changes = {}
-
-        def around(action: Action, run: Callable[[], Any]) -> Any:
-            before = counter.now
-            result = run()
-            changes.setdefault((action.stage, action.op), []).append(counter.now - before)
-            return result
-
-        with self._wrapped(around):
-            yield changes
-
-    @contextmanager
-    def _wrapped(self, around: Callable[[Action, Callable[[], Any]], Any]) -> Iterator[None]:
-        """Inside, `around` runs each action of the stages."""
-        names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-        for stage in self._stages:
+@contextmanager
+def _stages_run_by(stages: Sequence[Any], around: Around) -> Iterator[None]:
+    """Inside, `around` runs each action of torch's stages."""
+    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
+    for stage in stages:
+        for name in names:
+            setattr(stage, name, _run_by(around, stage, name))
+    try:
+        yield
+    finally:
+        for stage in stages:
             for name in names:
-                setattr(stage, name, _observed(stage, name, around))
-        try:
-            yield
-        finally:
-            for stage in self._stages:
-                for name in names:
-                    delattr(stage, name)
+                delattr(stage, name)
 
 
-def _observed(stage: Any, name: str, around: Callable[[Action, Callable[[], Any]], Any]) -> Any:
+def _run_by(around: Around, stage: Any, name: str) -> Any:
     method = getattr(stage, name)
 
-    def observed(microbatch: int, *args: Any, **kwargs: Any) -> Any:
+    def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
         is_whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
         ops = {"forward_one_chunk": Op.F, "backward_one_chunk": Op.BW if is_whole else Op.B}
         action = Action(stage.stage_index, ops.get(name, Op.W), microbatch)
         return around(action, lambda: method(microbatch, *args, **kwargs))
 
-    return observed
+    return run
 
 
-class _OfZbpp:
-    """Records a Pipeline in the same way."""
-
-    def __init__(self, pipeline: Any, device: torch.device) -> None:
-        self._pipeline, self.device = pipeline, device
-        self._recorder = Recorder()
-
-    @contextmanager
-    def timing(self) -> Iterator[None]:
-        """See _OfTorch."""
-        with self._pipeline.using(self._recorder):
-            yield
-
-    def timeline(self, group: Any) -> Timeline:
-        """See _OfTorch."""
-        return self._recorder.timeline()
-
-    @contextmanager
-    def counting(self, counter: Counter) -> Iterator[Changes]:
-        """See _OfTorch."""
-        with self._pipeline.using(_Counting(counter)) as observer:
-            yield observer.changes
-
-
-class _Counting(Observer):
-    """Counts the live bytes around each action."""
+class _RunBy(Observer):
+    """Lets `around` run each action of a Pipeline."""
 
     name = "doctor"
 
-    def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self.changes: Changes = {}
+    def __init__(self, around: Around) -> None:
+        self._around = around
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        if not isinstance(at, Action):
-            return run
-
-        def counted(message: Any) -> Any:
-            before = self._counter.now
-            result = run(message)
-            self.changes.setdefault((at.stage, at.op), []).append(self._counter.now - before)
-            return result
-
-        return counted
+        return (lambda message: self._around(at, lambda: run(message))) if isinstance(at, Action) else run
 
 
 def _measured(
-    recorder: _OfTorch | _OfZbpp, step: Callable[[], None], stages: Sequence[Any], timetable: Timetable
+    observed: Observed,
+    step: Callable[[], None],
+    stages: Sequence[Any],
+    timetable: Timetable,
+    device: torch.device,
 ) -> Measured:
     group = stages[0].group
     step()  # sets up; afterwards gradients have their memory
-    with recorder.timing():
-        step()
-    timeline = recorder.timeline(group)
+    timeline = _timed(observed, step, device, group)
     with ExitStack() as stack:
         runs = [stack.enter_context(_counted_runs(each.submod)) for each in stages]
-        counter = counter_of(recorder.device)
-        stack.enter_context(counter)
-        changes = stack.enter_context(recorder.counting(counter))
-        before = counter.mark()
-        step()
-        peak = counter.highest - before
+        changes, peak = _counted(observed, step, device)
     number = timetable.num_microbatches
     own = [
         (each.stage_index, _held(changes, each.stage_index), {name: n / number for name, n in of.items()})
@@ -318,6 +252,40 @@ def _measured(
         timeline,
         simulate(timetable, measured_costs(timeline)),
     )
+
+
+def _timed(observed: Observed, step: Callable[[], None], device: torch.device, group: Any) -> Timeline:
+    """When each action of a step ran. Collective."""
+    record, row = StepRecord(device), list[Action]()
+    mark = record.begin(row)
+
+    def around(action: Action, run: Callable[[], Any]) -> Any:
+        row.append(action)
+        mark()
+        result = run()
+        mark()
+        return result
+
+    with observed(around):
+        step()
+    return measured_timeline(record, Timetable(gather(row, group)), group)
+
+
+def _counted(observed: Observed, step: Callable[[], None], device: torch.device) -> tuple[Changes, int]:
+    """What the actions of a step have left alive, and the most bytes that were alive beyond those before."""
+    changes: Changes = {}
+    with counter_of(device) as counter:
+
+        def around(action: Action, run: Callable[[], Any]) -> Any:
+            before = counter.now
+            result = run()
+            changes.setdefault((action.stage, action.op), []).append(counter.now - before)
+            return result
+
+        with observed(around):
+            before = counter.mark()
+            step()
+            return changes, counter.highest - before
 
 
 def _held(changes: Changes, stage: int) -> tuple[float, float, float]:
