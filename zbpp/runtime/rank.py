@@ -236,7 +236,7 @@ class Rank:
         return result
 
     def _limit_waits(self, executor: Executor) -> None:
-        """Let ranks wait longer for a step that may compile: the stages of all ranks compile in turn."""
+        """Let ranks wait longer for a step that may compile: the stages of all ranks may compile in turn."""
         seconds = max(self.timeout, COMPILE_TIMEOUT) if self._compiles and executor.may_wait else self.timeout
         if seconds == self.wait_limit:
             return

@@ -1,4 +1,4 @@
-"""The extras of every pipeline: checks, features that belong to its stages, and features of its mesh."""
+"""The extras of every pipeline: checks, compilation, and the features of its stages and of its mesh."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
 from zbpp.runtime.checks.same_calls import SameCalls
 from zbpp.runtime.extra import Extra, extras_of
+from zbpp.runtime.graphs.compile_ahead import CompileAhead
 from zbpp.runtime.memory.sequence_slices import SequenceSlices
 from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.experts import ExpertParallel
@@ -29,6 +30,8 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
     yield extras_of(worker.module for worker in rank.workers.values())
     if rank.slice_bounds:
         yield [SequenceSlices()]
+    else:  # F of a slice is given the slice, too, which is not known ahead
+        yield [CompileAhead()]
     if EXPERT in rank.place.expert_groups:
         yield [ExpertParallel()]
     yield [Reductions(reshard=reshard, mp_policy=mp_policy)]

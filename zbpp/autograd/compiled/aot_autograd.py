@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy
 
-from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards, read
+from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards, outputs_of, read
 from zbpp.autograd.compiled.fx_graphs import extract, is_random, placeholders
 from zbpp.autograd.compiled.inductor import decompositions, first_line, settings, simplified
 from zbpp.autograd.models.auxiliary import auxiliary_loss
@@ -51,15 +51,27 @@ def capture(
     between F and B that may be used, from 1 (B repeats only cheap operations) to 0 (F keeps only inputs).
     Raises CaptureError.
     """
-    with settings(), _kept_for_backward(budget), ExitStack() as stack:
-        try:
-            reading = read(module, forward, args, kwargs)
-            return _trace(stack, module, reading.graph, args, kwargs), reading.guards
-        except CaptureError:
-            raise
-        except Exception as error:  # Dynamo, the module's own code and the tracers may raise anything
-            reason = _auxiliary_loss(error) or first_line(error)
-            raise CaptureError(reason) from error
+    with settings(), _kept_for_backward(budget), ExitStack() as stack, _reasons():
+        reading = read(module, forward, args, kwargs)
+        return _trace(stack, module, reading.graph, args, kwargs), reading.guards
+
+
+def fake_outputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The outputs of module(*args, **kwargs), flat, as fake tensors. Raises CaptureError."""
+    with settings(), _reasons():
+        return outputs_of(read(module, ForwardFunction(module), args, kwargs).graph)
+
+
+@contextmanager
+def _reasons() -> Iterator[None]:
+    """Turn every error into a CaptureError: Dynamo, the module's code and the tracers may raise anything."""
+    try:
+        yield
+    except CaptureError:
+        raise
+    except Exception as error:
+        reason = _auxiliary_loss(error) or first_line(error)
+        raise CaptureError(reason) from error
 
 
 @contextmanager

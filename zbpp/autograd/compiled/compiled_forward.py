@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
-from zbpp.autograd.compiled.aot_autograd import capture
+from zbpp.autograd.compiled.aot_autograd import capture, fake_outputs
 from zbpp.autograd.compiled.build_split import build_split
 from zbpp.autograd.compiled.compiled_split import CompiledSplit, run
 from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards, has_compiled
@@ -197,6 +197,19 @@ class CompiledForward:
             return self.eager(*args, **kwargs)
         outputs = run(bound.split, bound.tensors_of(self.module), leaves)
         return tree_unflatten(outputs, bound.split.f.structure)
+
+    def outputs(self, *args: Any, **kwargs: Any) -> list[Any]:
+        """The outputs of a call, flat, as fake tensors: Dynamo reads the code, and nothing runs.
+
+        Takes seconds, and a small part of the time of compiling. Raises CaptureError.
+        """
+        with self._own_forward():
+            return fake_outputs(self.module, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what a call with such arguments needs, without running it: no number in them is read."""
+        leaves, spec = tree_flatten((args, kwargs))
+        self._bound((spec, *map(signature, leaves)), args, kwargs)
 
     @contextmanager
     def paused(self) -> Iterator[None]:

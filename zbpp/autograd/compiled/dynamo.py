@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.models.python_generators import restored_python_generators
 
@@ -106,6 +107,12 @@ def read(
     _refuse_changes(forward, warned)
     _refuse_foreign_random(graph)
     return Reading(graph, guards)
+
+
+def outputs_of(graph: GraphModule) -> list[Any]:
+    """The outputs of a graph that Dynamo read: fake tensors, and other values as they are."""
+    (results,) = graph.graph.output_node().args
+    return [each.meta["example_value"] if isinstance(each, Node) else each for each in tree_leaves(results)]
 
 
 @contextmanager
