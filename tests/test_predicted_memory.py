@@ -11,12 +11,14 @@ from helpers.memory_record import last_step_of
 from helpers.processes import run_ranks
 from zbpp.autograd.storages import bytes_of
 from zbpp.prediction.predictor import Predictor
+from zbpp.prediction.programs import step_programs
 from zbpp.run import app
 from zbpp.run.plan import build_timetable, costs_of
 from zbpp.run.stages import build_mesh, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.parallel import experts
+from zbpp.schedule import lower
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]
 GPT = ["schedule=zb_h1", "model=gpt_tiny", *TINY]
@@ -109,7 +111,7 @@ def predicted(name, reports, plan):
     is_later = config.optimizer.validation == "after"
     assert [each.is_validated_later for each in reports] == [is_later] * RANKS
     stages, _ = Predictor().measure(config, timetable)
-    return stages.predicted(timetable, plan, is_validated_later=is_later)
+    return stages.predicted(step_programs(config, timetable, plan))
 
 
 def levels_of(report):
@@ -151,7 +153,7 @@ def test_activations_really_leave(measured):
     assert all(plans[0])
     config = composed(*CASES["offload"], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
-    without = Predictor().measure(config, timetable)[0].predicted(timetable)
+    without = Predictor().measure(config, timetable)[0].predicted(lower(timetable))
     assert all(found.highest < 0.9 * rank.peak for found, rank in zip(reports, without, strict=True))
 
 
@@ -216,7 +218,7 @@ def test_bytes_of_spread_experts_are_those_of_a_process(in_mesh, name):
     config = composed(*IN_MESH[name], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     measured = Predictor().measure(config, timetable)[0]
-    ranks = measured.predicted(timetable)
+    ranks = measured.predicted(lower(timetable))
     for rank, report, (weights, gradients, optimizer), part in (found[name] for found in in_mesh):
         stage = measured.stages[rank]
         assert stage.weights == pytest.approx(weights, rel=0.01)

@@ -75,9 +75,7 @@ def test_the_signature_of_costs_and_their_defaults():
 
 
 def test_the_signature_of_simulate_and_lower():
-    assert parameters(simulate) == [
-        ("timetable", POSITIONAL), ("costs", POSITIONAL), ("offload", POSITIONAL), ("num_steps", KEYWORD),
-    ]  # fmt: skip
+    assert parameters(simulate) == [("timetable", POSITIONAL), ("costs", POSITIONAL)]
     assert [name for name, _ in parameters(lower)] == ["timetable"]
 
 

@@ -9,6 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from helpers.configs import FOLDER, composed
 from zbpp import config as configs
+from zbpp import lower
 from zbpp.commands import command_line
 from zbpp.config import ConfigError
 from zbpp.prediction.predictor import Predictor
@@ -30,7 +31,7 @@ def test_of_all_sets_of_stages_the_chosen_one_fits_and_recomputes_least():
     ]
     peaks = {}
     for chosen in (frozenset(each) for size in range(5) for each in combinations(range(4), size)):
-        ranks = measured[0].mixed(measured[1], chosen).predicted(timetable)
+        ranks = measured[0].mixed(measured[1], chosen).predicted(lower(timetable))
         peaks[chosen] = max(rank.peak for rank in ranks)
     assert peaks[frozenset()] == max(rank.peak for rank in plain.ranks)
     assert peaks[frozenset(range(4))] == max(rank.peak for rank in whole.ranks)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from helpers.processes import open_things, run_ranks
+from helpers.timetables import with_offload
 from zbpp import Costs, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench
 from zbpp.benchmark.length_costs import fit_lengths, fitted
@@ -74,7 +75,7 @@ def test_times_and_bytes_are_those_that_the_stages_emulate():
     # A plan with these costs counts on offload, at the measured time of a copy.
     assert min(costs.host) > 0
     without = simulate(plan("zb_v", P, M), costs)
-    left = simulate(without.timetable, costs, choose_offload(without, costs, late=True))
+    left = with_offload(without.timetable, costs, choose_offload(without, costs, late=True))
     assert left.peak_memory[0] < without.peak_memory[0]
     assert len(left.copies) >= 2
     assert share == pytest.approx(0.5, abs=0.2)

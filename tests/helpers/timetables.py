@@ -6,10 +6,11 @@ Nothing here asks zbpp.schedule.dataflow: this is the reference that it is held 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from zbpp.schedule import Action, Op, Timetable, Unit, Value
-from zbpp.schedule.offload import Placed
+from zbpp.schedule import Action, Costs, Op, Timeline, Timetable, Unit, Value, lower
+from zbpp.schedule.interpret.timing import program_timeline
+from zbpp.schedule.passes.copies import Placed, RankOffload, with_copies
 from zbpp.schedule.program import Await, Drop, Fetch, Offload
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
@@ -109,3 +110,8 @@ def away(value: Value, *, made: int, dropped: int, fetched: int, used: int) -> t
         Placed(fetched, True, Fetch(value)),
         Placed(used, False, Await(value)),
     )
+
+
+def with_offload(timetable: Timetable, costs: Costs, offload: Sequence[RankOffload]) -> Timeline:
+    """The simulated step with these round trips."""
+    return program_timeline([*map(with_copies, lower(timetable), offload)], costs)

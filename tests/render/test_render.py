@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from helpers.timetables import with_offload
 from zbpp.planning import compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule import Costs, PlanError, Timetable, choose_offload, simulate
@@ -172,7 +173,7 @@ def test_a_picture_shows_copies_below_their_rank(tmp_path):
     offload = choose_offload(simulate(timetable, costs), costs)
     num_trips = len(offload[0]) // 4  # a round trip is four instructions
     assert num_trips >= 2
-    words = " ".join(words_of({"a": simulate(timetable, costs, offload)}, tmp_path / "with.svg"))
+    words = " ".join(words_of({"a": with_offload(timetable, costs, offload)}, tmp_path / "with.svg"))
     assert "copy out of device memory" in words
     assert "copy back" in words
     drawn = (tmp_path / "with.svg").read_text()

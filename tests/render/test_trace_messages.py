@@ -1,6 +1,6 @@
 """A trace shows the messages between ranks, in lanes of the sender and of the receiver."""
 
-from helpers.timetables import away
+from helpers.timetables import away, with_offload
 from zbpp.render import chrome_trace
 from zbpp.schedule import Costs, Timetable, Value, simulate
 
@@ -54,6 +54,6 @@ def test_a_trace_shows_copies_in_a_lane_of_the_rank_that_offloads():
     """One value leaves when its F ends (1 ms). 0F1 waits for the copy, ends at 2.5 ms: it comes back."""
     timetable = Timetable.parse("0F0 0F1 0F2 0B0 0W0 0B1 0W1 0B2 0W2")
     offload = [away(Value("saved", 0, 0), made=0, dropped=1, fetched=2, used=3)]
-    found = lanes(chrome_trace({"a": simulate(timetable, Costs(host=0.5), offload)}))
+    found = lanes(chrome_trace({"a": with_offload(timetable, Costs(host=0.5), offload)}))
     assert found == {(0, "offload"): [("Offload saved(0,0)", 1.0, 0.5), ("Fetch saved(0,0)", 2.5, 0.5)]}
     assert lanes(chrome_trace({"a": simulate(timetable, Costs(host=0.5))})) == {}

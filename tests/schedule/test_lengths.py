@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from helpers.timetables import makes, needs, random_timetable
+from helpers.timetables import makes, needs, random_timetable, with_offload
 from zbpp.planning import plan
 from zbpp.schedule import Costs, Op, PlanError, choose_offload, simulate
 from zbpp.schedule.timeline import transfers_of
@@ -101,7 +101,7 @@ def test_equal_lengths_cost_what_one_length_costs(name, length):
     )  # fmt: skip
     offload = choose_offload(simulate(timetable, plain), plain, 2.0)
     assert choose_offload(simulate(timetable, costs), costs, 2.0) == offload
-    one, other = simulate(timetable, costs, offload), simulate(timetable, plain, offload)
+    one, other = with_offload(timetable, costs, offload), with_offload(timetable, plain, offload)
     for left, right in zip(one.ends, other.ends, strict=True):
         np.testing.assert_allclose(left, right)
     assert one.makespan == pytest.approx(other.makespan)

@@ -6,6 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
+from helpers.timetables import with_offload
 from zbpp import Costs, lower, plan, simulate
 from zbpp.schedule import Action, Op, choose_offload
 from zbpp.schedule.passes.copies import with_copies
@@ -41,7 +42,7 @@ def test_what_is_chosen_makes_no_action_late_and_holds_no_more(name, host):
     costs = drawn_costs(name + str(host), timetable.num_stages, host)
     without = simulate(timetable, costs)
     offload = choose_offload(without, costs)
-    timeline = simulate(timetable, costs, offload)
+    timeline = with_offload(timetable, costs, offload)
     for before, after in zip(without.starts, timeline.starts, strict=True):
         np.testing.assert_allclose(after, before)
     assert all(
@@ -55,7 +56,7 @@ def test_what_is_chosen_makes_no_action_late_and_holds_no_more(name, host):
 def test_a_rank_makes_one_copy_at_a_time_and_each_instruction_waits_for_its_own(name, late):
     timetable = plan(name, 4, 8)
     costs = drawn_costs(name, timetable.num_stages, (1, 3))
-    timeline = simulate(timetable, costs, choose_offload(simulate(timetable, costs), costs, late=late))
+    timeline = with_offload(timetable, costs, choose_offload(simulate(timetable, costs), costs, late=late))
     for rank in range(4):
         copies = [each for each in timeline.copies if each.rank == rank]
         assert all(first.end <= second.start for first, second in pairwise(copies))
@@ -111,7 +112,7 @@ def test_late_copies_hold_the_peak_and_take_the_time():
     timetable, costs = plan("1f1b", 4, 8), Costs(f=2, b=2, w=2, host=10)
     without = simulate(timetable, costs)
     free, late = (
-        simulate(timetable, costs, choose_offload(without, costs, late=late)) for late in (False, True)
+        with_offload(timetable, costs, choose_offload(without, costs, late=late)) for late in (False, True)
     )
     assert free.makespan == without.makespan < late.makespan
     assert late.peak_memory[1] <= without.peak_memory[1]

@@ -7,7 +7,7 @@ import pytest
 from helpers.timetables import random_timetable
 from zbpp.planning import plan
 from zbpp.schedule import Costs, Op, PlanError, Timetable, simulate
-from zbpp.schedule.reductions import Reduction
+from zbpp.schedule.timeline import Reduction
 
 
 def test_a_rank_reduces_one_stage_after_the_other_beside_its_computation():

@@ -6,7 +6,7 @@ import pytest
 
 from helpers.timetables import random_timetable
 from zbpp.planning import plan
-from zbpp.schedule import Costs, Op, PlanError, Timetable, gate_positions, lower, simulate
+from zbpp.schedule import Costs, Op, PlanError, Timetable, lower, simulate
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 
@@ -176,36 +176,3 @@ def test_plans_at_scale_have_the_instructions_that_they_should():
         timetable = plan(name, 32, 512)
         assert simulate(timetable).bubble_rate < 0.03
         assert sum(len(program.instructions) for program in lower(timetable)) == num_instructions
-
-
-# ---- Consecutive steps
-
-
-@pytest.mark.parametrize("name", ["zb_h2", "zb_v"])
-def test_consecutive_steps_of_zero_bubble_schedules_take_what_their_work_takes(name):
-    """The makespan of one step holds the (p-1) F's of the fill; between two steps there is none."""
-    timetable = plan(name, 4, 8)
-    work = 8 * timetable.num_stages / 4 * 3
-    assert simulate(timetable).makespan > 1.05 * work
-    assert simulate(timetable, num_steps=20).makespan / 20 < 1.01 * work
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_consecutive_steps_never_pass_a_gate_before_all_ranks_have_ended_the_step_before(seed):
-    """simulate knows no gates: the first B needs an F of every rank, and ranks run step by step."""
-    rng = random.Random(seed)
-    timetable = random_timetable(rng)
-    draw = [[rng.uniform(0, 3) for _ in range(timetable.num_stages)] for _ in range(5)]
-    timeline = simulate(timetable, Costs(*draw[:3], comm=draw[3], reduce=draw[4]), num_steps=3)
-    for step in (1, 2):
-        ends = [ends[step * len(row) - 1] for row, ends in zip(timetable.rows, timeline.ends, strict=True)]
-        for rank, (row, gate) in enumerate(zip(timetable.rows, gate_positions(timetable), strict=True)):
-            assert timeline.starts[rank][step * len(row) + gate] >= max(ends) - 1e-9
-
-
-def test_consecutive_steps_by_hand():
-    timetable = Timetable.parse("0F0 0B0 0W0\n1F0 1B0 1W0")
-    timeline = simulate(timetable, Costs(f=1, b=1, w=[1, 10]), num_steps=2)
-    assert timeline.timetable == Timetable.parse("0F0 0B0 0W0 0F1 0B1 0W1\n1F0 1B0 1W0 1F1 1B1 1W1")
-    assert timeline.starts[0].tolist() == [0, 3, 4, 5, 15, 16]  # F of step 1 runs during rank 1's long W
-    assert timeline.starts[1].tolist() == [1, 2, 3, 13, 14, 15]

@@ -28,7 +28,7 @@ from zbpp.planning.options import MAKESPAN, OBJECTIVES, ROUNDING, SPAN, check_co
 from zbpp.planning.placement import placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
-from zbpp.schedule.exchange import hide_in_exchanges
+from zbpp.schedule.interpret.exchange import hide_in_exchanges
 from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
-from zbpp.schedule import Timetable
+from zbpp.schedule import Program
+from zbpp.schedule.interpret.stage_bytes import StageBytes
 
 # Bytes that grow with the number of a stage's layers.
 _PER_LAYER = (
@@ -22,26 +22,23 @@ _PER_LAYER = (
 )
 
 
-def lightest_cut(
-    measured: MeasuredStages, timetable: Timetable, counts: Sequence[int], *, is_validated_later: bool = False
-) -> list[int]:
+def lightest_cut(measured: MeasuredStages, programs: Sequence[Program], counts: Sequence[int]) -> list[int]:
     """How many layers each stage should get, so that the highest peak of all ranks is the lowest.
 
-    measured: the stages of the cut `counts`. A layer's bytes are those of a stage between the first and the
-    last, divided by its layers; so the stages of another cut are estimates. A local search moves one layer at
-    a time from the fullest rank to the emptiest one, while that lowers the highest peak. Returns `counts`
-    itself if no move does, or if the pipeline has no stage between the first and the last.
+    measured: the stages of the cut `counts`. programs: of all ranks. A layer's bytes are those of a stage
+    between the first and the last, divided by its layers; so the stages of another cut are estimates. A local
+    search moves one layer at a time from the fullest rank to the emptiest one, while that lowers the highest
+    peak. Returns `counts` itself if no move does, or if the pipeline has no stage between the first and the
+    last.
     """
-    search = _Search(measured, timetable, list(counts), is_validated_later)
-    return search.run() if timetable.num_ranks > 1 and len(counts) > 2 else list(counts)
+    search = _Search(measured, programs, list(counts))
+    return search.run() if len(programs) > 1 and len(counts) > 2 else list(counts)
 
 
 class _Search:
-    def __init__(
-        self, measured: MeasuredStages, timetable: Timetable, counts: list[int], is_validated_later: bool
-    ) -> None:
-        self._measured, self._timetable, self._given = measured, timetable, counts
-        self._is_validated_later = is_validated_later
+    def __init__(self, measured: MeasuredStages, programs: Sequence[Program], counts: list[int]) -> None:
+        self._measured, self._programs, self._given = measured, programs, counts
+        self._stages_of = [sorted({action.stage for action in each.row}) for each in programs]
         self._peaks: dict[tuple[int, ...], float] = {}  # by rank and the counts of its stages
 
     def run(self) -> list[int]:
@@ -56,9 +53,9 @@ class _Search:
     def _moves(self, counts: list[int], peaks: Sequence[float]) -> Iterator[list[int]]:
         """The cuts with one layer less on the fullest rank and one more on the emptiest."""
         emptiest, *_, fullest = sorted(range(len(peaks)), key=peaks.__getitem__)
-        for giver in self._timetable.stages_of(fullest):
+        for giver in self._stages_of[fullest]:
             if counts[giver] > 1:
-                for taker in self._timetable.stages_of(emptiest):
+                for taker in self._stages_of[emptiest]:
                     moved = counts.copy()
                     moved[giver] -= 1
                     moved[taker] += 1
@@ -67,8 +64,8 @@ class _Search:
     def _ranks(self, counts: list[int]) -> list[float]:
         """The peak of each rank."""
         found = []
-        for rank in range(self._timetable.num_ranks):
-            key = rank, *(counts[stage] for stage in self._timetable.stages_of(rank))
+        for rank, stages in enumerate(self._stages_of):
+            key = rank, *(counts[stage] for stage in stages)
             if key not in self._peaks:
                 self._peaks[key] = self._peak(rank, counts)
             found.append(self._peaks[key])
@@ -76,9 +73,7 @@ class _Search:
 
     def _peak(self, rank: int, counts: list[int]) -> float:
         stages = [self._stage(stage, count) for stage, count in enumerate(counts)]
-        (memory,) = self._measured._replace(stages=stages).predicted(
-            self._timetable, is_validated_later=self._is_validated_later, ranks=[rank]
-        )
+        (memory,) = self._measured._replace(stages=stages).predicted([self._programs[rank]])
         return memory.peak
 
     def _stage(self, stage: int, count: int) -> StageBytes:

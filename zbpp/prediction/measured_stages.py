@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 from zbpp.config import TrainConfig
-from zbpp.planning.memory_budget import RankMemory, predict_memory
-from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.runtime.measure.products import Products
-from zbpp.schedule import Costs, Timetable
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule import Costs, Program
+from zbpp.schedule.interpret.memory import RankMemory, program_memory
+from zbpp.schedule.interpret.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.training.optim.precision import PRECISIONS
 
 
@@ -60,33 +58,16 @@ class MeasuredStages(NamedTuple):
         pairs = zip(self.stages, self.weights, strict=True)
         return self._replace(stages=[_switched(each, weights, config) for each, weights in pairs])
 
-    def predicted(
-        self,
-        timetable: Timetable,
-        offload: Sequence[RankOffload] = (),
-        *,
-        is_validated_later: bool = False,
-        ranks: Sequence[int] | None = None,
-    ) -> list[RankMemory]:
-        """Each rank's predicted step under a timetable of the same cut. Arguments: see predict_memory."""
-        stages = self.stages if is_validated_later else [replace(each, copies=0.0) for each in self.stages]
-        return predict_memory(
-            timetable,
-            stages,
-            *self.batch,
-            offload=offload,
-            is_validated_later=is_validated_later,
-            ranks=ranks,
-        )
+    def predicted(self, programs: Iterable[Program]) -> list[RankMemory]:
+        """What each of these ranks holds over a step of its program."""
+        return [program_memory(program, self.stages, *self.batch) for program in programs]
 
 
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:
     if config.memory.offload_weights:
         stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
-    release, parallel = config.memory.gradient_release, config.parallel
-    if release != "off":
-        is_shared = parallel.shard * parallel.replicate > 1
-        stage = released(stage, is_shared=is_shared, accumulates=release == "accumulate")
+    if config.memory.gradient_release != "off":
+        stage = released(stage, is_shared=config.parallel.shard * config.parallel.replicate > 1)
     if config.optimizer.validation == "after":
         copies_gradients = weights.changes_gradients or PRECISIONS[config.precision].is_scaled
         stage = validated_later(stage, trained=weights.trained, copies_gradients=copies_gradients)

@@ -1,7 +1,7 @@
 """Predicts the memory of each rank of a configured training run, before the run begins.
 
-stage_memory.py measures the bytes of each stage. zbpp.planning.memory_budget computes from them what each
-rank holds over a step.
+stage_memory.py measures the bytes of each stage. zbpp.schedule.interpret.memory computes from them what each
+rank holds over a step of its program (programs.py).
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.planning.memory_budget import RankMemory
-from zbpp.planning.stage_bytes import StageBytes
 from zbpp.prediction.measured_stages import MeasuredStages
+from zbpp.prediction.programs import step_programs
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
 from zbpp.run.plan import build_offload, costs_of, planned
 from zbpp.run.stages import pipeline_ranks
-from zbpp.schedule import Costs, Op, Timetable
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule import Costs, Op, Program, Timetable
+from zbpp.schedule.interpret.memory import RankMemory
+from zbpp.schedule.interpret.stage_bytes import StageBytes
 
 __all__ = ["FAKE", "REAL", "Prediction", "Predictor", "predict"]
 
@@ -32,15 +32,15 @@ class Prediction(NamedTuple):
     """The predicted memory of a run.
 
     measured: the stages. ranks: each rank's step. how: whether the stages ran on fake tensors or on the CPU,
-    and why on the CPU, in words. offload: for each rank, its round trips; () without offload. recomputed: the
-    stages that recompute. costs: the times in schedule.costs, else in proportion to the stages' products.
+    and why on the CPU, in words. programs: each rank's program of a step. recomputed: the stages that
+    recompute. costs: the times in schedule.costs, else in proportion to the stages' products.
     """
 
     timetable: Timetable
     measured: MeasuredStages
     ranks: list[RankMemory]
     how: str
-    offload: tuple[RankOffload, ...] = ()
+    programs: Sequence[Program] = ()
     recomputed: Stages = frozenset()
     costs: Costs = Costs()
 
@@ -67,10 +67,10 @@ class Predictor:
         measured, recomputed = self.measure(config, timetable)
         asked = build_offload(config, costs_of(config.schedule, timetable))
         offload = () if asked is None else asked.plan(timetable)
-        is_later = config.optimizer.validation == "after"
-        ranks = measured.predicted(timetable, offload, is_validated_later=is_later)
+        programs = step_programs(config, timetable, offload)
+        ranks = measured.predicted(programs)
         costs = measured.costs if config.schedule.costs is None else costs_of(config.schedule, timetable)
-        return Prediction(timetable, measured, ranks, _how(config, measured), offload, recomputed, costs)
+        return Prediction(timetable, measured, ranks, _how(config, measured), programs, recomputed, costs)
 
     def measure(self, config: TrainConfig, timetable: Timetable) -> tuple[MeasuredStages, Stages]:
         """The bytes of each stage of the timetable's cut, and which stages recompute.
@@ -121,16 +121,14 @@ def choose_recompute(
     with which it fits, the one whose F's take the least time. The choice ignores memory.offload, which would
     save more. Raises ConfigError, with the least limit that works, if no choice fits.
     """
-    is_later = config.optimizer.validation == "after"
     limit = (config.memory.limit or math.inf) * _GIB
     f = costs_of(config.schedule, timetable).per_stage(timetable.num_stages).duration[Op.F]
     chosen: set[int] = set()
     least = 0.0  # memory that the rank needs which needs the most
-    for rank in range(timetable.num_ranks):
+    for rank, program in enumerate(step_programs(config, timetable)):
         peaks: dict[Stages, float] = {}
         for stages in _subsets(timetable.stages_of(rank)):
-            mixed = plain.mixed(recomputed, stages)
-            (found,) = mixed.predicted(timetable, is_validated_later=is_later, ranks=[rank])
+            (found,) = plain.mixed(recomputed, stages).predicted([program])
             peaks[stages] = found.peak
         least = max(least, min(peaks.values()))
         fitting = [stages for stages, peak in peaks.items() if peak <= limit]

@@ -19,7 +19,6 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.storages import bytes_of
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.job.world import fake_world
-from zbpp.planning.stage_bytes import StageBytes, sharded
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, explained_as_data
@@ -36,6 +35,7 @@ from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
+from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for
 from zbpp.training.optim.master_weights import MasterWeights

@@ -16,12 +16,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig
-from zbpp.planning.memory_budget import excess
 from zbpp.prediction.cut import lightest_cut
 from zbpp.prediction.predictor import Prediction, Predictor
+from zbpp.prediction.programs import step_programs
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
 from zbpp.run.model import build_model, layers_per_stage
-from zbpp.schedule import Costs, Op, PlanError, simulate
+from zbpp.schedule import Costs, Op, PlanError
+from zbpp.schedule.interpret.memory import excess
+from zbpp.schedule.interpret.timing import program_timeline
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
 _MOST_SHOWN = 5  # switches in the text
@@ -101,8 +103,7 @@ class Switches:
         counts = layers_per_stage(model, own.timetable.num_stages)
         if counts is None or "layers_per_stage" not in inspect.signature(type(model)).parameters:
             return []
-        is_later = config.optimizer.validation == "after"
-        lightest = lightest_cut(own.measured, own.timetable, counts, is_validated_later=is_later)
+        lightest = lightest_cut(own.measured, step_programs(config, own.timetable), counts)
         return [] if lightest == counts else [{"model.layers_per_stage": lightest}]
 
     def _choices(self) -> Iterator[Changes]:
@@ -131,16 +132,15 @@ class Switches:
 
 def _step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
     """(the time of a step in ms, a note on what the time leaves out)."""
-    timetable, offload = prediction.timetable, prediction.offload
-    costs = prediction.costs
+    programs, costs = prediction.programs, prediction.costs
     if prediction.recomputed:
-        costs = _with_recompute(costs, prediction.recomputed, timetable.num_stages)
+        costs = _with_recompute(costs, prediction.recomputed, prediction.timetable.num_stages)
     note = "copies of weights are not counted" if config.memory.offload_weights else ""
     if config.optimizer.validation == "after":
-        many = (simulate(timetable, costs, offload, num_steps=num).makespan for num in (_MANY, _MANY // 2))
+        many = (program_timeline(programs, costs, num_steps=num).makespan for num in (_MANY, _MANY // 2))
         longer, shorter = many
         return (longer - shorter) / (_MANY - _MANY // 2), note
-    return simulate(timetable, costs, offload).makespan, note
+    return program_timeline(programs, costs).makespan, note
 
 
 def _with_recompute(costs: Costs, stages: Collection[int], num_stages: int) -> Costs:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from zbpp.planning.memory_budget import COMPONENTS, Levels, RankMemory, excess
 from zbpp.planning.memory_limit import memory_text
 from zbpp.render.table import aligned, percent
 from zbpp.schedule.costs import BYTES
+from zbpp.schedule.interpret.memory import COMPONENTS, Levels, RankMemory, excess
 
 _BARS = " ▁▂▃▄▅▆▇█"
 _WIDTH = 72  # columns of a curve

@@ -35,8 +35,7 @@ from zbpp.render.style import (
 from zbpp.render.table import decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
-from zbpp.schedule.dataflow_arrays import Values, kinds_of
-from zbpp.schedule.reductions import complete_stages
+from zbpp.schedule.dataflow_arrays import Values, complete_stages, kinds_of
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
 

@@ -104,6 +104,17 @@ def producers(num_stages: int) -> list[list[tuple[int, ...]]]:
     return [[made_by[value] for value in consumes(action)] for action in actions]
 
 
+def complete_stages(row: Row) -> dict[int, int]:
+    """{stage: position of its last W or BW in the row}, ascending by position; {} for a row of F's alone.
+
+    There the stage's gradients are complete.
+    """
+    complete = np.flatnonzero((row.ops == Op.W) | (row.ops == Op.BW))
+    _, from_the_end = np.unique(row.stages[complete][::-1], return_index=True)
+    last = np.sort(complete[::-1][from_the_end])
+    return dict(zip(row.stages[last].tolist(), last.tolist(), strict=True))
+
+
 def _padded(lists: Sequence[Sequence[int]]) -> Numbers:
     """table[kind, i]: the i-th number of lists[kind]; -1 past the end of the list."""
     longest = max(map(len, lists))

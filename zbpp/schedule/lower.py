@@ -33,10 +33,9 @@ from typing import overload
 import numpy as np
 
 from zbpp.schedule.dataflow import produces
-from zbpp.schedule.dataflow_arrays import Numbers, Values
+from zbpp.schedule.dataflow_arrays import Numbers, Values, complete_stages
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.program import Instruction, Program, Recv, Reduce, Release, Send
-from zbpp.schedule.reductions import complete_stages
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Action, Op, Timetable

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.offload import Placed, RankOffload
+from zbpp.schedule.passes.copies import Placed, RankOffload
 from zbpp.schedule.program import Await, Drop, Fetch, Offload
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Row

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.costs import StageCosts
 from zbpp.schedule.dataflow_arrays import kinds_of
+from zbpp.schedule.interpret.exchange import hide_in_exchanges
 from zbpp.schedule.timetable import Op, Row
 
 Floats = npt.NDArray[np.float64]
+
+
+class RowTimes(NamedTuple):
+    """For each action of a row, in ms: how long it takes at its place, and how long its message takes.
+
+    exposed: how much of the action is exposed exchange (interpret/exchange.py); empty without exchanges.
+    """
+
+    durations: Floats
+    delays: Floats
+    exposed: Floats
 
 
 class RowCosts:
@@ -19,30 +32,45 @@ class RowCosts:
 
     def __init__(self, costs: StageCosts) -> None:
         self._durations, self._delays = by_kind(costs.duration), np.array(costs.comm)
+        self._memory, self._static = by_kind(costs.memory), np.array(costs.static)
         self._exchange = np.array(costs.exchange)
         self._quadratic = by_kind(costs.quadratic) if costs.quadratic else None
         self._lengths = np.array(costs.lengths) if costs.lengths else None
         self.has_exchange = any(costs.exchange)
 
-    def durations(self, row: Row) -> Floats:
-        """How long (ms) each action takes, of a W that runs in no exchange."""
-        kinds = kinds_of(row)
-        if self._lengths is None:
-            return self._durations[kinds]
-        lengths = self._lengths[row.microbatches]
-        linear: Floats = self._durations[kinds] * lengths
-        return linear if self._quadratic is None else linear + self._quadratic[kinds] * lengths**2
-
-    def delays(self, row: Row) -> Floats:
-        """How long (ms) a message that each action's stage sends for its microbatch takes."""
-        return self._scaled(self._delays, row)
+    def times(self, row: Row) -> RowTimes:
+        """How long the actions of a row take."""
+        durations, exposed = self._whole(row), np.zeros(0)
+        if self.has_exchange:
+            durations, exposed = hide_in_exchanges(row, durations, self.exchange(row))
+        return RowTimes(durations, self._scaled(self._delays[row.stages], row), exposed)
 
     def exchange(self, row: Row) -> Floats:
         """How long (ms) tokens are exchanged inside each F, B and BW; for a W, inside its stage's F."""
-        return self._scaled(self._exchange, row)
+        return self._scaled(self._exchange[row.stages], row)
 
-    def _scaled(self, by_stage: Floats, row: Row) -> Floats:
-        own = by_stage[row.stages]
+    def peak_memory(self, row: Row, inserted: Mapping[int, Sequence[float]] | None = None) -> float:
+        """The most that the row's rank holds, after any action and all the time.
+
+        inserted: {position in the row: changes of what the rank holds, before the action there}.
+        """
+        changes = self._scaled(self._memory[kinds_of(row)], row)
+        if inserted:
+            places = [place for place, each in inserted.items() for _ in each]
+            changes = np.insert(changes, places, [change for each in inserted.values() for change in each])
+        static = sum(self._static[np.unique(row.stages)].tolist())
+        return float(np.cumsum(changes).max()) + float(static)
+
+    def _whole(self, row: Row) -> Floats:
+        """How long (ms) each action takes, of a W that runs in no exchange."""
+        kinds = kinds_of(row)
+        linear = self._scaled(self._durations[kinds], row)
+        if self._quadratic is None or self._lengths is None:
+            return linear
+        whole: Floats = linear + self._quadratic[kinds] * self._lengths[row.microbatches] ** 2
+        return whole
+
+    def _scaled(self, own: Floats, row: Row) -> Floats:
         return own if self._lengths is None else own * self._lengths[row.microbatches]
 
 

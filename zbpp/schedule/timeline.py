@@ -12,8 +12,6 @@ import numpy.typing as npt
 from zbpp.schedule.costs import ACTIVATIONS
 from zbpp.schedule.dataflow import Value
 from zbpp.schedule.dataflow_arrays import Values
-from zbpp.schedule.offload import CopySpan
-from zbpp.schedule.reductions import Reduction
 from zbpp.schedule.timetable import Timetable
 
 Floats = npt.NDArray[np.float64]
@@ -30,6 +28,28 @@ class Transfer(NamedTuple):
     receiver: int
     sent: float
     arrived: float
+
+
+class Reduction(NamedTuple):
+    """The sum of a stage's gradients over its replicas, on the rank that owns the stage. Times in ms.
+
+    start: when the gradients are complete and the rank's earlier reductions have ended.
+    """
+
+    stage: int
+    rank: int
+    start: float
+    end: float
+
+
+class CopySpan(NamedTuple):
+    """When one copy, out of the device or back, started and ended, in ms."""
+
+    value: Value
+    rank: int
+    is_out: bool
+    start: float
+    end: float
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.parallel.experts import has_experts
-from zbpp.schedule import Costs, Timeline, simulate
-from zbpp.schedule.offload import RankOffload
+from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
+from zbpp.schedule.interpret.timing import program_timeline
+from zbpp.schedule.passes.copies import RankOffload, with_copies
 from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Callback, Trainer
 
@@ -58,7 +59,14 @@ def measured_steps(timelines: Mapping[int, Timeline], offload: Sequence[RankOffl
     timetable = measured.timetable
     usual = RankCosts().per_stage(timetable.num_stages, timetable.num_ranks)
     costs = replace(measured_costs(*timelines.values()), saved=usual.saved, deferred=usual.deferred)
-    return MeasuredSteps(_text(sorted(timelines)), measured, simulate(timetable, costs, offload), costs)
+    return MeasuredSteps(_text(sorted(timelines)), measured, _simulated(timetable, costs, offload), costs)
+
+
+def _simulated(timetable: Timetable, costs: Costs, offload: Sequence[RankOffload]) -> Timeline:
+    """The simulated step, with its copies."""
+    if not offload:
+        return simulate(timetable, costs)
+    return program_timeline([*map(with_copies, lower(timetable), offload)], costs)
 
 
 def _text(numbers: Sequence[int]) -> str:

@@ -13,9 +13,7 @@ import torch.distributed as dist
 from zbpp.job.agreement import gather
 from zbpp.runtime.measure.record import Messages, Spans, StepRecord
 from zbpp.schedule import Timeline, Timetable
-from zbpp.schedule.offload import CopySpan
-from zbpp.schedule.reductions import Reduction
-from zbpp.schedule.timeline import Transfer
+from zbpp.schedule.timeline import CopySpan, Reduction, Transfer
 
 
 def measured_timeline(

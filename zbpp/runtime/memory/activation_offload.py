@@ -30,9 +30,8 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timeline, Timetable, Value, simulate
 from zbpp.schedule.costs import BYTES
-from zbpp.schedule.offload import RankOffload
 from zbpp.schedule.offload_choice import choose_rank_offload
-from zbpp.schedule.passes.copies import with_copies
+from zbpp.schedule.passes.copies import RankOffload, with_copies
 from zbpp.schedule.program import Await, Drop, Fetch, Instruction, Offload
 
 if TYPE_CHECKING:

@@ -50,8 +50,8 @@ from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action
+from zbpp.schedule.dataflow_arrays import complete_stages
 from zbpp.schedule.program import Instruction
-from zbpp.schedule.reductions import complete_stages
 from zbpp.stage_api import blocks_of
 from zbpp.streams import Event, host_memory, streams_of
 

@@ -1,15 +1,44 @@
-"""Inserts the copies of an activation offload, at the places that schedule/offload.py's `Placed` gives.
+"""Inserts the copies of an activation offload: which values leave the device, and when.
 
-... 0F3  Drop saved(0,1)  Offload saved(0,3)  Recv g(0,0) from 1  Await saved(0,0)  0B0 ...
+A ROUND TRIP copies saved(s,m), what F keeps for B, to host memory after F, and back before B. A round trip is
+four instructions. A rank has one copy stream; c is the time of one copy on it:
+
+    F ... Offload ... Drop .................... Fetch ... Await B
+          [---- c ----]                         [- c -]
+          on the device       away              on the device again
+
+Offload and Fetch start a copy. Drop and Await wait for the end of a copy; Drop then frees the device memory.
+
+    ... 0F3  Drop saved(0,1)  Offload saved(0,3)  Recv g(0,0) from 1  Await saved(0,0)  0B0 ...
+
+offload_choice.py chooses by costs which values leave, and places the instructions; interpret/timing.py says
+how long the copies take.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from typing import NamedTuple
 
-from zbpp.schedule.offload import RankOffload
-from zbpp.schedule.program import Instruction, Program, Recv
+from zbpp.schedule.program import Instruction, Program, Recv, Transport
 from zbpp.schedule.timetable import Action
+
+
+class Placed(NamedTuple):
+    """An instruction and its place between two actions of its rank's row.
+
+    before: the position of the action after the instruction. at_once: whether the rank executes the
+    instruction directly after the previous action, or directly before the action at `before`. Between these
+    two places the rank may wait for a message.
+    """
+
+    before: int
+    at_once: bool
+    instruction: Transport
+
+
+RankOffload = tuple[Placed, ...]
+"""The instructions of one rank's round trips, in the order in which the rank executes them."""
 
 
 def with_copies(program: Program, placed: RankOffload) -> Program:

@@ -8,7 +8,7 @@
     buffers     the batch, receive buffers, messages being sent, messages between two stages of one rank
     copies      post-validation's copies of weights and states, from the update to the next step's gate
 
-`predict_memory` runs each rank's program without tensors, and adds and subtracts these components. A level is
+`program_memory` runs a rank's program without tensors, and adds and subtracts these components. A level is
 the bytes held after an action. `during` is the most from the begin of an action to the begin of the next: it
 also counts the action's temporary memory, activations that come back from the host, and the update of a stage
 that releases its gradients.
@@ -17,23 +17,30 @@ that releases its gradients.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.planning.stage_bytes import StageBytes
 from zbpp.schedule.costs import MicrobatchBytes
 from zbpp.schedule.dataflow import Value, produces
-from zbpp.schedule.gate import gate_positions
-from zbpp.schedule.lower import lower
-from zbpp.schedule.offload import RankOffload
-from zbpp.schedule.passes.copies import with_copies
-from zbpp.schedule.passes.posts import in_flight
-from zbpp.schedule.passes.update import with_accumulation
-from zbpp.schedule.program import Accumulate, Drop, Fetch, Offload, Post, Program, Reduce, Release
-from zbpp.schedule.timetable import Action, Op, PlanError, Timetable, Unit
+from zbpp.schedule.interpret.stage_bytes import StageBytes
+from zbpp.schedule.passes.posts import gate_of, in_flight
+from zbpp.schedule.program import (
+    Accumulate,
+    Drop,
+    Fetch,
+    Offload,
+    PassGate,
+    Post,
+    Program,
+    Reduce,
+    Release,
+    Send,
+    Update,
+)
+from zbpp.schedule.timetable import Action, Op, Unit
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
 _WEIGHTS, _GRADIENTS, _OPTIMIZER, _SAVED, _DEFERRED, _BUFFERS, _COPIES = range(len(COMPONENTS))
@@ -93,57 +100,29 @@ class RankMemory:
         return {**found, "temporary": max(0.0, float(most - level.sum()))}
 
 
-def predict_memory(
-    timetable: Timetable,
-    stages: Sequence[StageBytes],
-    inputs: float = 0.0,
-    target: float = 0.0,
-    *,
-    offload: Sequence[RankOffload] = (),
-    is_validated_later: bool = False,
-    ranks: Sequence[int] | None = None,
-) -> list[RankMemory]:
-    """Each rank's memory over a step that is not the first: optimizer states and receive buffers exist.
+def program_memory(
+    program: Program, stages: Sequence[StageBytes], inputs: float = 0.0, target: float = 0.0
+) -> RankMemory:
+    """A rank's memory over a step that is not the first: optimizer states and receive buffers exist.
 
-    stages: the bytes of each stage. inputs, target: the bytes of the whole batch, which the rank with stage 0
-    and the rank with the last stage hold. offload: for each rank, its round trips (`choose_offload`).
-    is_validated_later: with post-validation, the previous step's gradients, and the copies made before its
-    update, stay until the step's gate; its batch stays until the step's end.
-    ranks: the ranks to predict; None: all. Raises PlanError if `stages` and the timetable have different
-    numbers of stages.
+    program: with the instructions of its features: Offload, Drop and Fetch; Update and Accumulate where
+    gradients are released; Gate with post-validation. With a Gate, the previous step's gradients, and the
+    copies made before its update, stay until the Gate; its batch stays until the step's end.
+    stages: the bytes of every stage of the pipeline. inputs, target: the bytes of the whole batch, which the
+    rank with stage 0 and the rank with the last stage hold.
     """
-    if len(stages) != timetable.num_stages:
-        raise PlanError(f"{len(stages)} stages were measured, the timetable has {timetable.num_stages}")
-    batch = {0: inputs}
-    batch[timetable.num_stages - 1] = batch.get(timetable.num_stages - 1, 0.0) + target
-    programs = lower(timetable)
-    accumulates = any(each.accumulates for each in stages)
-
-    def program_of(rank: int) -> Program:
-        program = with_copies(programs[rank], offload[rank]) if offload else programs[rank]
-        return with_accumulation(program) if accumulates else program
-
-    gates = gate_positions(timetable) if is_validated_later else (0,) * timetable.num_ranks
-    return [
-        _RankRun(timetable, program_of(rank), stages, batch, gates[rank]).run()
-        for rank in (range(timetable.num_ranks) if ranks is None else ranks)
-    ]
+    return _RankRun(program, stages, inputs, target).run()
 
 
 class _RankRun:
-    """Runs one rank's program on bytes. gate: the number of actions before the rank's gate; 0: no gate."""
+    """Runs one rank's program on bytes."""
 
-    def __init__(
-        self,
-        timetable: Timetable,
-        program: Program,
-        stages: Sequence[StageBytes],
-        batch: Mapping[int, float],
-        gate: int = 0,
-    ) -> None:
-        self._program, self._stages, self._gate = program, stages, gate
-        self._num_stages, self._rank_of = timetable.num_stages, timetable.rank_of
-        self._own = timetable.stages_of(program.rank)
+    def __init__(self, program: Program, stages: Sequence[StageBytes], inputs: float, target: float) -> None:
+        self._program, self._stages = program, stages
+        self._num_stages, self._has_gate = len(stages), gate_of(program) is not None
+        actions = [each for each in program.instructions if isinstance(each, Action)]
+        self._own = sorted({each.stage for each in actions})
+        self._sent = {each.value for each in program.instructions if isinstance(each, Send)}
         self._level = np.zeros(len(COMPONENTS))
         self._has_gradients: set[int] = set()
         self._is_gathered: set[int] = set()
@@ -152,8 +131,8 @@ class _RankRun:
         self._in_flight: dict[Value, float] = {}  # bytes of messages that are sent and not released yet
         self._host = self._most_on_host = 0.0
         self._during: list[float] = []
-        own_batch = sum(batch.get(stage, 0.0) for stage in self._own)
-        num_batches = 2 if gate else 1  # that of the step before may have to run again
+        own_batch = inputs * (0 in self._own) + target * (self._num_stages - 1 in self._own)
+        num_batches = 2 if self._has_gate else 1  # that of the step before may have to run again
         self._level[_BUFFERS] = pool_bytes(program, stages) + num_batches * own_batch
 
     def run(self) -> RankMemory:
@@ -161,9 +140,6 @@ class _RankRun:
         levels, actions = [self._level.copy()], list[Action]()
         for instruction in self._program.instructions:
             if isinstance(instruction, Action):
-                if len(actions) == self._gate:
-                    self._level[_GRADIENTS] -= self._old_gradients
-                    self._level[_COPIES] = 0.0
                 before = self._level.sum()
                 self._run_action(instruction)
                 actions.append(instruction)
@@ -180,7 +156,11 @@ class _RankRun:
                         levels[-1] = self._level.copy()
                 case Accumulate(stage, _):
                     self._release(stage)
-                    self._has_gradients.discard(stage)
+                case Update(stage) if self._stages[stage].reduced is None:  # else at the end of the step
+                    self._release(stage)
+                case PassGate():
+                    self._level[_GRADIENTS] -= self._old_gradients
+                    self._level[_COPIES] = 0.0
                 case Offload() | Drop() | Fetch():
                     self._copy(instruction)
             if self._during:
@@ -212,8 +192,8 @@ class _RankRun:
         self._level[_WEIGHTS] += 2 * max(each.block for each in own)
         self._most_on_host = self._host
         self._old_gradients = 0.0
-        self._num_copied = sum(each.copies for each in own)
-        if self._gate:
+        self._num_copied = sum(each.copies for each in own) if self._has_gate else 0.0
+        if self._has_gate:
             self._level[_COPIES] = self._num_copied
             self._old_gradients = sum(_left_gradients(each) for each in own)
             self._level[_GRADIENTS] += self._old_gradients
@@ -269,7 +249,7 @@ class _RankRun:
             return
         size = producer.sent_x if value.name == "x" else producer.sent_g
         self._level[_BUFFERS] += size
-        if self._rank_of[value.stage] != self._program.rank:
+        if value in self._sent:
             self._in_flight[value] = size
             return
         consumer = self._stages[value.stage].of(value.microbatch)
@@ -281,15 +261,16 @@ class _RankRun:
         own = self._stages[stage]
         if own.reduced is not None:
             self._level[_GRADIENTS] += own.reduced - own.gradients
-        elif own.releases:
+        elif own.block:
             self._release(stage)
 
     def _release(self, stage: int) -> None:
         """Count the bytes of an update or an accumulation of a stage, which then drops its gradients."""
         own = self._stages[stage]
-        if self._during:
+        if stage in self._has_gradients:  # on the device
             self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
-        self._level[_GRADIENTS] -= own.gradients
+            self._level[_GRADIENTS] -= own.gradients
+            self._has_gradients.discard(stage)
 
 
 def _change_of_past(action: Action, stage: StageBytes) -> float:

@@ -5,10 +5,27 @@ from dataclasses import replace
 import pytest
 
 from helpers.timetables import away
-from zbpp import Costs, Timetable, plan, simulate
-from zbpp.planning.memory_budget import excess, predict_memory
-from zbpp.planning.stage_bytes import StageBytes, released, validated_later, weights_on_host
+from zbpp import Costs, Timetable, lower, plan, simulate
 from zbpp.schedule import Op, Value
+from zbpp.schedule.interpret.memory import excess, program_memory
+from zbpp.schedule.interpret.stage_bytes import StageBytes, released, validated_later, weights_on_host
+from zbpp.schedule.passes.copies import with_copies
+from zbpp.schedule.passes.gate import with_gate
+from zbpp.schedule.passes.update import with_accumulation, with_updates
+
+
+def predict_memory(timetable, stages, *passes):
+    """What each rank holds over a step of its program, with these passes."""
+    programs = [*lower(timetable)]
+    for each in passes:
+        programs = [*map(each, programs)]
+    return [program_memory(program, stages) for program in programs]
+
+
+def gated(timetable):
+    """A pass that puts the gates into the timetable's programs."""
+    programs = lower(timetable)
+    return lambda program: with_gate(program, programs.gate(program.rank))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "v_half", "interleaved_1f1b"])
@@ -68,19 +85,20 @@ def test_activations_that_are_away_and_gradients_that_are_released_by_hand():
     """F, then away until B; the gradient goes behind W, and the update needs 30 more there."""
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
     stage = StageBytes(weights=100, gradients=50, saved=20, leaves=15, deferred=4, update=30)
-    offload = [away(Value("saved", 0, 0), made=0, dropped=1, fetched=2, used=2)]
-    (rank,) = predict_memory(timetable, [released(stage, is_shared=False)], offload=offload)
+    trip = away(Value("saved", 0, 0), made=0, dropped=1, fetched=2, used=2)
+    passes = (lambda program: with_copies(program, trip)), with_updates
+    (rank,) = predict_memory(timetable, [released(stage, is_shared=False)], *passes)
     #                              begin  F0   F1        B0        W0             B1        W1
     assert list(rank.totals) == [100, 120, 140 - 15, 124, 120 + 50, 150 + 4, 150]
     assert (rank.during[-1], rank.update, rank.host) == (180, 100, 15)
-    (shared,) = predict_memory(timetable, [released(stage, is_shared=True)], offload=offload)
+    (shared,) = predict_memory(timetable, [released(stage, is_shared=True)], *passes)
     assert (shared.during[-1], shared.update) == (154, 180)
 
 
 def test_with_accumulation_gradients_last_from_a_w_to_the_states():
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
     stage = StageBytes(weights=100, gradients=50, saved=20, deferred=4, update=30)
-    (rank,) = predict_memory(timetable, [released(stage, is_shared=False, accumulates=True)])
+    (rank,) = predict_memory(timetable, [released(stage, is_shared=False)], with_accumulation)
     #                              begin  F0   F1   B0   W0        B1   W1
     assert list(rank.totals) == [100, 120, 140, 124, 120 + 50, 104, 150]
     assert (rank.during[3], rank.during[-1], rank.update) == (120 + 50 + 30, 180, 100)
@@ -90,11 +108,11 @@ def test_post_validation_holds_copies_and_the_last_gradients_until_the_gate():
     stage = StageBytes(weights=100, gradients=50, optimizer=200, saved=20, deferred=4)
     changed = validated_later(stage, trained=100)
     timetable = Timetable.parse("0F0 0F1 0B0 0W0 0B1 0W1")
-    (rank,) = predict_memory(timetable, [changed], is_validated_later=True)
+    (rank,) = predict_memory(timetable, [changed], gated(timetable))
     plain = predict_memory(timetable, [stage])[0].totals
     assert list(rank.totals - plain) == [350, 350, 350, 0, 0, 0, 0]
     assert rank.update == plain[-1] + 300  # the copies of the next update
-    (rank,) = predict_memory(timetable, [replace(changed, update=90)], is_validated_later=True)
+    (rank,) = predict_memory(timetable, [replace(changed, update=90)], gated(timetable))
     assert rank.peak == rank.update == sum(rank.at_peak.values()) == plain[-1] + 300 + 90
     assert (rank.peak_at, rank.at_peak["copies"], rank.at_peak["temporary"]) == ("the update", 300, 90)
     scaled = validated_later(stage, trained=100, copies_gradients=True)  # copies gradients, too

@@ -25,7 +25,7 @@ class StageBytes(MicrobatchBytes):
     update: the optimizer's temporary bytes. copies: post-validation's copies, held from the update to the
         next step's gate.
     releases: whether the stage releases its gradients: behind its last W, or if `reduced` is given, at the
-        end of the step. accumulates: whether also behind each other W, into the optimizer's states.
+        end of the step.
     block: with offloaded weights, the bytes of the largest block. A rank has two device buffers of the size
         of its largest block. host: the bytes in host memory, held all the time.
     """
@@ -43,7 +43,6 @@ class StageBytes(MicrobatchBytes):
     update: float = 0.0
     copies: float = 0.0
     releases: bool = False
-    accumulates: bool = False
     block: float = 0.0
     host: float = 0.0
 
@@ -100,14 +99,13 @@ def weights_on_host(stage: StageBytes, *, parameters: float, block: float) -> St
     )
 
 
-def released(stage: StageBytes, *, is_shared: bool, accumulates: bool = False) -> StageBytes:
+def released(stage: StageBytes, *, is_shared: bool) -> StageBytes:
     """The stage under memory.gradient_release, which drops its gradients as soon as it is updated.
 
     is_shared: whether there are replicas or shards; gradients are then complete at the end of a step.
-    accumulates: each microbatch's gradients go into the optimizer's states.
     """
     reduced = stage.gradients if is_shared and stage.reduced is None else stage.reduced
-    return replace(stage, releases=True, reduced=reduced, accumulates=accumulates)
+    return replace(stage, releases=True, reduced=reduced)
 
 
 def validated_later(stage: StageBytes, *, trained: float, copies_gradients: bool = False) -> StageBytes:

@@ -1,0 +1,28 @@
+"""The programs of a configured run: its timetable, lowered, with what the run's features put into a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zbpp.config import TrainConfig
+from zbpp.schedule import Program, Timetable, lower
+from zbpp.schedule.passes.copies import RankOffload, with_copies
+from zbpp.schedule.passes.gate import with_gate
+from zbpp.schedule.passes.update import with_accumulation, with_updates
+
+_RELEASES = {"step": with_updates, "accumulate": with_accumulation}
+
+
+def step_programs(
+    config: TrainConfig, timetable: Timetable, offload: Sequence[RankOffload] = ()
+) -> list[Program]:
+    """The program of each rank. offload: for each rank, its round trips; () without offload."""
+    lowered = lower(timetable)
+    programs = [*lowered]
+    if offload:
+        programs = [*map(with_copies, programs, offload)]
+    if (release := _RELEASES.get(config.memory.gradient_release)) is not None:
+        programs = [*map(release, programs)]
+    if config.optimizer.validation == "after":
+        programs = [with_gate(program, lowered.gate(program.rank)) for program in programs]
+    return programs

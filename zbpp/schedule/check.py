@@ -1,0 +1,75 @@
+"""Whether a timetable has all of its actions, each once and in order: what can be said without running it."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, turned, unit_of
+
+
+def check_actions(timetable: Timetable) -> None:
+    """Raises PlanError if an action repeats or is missing, or for an order that `check_row` refuses."""
+    for row in timetable.rows:
+        check_row(row, timetable.num_units)
+    _check_backwards(timetable)
+
+
+def check_row(row: Row, num_units: int) -> None:
+    """A stage has per unit one F, one B or BW, one W or BW, or F alone, and each kind is in order.
+
+    F's ascend in units; B's and BW's, and W's and BW's, ascend in microbatch and descend in slice.
+    """
+    by_stage = np.argsort(row.stages, kind="stable")
+    for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
+        own = row.select(positions)
+        stage = int(own.stages[0])
+        if (own.ops == Op.F).all():
+            checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
+        else:
+            checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
+        for ops in checked:
+            _check_order(stage, ops, own.select(np.isin(own.ops, ops)), num_units)
+
+
+def _check_order(stage: int, ops: tuple[Op, ...], row: Row, expected: int) -> None:
+    """row: the stage's actions with one of these ops."""
+    names, per = " or ".join(map(str, ops)), "microbatch" if row.num_slices == 1 else "slice"
+
+    def text(unit: int) -> str:
+        return f"{stage}{ops[0]}{unit_of(int(unit), row.num_slices)}"
+
+    found, counts = np.unique(row.microbatches, return_counts=True)
+    repeated = found[counts > 1]
+    if len(repeated):
+        raise PlanError(f"{text(repeated[0])} repeats: a stage has one {names} per {per}")
+    # No array here is as long as `expected`: a short text can name microbatch 2147483647.
+    if len(found) < expected:
+        missing = next((i for i, unit in enumerate(found.tolist()) if i != unit), len(found))
+        raise PlanError(f"{text(missing)} is missing: a stage has one {names} per {per}")
+    places = row.microbatches if ops == (Op.F,) else turned(row.microbatches, row.num_slices)
+    early = np.flatnonzero(np.diff(places) < 0)
+    if len(early):
+        one, other = (text(unit) for unit in row.microbatches[early[0] : early[0] + 2])
+        raise PlanError(f"{other} comes after {one}: {names} of a stage must {_law(ops, row.num_slices)}")
+
+
+def _law(ops: tuple[Op, ...], num_slices: int) -> str:
+    """The order of a stage's actions, and the reason for it."""
+    if num_slices == 1:
+        return "ascend in microbatch, so that gradients are always summed in the same order"
+    if ops == (Op.F,):
+        return "ascend in microbatch and slice: a slice needs the keys and values of the slices before it"
+    return (
+        "ascend in microbatch and descend in slice: a slice needs the gradients of its keys and values that "
+        "the slices behind it make"
+    )
+
+
+def _check_backwards(timetable: Timetable) -> None:
+    """Either all stages have backwards, or none has."""
+    with_backward: set[int] = set()
+    for row in timetable.rows:
+        with_backward |= set(np.unique(row.stages[row.ops != Op.F]).tolist())
+    without = set(range(timetable.num_stages)) - with_backward
+    if with_backward and without:
+        raise PlanError(f"stage {min(without)} has no backward, but stage {min(with_backward)} has one")
