@@ -92,6 +92,8 @@ MAY_IMPORT = {
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")
 
+_PROGRAMS = ("zbpp.schedule.lower", "zbpp.schedule.program", "zbpp.schedule.passes", "zbpp.schedule.gate")
+_INTERPRETERS = ("zbpp.schedule.interpret.timing", "zbpp.schedule.interpret.memory")
 # (where, what it must not import, why); a folder stands for its files.
 MUST_NOT_IMPORT = [
     ("zbpp/schedule/", _PURE, "plans are pure Python and numpy"),
@@ -103,6 +105,8 @@ MUST_NOT_IMPORT = [
         ("zbpp.schedule.lower", "zbpp.schedule.program", "zbpp.schedule.passes"),
         "families know no messages",
     ),
+    ("zbpp/schedule/simulate.py", (*_PROGRAMS, *_INTERPRETERS), "it runs F, B, W, BW and messages alone"),
+    ("zbpp/schedule/passes/", ("zbpp.schedule.interpret", "zbpp.schedule.costs"), "passes know no time"),
     ("zbpp/runtime/", ("zbpp.schedule.families",), "the runtime knows no schedule by name"),
     ("zbpp/autograd/", ("torch.distributed",), "the split is usable on its own"),
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
@@ -231,6 +235,8 @@ def test_every_room_keeps_to_the_floor_plan():
         ("zbpp/schedule/lower.py", "from zbpp.planning import plan", "may import schedule"),
         ("zbpp/schedule/families/a.py", "from .b import c", "families don't know each other"),
         ("zbpp/schedule/families/a.py", "from ..lower import Send", "families know no messages"),
+        ("zbpp/schedule/simulate.py", "from .program import Offload", "F, B, W, BW and messages alone"),
+        ("zbpp/schedule/passes/copies.py", "from ..interpret.timing import Stream", "passes know no time"),
         ("zbpp/schedule/dataflow.py", "from zbpp.schedule.costs import Costs", "dataflow knows no placement"),
         ("zbpp/runtime/pipeline.py", "from zbpp.schedule.families import zb_v", "knows no schedule by name"),
         ("zbpp/autograd/split.py", "from torch import distributed", "the split is usable on its own"),

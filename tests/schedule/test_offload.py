@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from helpers.timetables import with_offload
+from helpers.timetables import random_timetable, with_offload
 from zbpp import Costs, lower, plan, simulate
 from zbpp.schedule import Action, Op, choose_offload
 from zbpp.schedule.passes.copies import with_copies
@@ -121,3 +121,19 @@ def test_late_copies_hold_the_peak_and_take_the_time():
 def test_without_a_host_nothing_leaves():
     timetable = plan("zb_v", 2, 4)
     assert choose_offload(simulate(timetable), Costs()) == ((), ())
+
+
+def test_an_action_without_a_duration_has_no_drop_before_its_copy(first_seed):
+    """A W that exchanges have hidden takes no time at its place, where a copy may begin and end, too."""
+    for seed in range(first_seed, first_seed + 100):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng)
+        costs = Costs(f=2, b=2, w=rng.choice((0, 1)), host=rng.uniform(0.1, 3), exchange=1)
+        offload = choose_offload(simulate(timetable, costs), costs, late=True)
+        for placed in offload:
+            left = set()
+            for each in placed:
+                value = each.instruction.value
+                assert not isinstance(each.instruction, Drop) or value in left, f"seed {seed}"
+                left.add(value)
+        with_offload(timetable, costs, offload)  # each wait has its copy

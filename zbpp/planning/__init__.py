@@ -11,8 +11,6 @@ placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
 memory_limit     memory limits: read, resolved per rank, checked
 options          the objectives, the tolerances, and the check of a count
-memory_budget    the bytes that each rank holds over a step, from those of its stages
-stage_bytes      the bytes of a stage, and how memory switches change them
 """
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound

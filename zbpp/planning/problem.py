@@ -144,7 +144,7 @@ class Problem:
     def times_in(self, plan: Plan) -> list[float]:
         """By id, the time of each action at its place in a plan (ms).
 
-        It is the action's duration, but for W's that run in exchanges (zbpp/schedule/exchange.py).
+        It is the action's duration, but for W's that run in exchanges (zbpp/schedule/interpret/exchange.py).
         """
         times = [*self.duration]
         costs = RowCosts(self.stage_costs)

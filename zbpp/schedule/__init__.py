@@ -13,17 +13,16 @@ dataflow.py         which values an action needs and makes: the only statement o
 costs.py            how long actions and messages take, and how much memory is held between actions
 row_costs.py        the same for each action of a row, as arrays
 timeline.py         when each action and each message ran, predicted or measured
+check.py            whether a timetable has each of its actions once, and in order
 simulate.py         timetable and costs -> timeline; refuses what can never finish
 program.py          what one rank executes: every instruction that there is, as a value with a text
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
 passes/             Program -> Program: what features put into a program
+interpret/          what whole programs take, in time and in bytes
 families/           the field's schedules: pure functions of counts, one file per family
 passes/posts.py     where receives start: how far ahead of their use, on gloo and on NCCL
 gate.py             how far a rank runs into a step before the update of all weights is known to be right
-exchange.py         how long W's take at their places where they run in the exchanges of experts
-reductions.py       when each stage's gradients are complete and are summed over its replicas
-offload.py          what leaves the device between F and B: the instructions, and how long the copies take
-offload_choice.py   which values leave, and where the instructions stand
+offload_choice.py   which values leave the device between F and B, and where the instructions stand
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """

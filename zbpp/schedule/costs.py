@@ -198,10 +198,10 @@ class Costs(CostNumbers):
     reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
         rank reduces one stage at a time. It holds no memory here.
     host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
-        rank copies one thing at a time. 0: nothing leaves (offload.py).
+        rank copies one thing at a time. 0: nothing leaves (passes/copies.py).
     static: held all the time: the stage's weights, gradients and optimizer states.
     exchange: time of exchanging tokens among experts, inside F, and again inside B (or BW); f and b contain
-        it. Pending W's run meanwhile, see exchange.py.
+        it. Pending W's run meanwhile, see interpret/exchange.py.
     memory_unit: the unit that memory is printed in: "activations" or "bytes", as measured costs have it.
     lengths, quadratic: of microbatches that differ, see `of_lengths`.
     Raises PlanError for a value that is no number, and for a number that is negative or not finite, and

@@ -22,8 +22,8 @@ microbatch then also pass keys and values (kv) and their gradients (dkv) on, wit
 | F(s,m,k)          | kv(s,m,k-1)    | kv(s,m,k)    |
 | B or BW (s,m,k)   | dkv(s,m,k+1)   | dkv(s,m,k)   |
 
-`consumes` and `produces` leave kv and dkv out, for `saved` and the order of a stage (`check_row` in check.py) imply them:
-F's ascend in slice, so F(k-1) precedes F(k); B's descend, so B(k+1) precedes B(k).
+`consumes` and `produces` leave kv and dkv out, for `saved` and the order of a stage (`check_row` in check.py)
+imply them: F's ascend in slice, so F(k-1) precedes F(k); B's descend, so B(k+1) precedes B(k).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ The values with the longest lifespan leave first; among values of equal lifespan
 microbatches over the step. The copy out runs in the first free interval of the copy stream after the
 producer, the copy back in the last free interval before the consumer. A value stays if its lifespan is too
 short for both copies. With `late=False` no action waits for a copy, as long as the copies take the planned
-times. See offload.py for the instructions.
+times. See passes/copies.py for the instructions.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ class _RankChoice:
         """The round trip whose copies take `time` each; None if no action runs between the two copies."""
         out = self._first_free(float(self.ends[made]), time)
         back = self._last_free(float(self.starts[used]), time)
-        dropped = max(made + 1, int(np.searchsorted(self.starts, out + time - _TINY)))
-        fetched = min(used, int(np.searchsorted(self.ends, back + _TINY, "right")))
+        # An action without a duration may begin when the copy ends, and yet stand before the copy.
+        dropped = max(_first_after(self.ends, out), int(np.searchsorted(self.starts, out + time - _TINY)))
+        fetched = min(used, _first_after(self.ends, back))
         if dropped >= fetched:  # this holds, too, if the two copies would overlap
             return None
         insort(self.busy, (out, out + time))
@@ -176,6 +177,11 @@ def _lifespans(row: Row, num_stages: int) -> dict[Value, tuple[int, int]]:
     }
 
 
+def _first_after(ends: npt.NDArray[np.float64], time: float) -> int:
+    """The position of the first action that ends after this time."""
+    return int(np.searchsorted(ends, time + _TINY, "right"))
+
+
 def _instructions_of(trips: Iterable[_RoundTrip], ends: npt.NDArray[np.float64]) -> RankOffload:
     """The instructions of all round trips, in the order in which the rank executes them.
 
@@ -183,7 +189,7 @@ def _instructions_of(trips: Iterable[_RoundTrip], ends: npt.NDArray[np.float64])
     """
     found: list[tuple[float, Placed]] = []
     for value, out, back, out_end, dropped, fetched, used in trips:
-        out_before = int(np.searchsorted(ends, out + _TINY, "right"))
+        out_before = _first_after(ends, out)
         # A copy that starts after an action can't have ended at the same place.
         at_once = dropped > out_before and bool(ends[dropped - 1] >= out_end - _TINY)
         found += [

@@ -12,9 +12,10 @@ F's and B's of one microbatch follow each other through all stages, with a messa
 This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, two of its actions
 start at least as far apart as their earliest starts are.
 
-With exchanges a W may take no time at its place, because it has run in exchanges before (exchange.py). So the
-relaxation's W's take none, on every rank with exchanges. Only the W of a rank's last B runs in no exchange:
-`w_end` and `work` count it whole. `work` also counts what all exchanges of the rank together can't hide.
+With exchanges a W may take no time at its place, because it has run in exchanges before
+(zbpp/schedule/interpret/exchange.py). So the relaxation's W's take none, on every rank with exchanges. Only
+the W of a rank's last B runs in no exchange: `w_end` and `work` count it whole. `work` also counts what all
+exchanges of the rank together can't hide.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 An order changes no dependency: each action waits for the action before it on its rank and for its message.
 Only durations change. So the actions are sorted once by level, the number of actions on the longest path to
 them, and a level's actions are timed together, for all orders together.
-Reductions don't count, and W's take no time from exchanges (zbpp/schedule/exchange.py).
+Reductions don't count, and W's take no time from exchanges (zbpp/schedule/interpret/exchange.py).
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@
                    | W1  W1  W1     |          | W1            |      tasks of 0W1, one per parameter
     0W1   what is left of it
 
-Which W's are pending, and in which order they run, is the plan's law (zbpp/schedule/exchange.py): those whose
-B has ended, first the one with the earliest place in the rank's row. So each stage's W's ascend in microbatch
-as before, and no bit of a gradient changes. How much there is to run, the plan decides: a schedule that runs
-each W directly behind its B leaves nothing pending, and `zb_auto` postpones W's if costs.exchange says that
-this pays.
+Which W's are pending, and in which order they run, is the plan's law
+(zbpp/schedule/interpret/exchange.py): those whose B has ended, first the one with the earliest place in the
+rank's row. So each stage's W's ascend in microbatch as before, and no bit of a gradient changes. How much
+there is to run, the plan decides: a schedule that runs each W directly behind its B leaves nothing pending,
+and `zb_auto` postpones W's if costs.exchange says that this pays.
 
 A task that has begun runs to its end, even if the exchange is over before. On a GPU the host asks whether the
 exchange is over long before the device gets there: all that is pending runs in the first exchange then.
