@@ -72,7 +72,7 @@ def _find_cut(
     whole.eval()  # type: ignore[no-untyped-call]  # the library's
     whole.to(dtype)  # type: ignore[arg-type]  # the library's
     initial = {name: value.detach().clone() for name, value in _tensors(whole).items()}
-    _perturb(whole, seed, aliases_of(whole))
+    perturb(whole, seed, aliases_of(whole))
     text = config.get_text_config(decoder=True)
     token = int(getattr(text, "pad_token_id", None) == 0)
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
@@ -171,7 +171,7 @@ def _compare(
     stages = [stage.to(whole.dtype).eval() for stage in made]
     _compare_tensors(whole, initial, stages)
     for stage in stages:
-        _perturb(stage, seed, aliases_of(whole))
+        perturb(stage, seed, aliases_of(whole))
     logits = whole(input_ids=tokens, return_dict=True).logits
     (output,) = _chained(stages, tokens)
     _refuse_difference(whole, "logits", output, logits)
@@ -191,7 +191,7 @@ def _compare(
     return refused_kinds(whole, lambda *batch: _output(stages, batch), tokens, _is_close)
 
 
-def _perturb(model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
+def perturb(model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
     """Move all parameters: zeros and ones, which many have at first, would hide a value that is wrong."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

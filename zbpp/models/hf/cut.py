@@ -24,12 +24,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zbpp.models.hf.masks import Given, Kind, keywords, kind_of, merged, refuse
+from zbpp.autograd.models.past import SequenceSlice
+from zbpp.models.hf.masks import NONE, Given, Kind, keywords, kind_of, merged, own_part, refuse, seen_by
 from zbpp.models.hf.ties import names_of
 from zbpp.models.layers import Head, head_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from zbpp.models.hf.slices import Slices
 
 
 class CutError(ValueError):
@@ -99,13 +102,13 @@ class PatchedModel:
         *,
         training: bool,
         ends_at_head: bool = False,
-        **given: Tensor,
+        **given: Any,
     ) -> Tensor:
         """Run the model and return its logits.
 
         layers: called instead of the model's own. like: a tensor with the dtype and device of the zeros.
         ends_at_head: the call of the head raises HeadReached. given: further arguments of the model, such as
-        attention_mask.
+        attention_mask or past_key_values.
         """
         model = self._copy(self.model, "", layers, like, training)
         if ends_at_head:
@@ -147,7 +150,10 @@ class Stage(nn.Module):
     The stage's parameters have the names that they have in the library's whole model. The modules above the
     layers, which each forward copies, appear in the stage as plain containers of their parameters, buffers
     and children. An attention_mask and position_ids (see masks.py) follow the values of the boundary.
+    slices: see slices.py; None as long as nobody has asked for a slice.
     """
+
+    slices: Slices | None = None
 
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
@@ -201,24 +207,34 @@ class Stage(nn.Module):
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         head: bool = True,
+        sequence_slice: SequenceSlice | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
         count = len(self._cut.calls[self._cut.layers[self._index].start].carried)
         given = merged(received[count:], (attention_mask, position_ids))
-        return self._run(received[:count], given, head)
+        return self._run(received[:count], given, head, sequence_slice)
 
     def _run(
-        self, received: tuple[Tensor, ...], given: Given, head: bool
+        self, received: tuple[Tensor, ...], given: Given, head: bool, place: SequenceSlice | None
     ) -> Tensor | tuple[Tensor | None, ...]:
         first, last = self._index == 0, self._index == len(self._cut.layers) - 1
-        is_given, kind = given != (None, None), type(self._patched.model).__name__
+        is_given, kind = given != NONE, type(self._patched.model).__name__
         if is_given:
             refuse(kind_of(given), self._cut.refused, kind)
+        options: dict[str, Any] = {}
+        if place is not None:
+            given = own_part(given, place)
+            options = self._options_of_slice(given, place)
         layers = self._layers(received)
         like = self._like() if first else received[0]
         tokens = received[0] if first else self._tokens(received[0])
         try:
             output = self._patched.run(
-                tokens, layers, like, training=self.training, ends_at_head=not head, **keywords(given)
+                tokens,
+                layers,
+                like,
+                training=self.training,
+                ends_at_head=not head,
+                **(keywords(given) | options),
             )
         except HeadReached as reached:
             (output,) = reached.args
@@ -233,6 +249,31 @@ class Stage(nn.Module):
                 "write config.layerdrop=0, if it has one"
             )
         return output
+
+    def check_slices(self) -> None:
+        """See zbpp/stage_api.py. The first stage of a process tries slices on a small copy."""
+        from zbpp.models.hf.slices import tried
+
+        if any(getattr(each, "gradient_checkpointing", False) for each in self.library_model.modules()):
+            raise ValueError(
+                "the library's gradient checkpointing drops the cache, and slices need one: write "
+                "memory.recompute=block, or zbpp.autograd.recompute(layer), instead"
+            )
+        if self.slices is None:
+            self.slices = tried(self.library_model, self._cut)
+
+    def _options_of_slice(self, given: Given, place: SequenceSlice) -> dict[str, Any]:
+        """The arguments of the library's model for a slice."""
+        from zbpp.models.hf.slices import cache_of
+
+        self.check_slices()
+        assert self.slices is not None
+        if given != NONE:
+            refuse(kind_of(given), self.slices.refused, type(self.library_model).__name__)
+        windows = self.slices.windows
+        if kind_of(given)[0] == 4:  # the library takes such a mask for all layers
+            windows = [None] * len(windows)
+        return {**keywords(seen_by(given, place)), "past_key_values": cache_of(place, windows)}
 
     def _like(self) -> Tensor:
         """A plain tensor of the stage's dtype and device; its parameters may be sharded over a mesh."""
@@ -272,8 +313,9 @@ class FirstStage(Stage):
         position_ids: Tensor | None = None,
         *,
         head: bool = True,
+        sequence_slice: SequenceSlice | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
-        return self._run((input_ids,), (attention_mask, position_ids), head)
+        return self._run((input_ids,), (attention_mask, position_ids), head, sequence_slice)
 
 
 class _OwnsLoss(Stage):

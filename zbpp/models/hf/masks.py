@@ -17,11 +17,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zbpp.autograd.models.past import SequenceSlice
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 NAMES = ("attention_mask", "position_ids")
 Given = tuple[Tensor | None, Tensor | None]  # the values of NAMES
+NONE: Given = (None, None)
 Kind = tuple[int, bool]
 """(dimensions of the mask, 0 without one; whether there are positions)"""
 
@@ -46,8 +49,24 @@ def merged(received: tuple[Any, ...], given: Given) -> Given:
     if not received:
         if named := ", ".join(keywords(given)):
             raise ValueError(f"{named} came without what stage 0 sends: pass the same on stage 0's rank")
-        return None, None
+        return NONE
     return received[0], received[1]
+
+
+def own_part(given: Given, place: SequenceSlice) -> Given:
+    """The mask and positions of a slice: the runtime has cut what has the time as its second dimension."""
+    mask, positions = given
+    if mask is not None and mask.dim() == 4 and mask.shape[2] != place.end - place.start:
+        mask = mask[:, :, place.start : place.end, : place.end]
+    return mask, positions
+
+
+def seen_by(given: Given, place: SequenceSlice) -> Given:
+    """What the library takes for a slice: a mask of padding has all tokens so far."""
+    mask, positions = given
+    if mask is not None and mask.dim() == 2:
+        mask = place.whole("attention_mask", mask.unsqueeze(-1)).squeeze(-1)
+    return mask, positions
 
 
 def refuse(kind: Kind, refused: Mapping[Kind, str], model: str) -> None:
@@ -83,28 +102,37 @@ def refused_kinds(
     whole: the uncut model. run(tokens, mask, positions): the logits of its stages, one after the other.
     """
     refused: dict[Kind, str] = {}
-    lengths = (tokens.shape[1] // 2, tokens.shape[1] - tokens.shape[1] // 2)
     with torch.no_grad():
-        for given in _batches(tokens, lengths, whole.dtype):
+        for given in batches(tokens, whole.dtype):
             kind = kind_of(given)
             try:
                 expected = whole(input_ids=tokens, **keywords(given), return_dict=True).logits
                 if not is_equal(run(tokens, *given), expected):
                     refused[kind] = "the stages' logits are not the uncut model's"
-                elif kind in ((0, True), (4, True)) and not _keeps_apart(
-                    whole, tokens, lengths, expected, is_equal
-                ):
+                elif kind in ((0, True), (4, True)) and not _keeps_apart(whole, tokens, expected, is_equal):
                     refused[kind] = (
                         "two documents in a row do not give the logits that each gives alone: write one "
                         "document a row"
                     )
             except Exception as error:  # whatever the library's code may raise
-                refused[kind] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+                refused[kind] = reason(error)
     return refused
 
 
-def _batches(tokens: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> Iterator[Given]:
+def reason(error: Exception) -> str:
+    """An error of the library's code, in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+
+
+def _lengths(tokens: Tensor) -> tuple[int, int]:
+    """Of the two documents in each row."""
+    time = tokens.shape[1]
+    return time // 2, time - time // 2
+
+
+def batches(tokens: Tensor, dtype: torch.dtype) -> Iterator[Given]:
     """A batch of each kind: a row padded at the left, one at the right; or two documents in each row."""
+    lengths = _lengths(tokens)
     mask = torch.ones_like(tokens)
     mask[0, :3] = 0
     mask[1, -4:] = 0
@@ -124,7 +152,6 @@ def _batches(tokens: Tensor, lengths: tuple[int, int], dtype: torch.dtype) -> It
 def _keeps_apart(
     whole: PreTrainedModel,
     tokens: Tensor,
-    lengths: tuple[int, int],
     packed: Tensor,
     is_equal: Callable[[Tensor, Tensor], bool],
 ) -> bool:
@@ -132,6 +159,7 @@ def _keeps_apart(
 
     In float32: for other lengths, softmax and norms, which many models compute in it, round differently.
     """
+    lengths = _lengths(tokens)
     alone = [whole(input_ids=each, return_dict=True).logits for each in tokens.split(lengths, dim=1)]
     pairs = zip(packed.split(lengths, dim=1), alone, strict=True)
     return all(is_equal(one.float(), other.float()) for one, other in pairs)
