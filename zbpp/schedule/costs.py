@@ -5,7 +5,7 @@ A microbatch of length l, its number of tokens in any unit, takes
     times      linear * l + quadratic * l * l      (attention grows with the square)
     messages, copies, exchanges, memory            linear * l
 
-A cost of (stage, microbatch) is thus never a table: two numbers per stage and one per microbatch say it.
+So there is no table of costs by stage and microbatch: a stage has two numbers, and a microbatch has a length.
 Costs for one rank's share of a model are another type: `zbpp.planning.RankCosts`.
 """
 
@@ -223,25 +223,25 @@ class Costs(CostNumbers):
         if self.quadratic is not None and not self.lengths:
             return self.of_length(1.0).per_stage(num_stages)
 
-        def spread(name: str) -> list[float]:
-            return _spread(name, getattr(self, name), num_stages)
+        def numbers(name: str) -> list[float]:
+            return _per_stage(name, getattr(self, name), num_stages)
 
-        saved, deferred = spread("saved"), spread("deferred")
+        saved, deferred = numbers("saved"), numbers("deferred")
         change_in_b = [after - before for after, before in zip(deferred, saved, strict=True)]
         return StageCosts(
             duration=_durations(self, num_stages),
-            comm=spread("comm"),
+            comm=numbers("comm"),
             memory={
                 Op.F: saved,
                 Op.B: change_in_b,
                 Op.W: [-freed for freed in deferred],
                 Op.BW: [-freed for freed in saved],
             },
-            reduce=spread("reduce"),
-            host=spread("host"),
-            exchange=spread("exchange"),
+            reduce=numbers("reduce"),
+            host=numbers("host"),
+            exchange=numbers("exchange"),
             held={"saved": saved, "deferred": deferred},
-            static=spread("static"),
+            static=numbers("static"),
             lengths=self.lengths,
             quadratic=None if self.quadratic is None else _durations(self.quadratic, num_stages),
         )
@@ -249,16 +249,16 @@ class Costs(CostNumbers):
 
 def _durations(costs: CostNumbers, num_stages: int) -> dict[Op, list[float]]:
     """By op, the time (ms) on each stage."""
-    f, b, w = (_spread(name, getattr(costs, name), num_stages) for name in ("f", "b", "w"))
+    f, b, w = (_per_stage(name, getattr(costs, name), num_stages) for name in ("f", "b", "w"))
     whole = (
         [x + y for x, y in zip(b, w, strict=True)]
         if costs.bw is None
-        else _spread("bw", costs.bw, num_stages)
+        else _per_stage("bw", costs.bw, num_stages)
     )
     return {Op.F: f, Op.B: b, Op.W: w, Op.BW: whole}
 
 
-def _spread(name: str, value: PerStage, num_stages: int) -> list[float]:
+def _per_stage(name: str, value: PerStage, num_stages: int) -> list[float]:
     numbers = _numbers(name, value)
     if len(numbers) not in (1, num_stages):
         raise PlanError(f"Costs: {name} has {len(numbers)} numbers for {num_stages} stages")

@@ -28,6 +28,7 @@ Passes (passes/) put into a program what features need.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -71,8 +72,7 @@ class Programs(Sequence[Program]):
 
     def gate(self, rank: int) -> Gate:
         """The rank's gate, see gate.py."""
-        timetable, ends = self._timeline.timetable, self._timeline.ends
-        positions = gate_positions(timetable)
+        ends, positions = self._timeline.ends, self._gates
         sent, dropped = {}, []
         for sender in (sender for sender, receiver in self.links if receiver == rank):
             link = _Link(self._timeline, self._values, sender, rank)
@@ -82,6 +82,10 @@ class Programs(Sequence[Program]):
             dropped += [(time, sender) for time in times]
         # In the order of their sends in one timeline, so that the waits can't form a circle.
         return Gate(positions[rank], sent, tuple([sender for _, sender in sorted(dropped)]))
+
+    @cached_property
+    def _gates(self) -> tuple[int, ...]:
+        return gate_positions(self._timeline.timetable)
 
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)

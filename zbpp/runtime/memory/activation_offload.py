@@ -231,6 +231,6 @@ def offload_of(pipeline: Pipeline) -> ActivationOffload | None:
 
 
 def offload_plan_of(pipeline: Pipeline) -> tuple[RankOffload, ...]:
-    """What leaves in each step, for every rank: an argument of `simulate`; () without offload."""
+    """What leaves in each step, for every rank: an argument of `with_copies`; () without offload."""
     offload = offload_of(pipeline)
     return () if offload is None else offload.chosen
