@@ -87,7 +87,17 @@ MAY_IMPORT = {
     | _TRAINING,
     "zbpp/__main__.py": {"__version__", "commands"},
     "zbpp/train.py": {"commands"},  # torchrun -m zbpp.train
-    "scripts/": {"cluster", "commands", "benchmark", "launch", "models", "render", "partition"} | _TRAINING,
+    "scripts/": {
+        "cluster",
+        "commands",
+        "benchmark",
+        "launch",
+        "models",
+        "render",
+        "partition",
+        "torch_pipelining",
+    }
+    | _TRAINING,
 }
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")

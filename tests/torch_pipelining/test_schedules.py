@@ -17,6 +17,7 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import zbpp
 from helpers.processes import open_things, run_ranks
 from zbpp import torch_pipelining as door
 from zbpp import torchtitan
@@ -190,6 +191,20 @@ def test_what_torchs_users_do_with_a_schedule():
     assert told["is on zbpp"] == ""
 
 
+def parity_of(schedule, stages, pair):
+    """What zbpp.parity says of two steps of a schedule, and what has run on torch's runtime."""
+    report = zbpp.parity(
+        lambda pair: stepped(schedule, stages, *pair)[1],
+        stages,
+        whole=lambda: nn.Sequential(*map(Block, range(stages[0].num_stages))),
+        batch=tuple(pair),
+        loss_fn=loss_fn,
+        num_microbatches=MICROBATCHES,
+        names=lambda stage, name: f"{stage}.{name}",
+    )
+    return report.verdict, door.fallbacks
+
+
 def with_data_parallel(rank, kind, name):
     """Two ranks of a pipeline times two processes with different rows. Groups of the user's own."""
     pairs = [dist.new_group(each) for each in ([0, 1], [2, 3])]
@@ -203,29 +218,17 @@ def with_data_parallel(rank, kind, name):
         return fully_shard(block, mesh=mesh)
 
     blocks = [Block(each) for each in range(4)]
-    place = rank // 2
-    schedule, stages = made(door, name, place, 2, blocks, wrap=wrap, group=pipeline)
-    x, y = batch(rank % 2)
-    stepped(schedule, stages, x, y)
-    assert vars(schedule)["_zbpp_engine"].reason == ""
-    found = grads(blocks, placed(name, 2)[place])
-    return {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in found.items()}
+    schedule, stages = made(door, name, rank // 2, 2, blocks, wrap=wrap, group=pipeline)
+    return parity_of(schedule, stages, batch(rank % 2))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
 @pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
 def test_data_parallel_stages_have_the_mean_of_all_rows_gradients(kind, name):
     """torch skips this for interleaved zero bubble (pytorch #144530)."""
-    blocks = nn.ModuleList(Block(each) for each in range(4))
-    for seed in range(2):
-        for part, target in zip(*(each.chunk(MICROBATCHES) for each in batch(seed)), strict=True):
-            for each in blocks:
-                part = each(part)
-            (loss_fn(part, target) / MICROBATCHES / 2).backward()
-    expected = {name: p.grad for name, p in blocks.named_parameters()}
-    for found in run_ranks(with_data_parallel, 4, kind, name):
-        for key, grad in found.items():
-            torch.testing.assert_close(grad, expected[key], rtol=1e-12, atol=1e-12)
+    for verdict, listed in run_ranks(with_data_parallel, 4, kind, name, fresh=True):
+        assert verdict.startswith("EQUAL")
+        assert listed == []
 
 
 def with_tensor_parallel(rank):
@@ -238,16 +241,13 @@ def with_tensor_parallel(rank):
 
     name, blocks = "ScheduleInterleavedZeroBubble", [Block(each) for each in range(2)]
     schedule, stages = made(door, name, 0, 1, blocks, wrap, mesh["pp"].get_group())
-    stepped(schedule, stages, *batch(mesh["dp"].get_local_rank()))
-    return {key: grad.full_tensor() for key, grad in grads(blocks, range(2)).items()}, door.fallbacks
+    return parity_of(schedule, stages, batch(mesh["dp"].get_local_rank()))
 
 
 def test_fully_shard_around_tensor_parallel_stages():
-    plain = [grads_of(seed, [Block(each) for each in range(2)]) for seed in range(2)]
-    for found, listed in run_ranks(with_tensor_parallel, 4, fresh=True):
+    for verdict, listed in run_ranks(with_tensor_parallel, 4, fresh=True):
+        assert verdict.startswith("EQUAL")
         assert listed == []
-        for key, grad in found.items():
-            torch.testing.assert_close(grad, (plain[0][key] + plain[1][key]) / 2, rtol=1e-12, atol=1e-12)
 
 
 def with_a_language_model(rank):
@@ -486,19 +486,13 @@ def on_one_shard(rank):
     schedule, stages = made(
         door, name, rank, 2, blocks, lambda block: fully_shard(block, mesh=mesh["dp"]), mesh["pp"].get_group()
     )
-    found = [stepped(schedule, stages, *batch())[1] for _ in range(2)][1]
-    whole = {key: grad.full_tensor() for key, grad in grads(blocks, placed(name, 2)[rank]).items()}
-    return found, whole, door.fallbacks
+    return parity_of(schedule, stages, batch())
 
 
 def test_stages_on_a_mesh_of_one_process_run_here():
-    blocks = [Block(each) for each in range(4)]
-    x, y = batch()
-    expected = plain_losses(blocks, x, y)
-    for rank, (losses, found, listed) in enumerate(run_ranks(on_one_shard, 2, fresh=True)):
+    for verdict, listed in run_ranks(on_one_shard, 2, fresh=True):
+        assert verdict.startswith("EQUAL")
         assert listed == []
-        assert_alike(losses, expected if rank else [])
-        assert all(each.abs().sum() > 0 for each in found.values())
 
 
 @dataclass
