@@ -17,6 +17,9 @@ no process ever holds the whole model. Both `Pipeline(model, ...)` and the train
     check_pipeline(pipeline) -> None
         Called on every rank once the Pipeline is built. Raises ValueError, on all ranks, for a mistake that
         shows in all stages together; `pipeline.place.gather` tells each rank of the others.
+    keeps_documents_apart(num_stages) -> bool
+        Whether a row may hold several documents: stage 0 takes (input_ids, position_ids), positions begin at
+        0 with each document, and no token sees another document's. data.batching=tokens then packs rows.
     tied() -> dict[str, str]
         The parameters that are one parameter of the model, in names of the whole model:
         {"head.weight": "embedding.weight"}. Each stage may make a tensor of its own for it.

@@ -13,7 +13,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
@@ -22,11 +21,9 @@ from zbpp.benchmark.measurement import both_forms
 from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
 from zbpp.planning import RankCosts
-from zbpp.runtime.measure import measured_costs
+from zbpp.runtime.measure import measured_costs, two_parts
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
-
-Floats = npt.NDArray[np.float64]
 
 
 class LengthCosts(NamedTuple):
@@ -105,7 +102,7 @@ def fitted(measured: Mapping[float, Costs], shape: tuple[int, int]) -> LengthCos
     error = 0.0
     for name in TIMES:
         times = np.array([getattr(measured[length], name) for length in lengths])  # by length and stage
-        parts = np.array([_two_parts(powers, each) for each in times.T])
+        parts = np.array([two_parts(lengths, each) for each in times.T])
         linear[name], squared[name] = parts.T.tolist()
         missed = np.abs(powers @ parts.T - times).max(axis=0)
         error = max(error, float((missed / np.maximum(times[-1], np.finfo(float).tiny)).max()))
@@ -116,17 +113,6 @@ def fitted(measured: Mapping[float, Costs], shape: tuple[int, int]) -> LengthCos
     return LengthCosts(
         RankCosts(**numbers, memory_unit=whole.memory_unit, quadratic=quadratic, shape=shape), error
     )
-
-
-def _two_parts(powers: Floats, times: Floats) -> Floats:
-    """[linear, quadratic], neither negative, of least square error. powers: [lengths, 2]."""
-    both: Floats = np.linalg.lstsq(powers, times, rcond=None)[0].astype(np.float64)
-    if (both >= 0).all():
-        return both
-    alone = np.diag(powers.T @ times / (powers**2).sum(axis=0))
-    misses = ((alone @ powers.T - times) ** 2).sum(axis=1)
-    best: Floats = alone[int(misses.argmin())]
-    return best
 
 
 def _within(exchange: Any, *times: list[float]) -> list[float]:

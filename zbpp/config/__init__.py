@@ -3,6 +3,7 @@
 Hydra and OmegaConf are known in this folder only. Plain objects leave it.
 """
 
+from zbpp.config.batching import BatchingConfig, batching_of, without_batching
 from zbpp.config.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig, ScheduleConfig
 from zbpp.config.compose import (
     Composed,
@@ -29,6 +30,7 @@ from zbpp.ranges import ConfigError
 
 __all__ = [
     "NUM_MICROBATCHES",
+    "BatchingConfig",
     "BenchConfig",
     "Composed",
     "ConfigError",
@@ -42,6 +44,7 @@ __all__ = [
     "ParallelConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "batching_of",
     "check_node",
     "command",
     "composition_error",
@@ -54,4 +57,5 @@ __all__ = [
     "read_run_config",
     "register",
     "typed",
+    "without_batching",
 ]

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING, DictConfig
 
+from zbpp.config.batching import refuse_tokens
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
 
 PRECISIONS = ("float32", "bfloat16", "float64")
@@ -72,6 +73,10 @@ class JobConfig(RunConfig):
     device: str = one_of("auto", "cpu", "cuda")
     timeout: float = ranged(120.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        refuse_tokens(self.data, "bench and zbpp measure")
+
 
 @dataclass(kw_only=True)
 class BenchConfig(JobConfig):
@@ -122,6 +127,7 @@ class ExplainConfig(WorkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        refuse_tokens(self.data, "explain")
         if self.stage >= self.num_stages:
             raise ConfigError(
                 f"stage={self.stage} does not exist with num_stages={self.num_stages}: "

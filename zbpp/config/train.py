@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
+from zbpp.config.batching import BatchingConfig, batching_of
 from zbpp.config.commands import COMPILE, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
 from zbpp.signatures import check_arguments
@@ -259,8 +260,19 @@ class TrainConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.batching  # noqa: B018  # refuses values out of range
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
+
+    @property
+    def batching(self) -> BatchingConfig:
+        """How sequences become batches. Raises ConfigError."""
+        return batching_of(self.data)
+
+    @property
+    def has_dynamic_shapes(self) -> bool:
+        """Whether microbatches may differ in shape."""
+        return self.parallel.dynamic_shapes or self.batching.is_tokens
 
     @property
     def profiled_steps(self) -> range:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,12 +17,23 @@ def read_typed(path: Path, kind: type[T]) -> T:
     """The file's values as a `kind`, a dataclass of numbers, texts and dataclasses. Raises ConfigError."""
     found = read_plain(path)
     try:
-        made: T = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), found))  # type: ignore[assignment]
-        return made
+        return typed_as(kind, found, str(path))
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
+
+
+def typed_as(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+    """Values as a `kind`, a dataclass of numbers, texts and dataclasses. Raises ConfigError.
+
+    name: of what holds the values, for a key or a type that is wrong.
+    """
+    try:
+        made: T = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(values)))  # type: ignore[assignment]
+        return made
+    except ConfigError:
+        raise
     except Exception as error:  # OmegaConf's own, for unknown and missing keys and for values of another type
-        raise ConfigError(f"{path}: {str(error).partition(chr(10))[0]}{_key_in(error)}") from None
+        raise ConfigError(f"{name}: {str(error).partition(chr(10))[0]}{_key_in(error)}") from None
 
 
 def _key_in(error: Exception) -> str:

@@ -25,10 +25,9 @@ import torch
 from torch import Tensor
 
 from zbpp.data.permutation import Numbers, keys_of, permute
+from zbpp.data.sequences import IGNORED, Known, Watch
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
-
-IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in transformers
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
@@ -92,16 +91,30 @@ class ChatBatches:
         """Inputs and labels of batch `step`, from 0."""
         inputs = np.full((self.batch_size, self._length), self._filling, dtype=np.int64)
         labels = np.full_like(inputs, IGNORED)
-        for row, number in enumerate(self._numbers(step)):
-            tokens, is_target = self._conversations[number]
-            size = len(tokens) - 1
-            inputs[row, :size] = tokens[:-1]
-            labels[row, :size] = np.where(is_target[1:] == 1, tokens[1:], IGNORED)
+        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+        for row, number in enumerate(self._numbers(samples)):
+            own = self._row(number)
+            for filled, values in zip((inputs, labels), own, strict=True):
+                filled[row, : len(values)] = values
         return torch.from_numpy(inputs), torch.from_numpy(labels)
 
-    def _numbers(self, step: int) -> Numbers:
-        """The numbers of the conversations in a batch."""
-        samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
+    def sequences(self, watch: Watch) -> Known:
+        """The conversations, in the same order."""
+        lengths = np.array([len(each.tokens) - 1 for each in self._conversations])
+
+        def read(sample: int) -> tuple[Tensor, Tensor]:
+            inputs, labels = self._row(int(self._numbers(np.array([sample]))[0]))
+            return torch.from_numpy(inputs), torch.from_numpy(labels)
+
+        return Known(lengths, self._numbers, read)
+
+    def _row(self, number: int) -> tuple[Numbers, Numbers]:
+        """Inputs and labels of a conversation, without padding."""
+        tokens, is_target = self._conversations[number]
+        return tokens[:-1].astype(np.int64), np.where(is_target[1:] == 1, tokens[1:], IGNORED)
+
+    def _numbers(self, samples: Numbers) -> Numbers:
+        """The numbers of the conversations that samples are, from 0 through all epochs."""
         epochs, places = np.divmod(samples, self.num_conversations)
         if self._seed is None:
             return places

@@ -15,7 +15,7 @@ A run that goes on at step 1000 needs batch 1000:
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.prepared import digest_of
+from zbpp.data.sequences import Known, Watch, as_sequence, check_sequence
 from zbpp.data.source import Data, num_rows, parts_of
 from zbpp.seeding import seed_of
 
@@ -33,6 +34,7 @@ _log = logging.getLogger(__name__)
 _SAID = 100  # batches that are dropped without a warning
 _ENDLESS = 2**40  # batches of a source that doesn't say how many it has
 _NOTHING = object()
+Collate = Callable[[list[Any]], Any]
 _NUM_PROBED = 14  # rows between the first and the last one that a fingerprint covers
 
 
@@ -52,7 +54,7 @@ def is_map_style(given: Any) -> bool:
 
 
 class DatasetBatches:
-    """Batches of a Dataset's rows, put together by torch's default_collate.
+    """Batches of a Dataset's rows, put together by `collate`.
 
     Each epoch takes every row once, in an order drawn from (seed, epoch); with `shuffle` False in the
     Dataset's own order. A batch may reach into the next epoch, so one large batch has the rows of several
@@ -61,13 +63,23 @@ class DatasetBatches:
     batch.
     """
 
-    def __init__(self, rows: Rows, *, batch_size: int, seed: int, shuffle: bool, name: str) -> None:
+    def __init__(
+        self,
+        rows: Rows,
+        *,
+        batch_size: int,
+        seed: int,
+        shuffle: bool,
+        name: str,
+        collate: Collate = default_collate,
+    ) -> None:
         if shuffle and len(rows) < batch_size:
             raise ValueError(
                 f"the {name} Dataset has {len(rows)} rows, fewer than a batch (num_microbatches * "
                 f"microbatch_size = {batch_size}): give more rows, or smaller batches"
             )
         self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
+        self._collate = collate
 
     @property
     def num_rows(self) -> int:
@@ -93,14 +105,33 @@ class DatasetBatches:
                 self._row(int(sample), int(row))
                 for sample, row in zip(samples, self._order(samples), strict=True)
             ]
-            return default_collate(rows)
+            return self._collate(rows)
 
     def probes(self) -> list[Any]:
         """The first row, the last one and some between, each as a batch of one: changed data show in them."""
         last = len(self._rows) - 1
         between = np.random.default_rng(last).integers(0, last + 1, _NUM_PROBED)
         with torch.random.fork_rng([]):
-            return [default_collate([self._row(row, row)]) for row in sorted({0, last, *map(int, between)})]
+            return [self._collate([self._row(row, row)]) for row in sorted({0, last, *map(int, between)})]
+
+    def sequences(self, watch: Watch) -> Known:
+        """The rows, of which each tensor has one entry per token.
+
+        A Dataset's attribute `lengths` says how many tokens its rows have; without it every row is read once.
+        """
+        known = getattr(self._rows, "lengths", None)
+        with torch.random.fork_rng([]):
+            lengths = (
+                [check_sequence(as_sequence(self._row(row, row))) for row in watch(range(len(self._rows)))]
+                if known is None
+                else known
+            )
+
+        def read(sample: int) -> Any:
+            with torch.random.fork_rng([]):
+                return as_sequence(self._row(sample, int(self._order(np.array([sample]))[0])))
+
+        return Known(np.array(lengths, dtype=np.int64), self._order, read)
 
     def _row(self, sample: int, row: int) -> Any:
         torch.default_generator.manual_seed(seed_of(self._seed, "row", sample))
@@ -212,16 +243,20 @@ def _has_state(batches: object) -> bool:
     return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
 
 
-def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True) -> Data:
+def loaded_data(
+    given: Any, *, batch_size: int, seed: int, is_read: bool = True, collate: Collate = default_collate
+) -> Data:
     """`Data` from a Dataset, from something that yields batches, or from a pair (to train on, held out).
 
     A Dataset is read in batches of `batch_size`, shuffled unless it is an IterableDataset or held out.
     is_read: False on a rank between the first and the last stage, where not even the first batch is tried.
+    collate: makes a batch of a Dataset's rows.
     Raises ValueError for anything else, and for first batches that don't fit.
     """
     pair = given if isinstance(given, tuple) and len(given) == 2 else (given, None)
-    train = _loaded(pair[0], batch_size, seed, "training", shuffle=True)
-    held_out = None if pair[1] is None else _loaded(pair[1], batch_size, seed, "held-out", shuffle=False)
+    how: Any = {"batch_size": batch_size, "seed": seed, "collate": collate}
+    train = _loaded(pair[0], **how, name="training", shuffle=True)
+    held_out = None if pair[1] is None else _loaded(pair[1], **how, name="held-out", shuffle=False)
     if is_read and held_out is not None and (held_out.num_batches or held_out.num_rest):
         parts_of(held_out.batch(0))
     return Data(
@@ -236,10 +271,11 @@ def loaded_data(given: Any, *, batch_size: int, seed: int, is_read: bool = True)
 
 
 def _loaded(
-    given: Any, batch_size: int, seed: int, name: str, *, shuffle: bool
+    given: Any, *, batch_size: int, seed: int, name: str, shuffle: bool, collate: Collate
 ) -> DatasetBatches | IteratedBatches:
     if is_map_style(given):
-        return DatasetBatches(given, batch_size=batch_size, seed=seed, shuffle=shuffle, name=name)
+        how: Any = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, "name": name}
+        return DatasetBatches(given, **how, collate=collate)
     batches = DataLoader(given, batch_size, drop_last=True) if isinstance(given, Dataset) else given
     if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor | Iterator):
         raise ValueError(

@@ -45,11 +45,16 @@ class Data(NamedTuple):
     num_evaluation_rest: int = 0  # rows that are held out behind these batches, the first of the next batch
     padding: float = 0.0  # the share of a batch's items that fills rows up, on average
     notes: tuple[str, ...] = ()  # what a run says of the data: lines
+    is_shared: bool = False  # whether all replicas and shards together have a batch, or each one of its own
 
     @property
     def filled_items(self) -> float:
         """Items of a batch that are no padding, on average."""
         return self.items_per_batch * (1 - self.padding)
+
+    def batches_per_step(self, num_parts: int) -> int:
+        """How many batches a step has, of so many replicas and shards."""
+        return 1 if self.is_shared else num_parts
 
     def with_facts_of(self, other: Data) -> Data:
         """These batches, with the facts of another rank, which has read the data."""

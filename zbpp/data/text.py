@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from zbpp.data.prepared import digest_of
+from zbpp.data.sequences import Sequences, Watch
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.data.tokenizer import load_tokenizer
 from zbpp.data.windows import Samples, Tokens, Windows
@@ -48,6 +49,10 @@ class Batches:
         if positions is None:
             return inputs, targets
         return {"input_ids": inputs, "position_ids": torch.from_numpy(positions), "labels": targets}
+
+    def sequences(self, watch: Watch) -> Sequences:
+        """The documents, in pieces of at most a window; the windows if documents are not told apart."""
+        return self.samples.sequences()
 
 
 def text_data(

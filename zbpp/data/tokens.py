@@ -9,7 +9,7 @@ exactly its share of each set, in an order drawn from (seed, block):
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.prepared import HELD_OUT, TRAIN, Prepared, digest_of, open_prepared
+from zbpp.data.sequences import Sequences
 from zbpp.data.source import Data, check_vocab_size
 from zbpp.data.text import data_of_samples
 from zbpp.data.tokenizer import fingerprint_of
@@ -130,14 +131,49 @@ class Mixture:
 
     def rows(self, samples: Numbers) -> Rows:
         """See `Samples.rows`."""
+        chosen, numbers = self.sources(samples)
+        found = {each: self._sets[each].rows(numbers[chosen == each]) for each in np.unique(chosen)}
+        return _merged(found, chosen)
+
+    def sequences(self) -> Sequences:
+        """Those of the sets, each set with its share."""
+        return _MixedSequences([each.sequences() for each in self._sets], self._counts, self.sources)
+
+    def sources(self, samples: Numbers) -> tuple[Numbers, Numbers]:
+        """(the set of each sample, its number in the set)."""
         blocks, places = np.divmod(samples, self._counts.sum())
         if self._seed is not None:
             places = permute(places, int(self._counts.sum()), keys_of(seed_of(self._seed, "mixture"), blocks))
         chosen = np.searchsorted(self._firsts, places, side="right") - 1
         # Within a set, samples are numbered on from block to block: each comes once, as without a mixture.
-        numbers = blocks * self._counts[chosen] + places - self._firsts[chosen]
-        found = {each: self._sets[each].rows(numbers[chosen == each]) for each in np.unique(chosen)}
-        return _merged(found, chosen)
+        return chosen, blocks * self._counts[chosen] + places - self._firsts[chosen]
+
+
+class _MixedSequences:
+    """Sequences of several sets. counts: of each set in a block; sources: see `Mixture.sources`."""
+
+    def __init__(
+        self,
+        sets: Sequence[Sequences],
+        counts: Numbers,
+        sources: Callable[[Numbers], tuple[Numbers, Numbers]],
+    ) -> None:
+        self._sets, self._sources = sets, sources
+        self.longest = max(each.longest for each in sets)
+        self.mean = float(np.average([each.mean for each in sets], weights=counts))
+
+    def lengths(self, samples: Numbers) -> Numbers:
+        """See `Sequences.lengths`."""
+        chosen, numbers = self._sources(samples)
+        found = np.empty_like(numbers)
+        for each in np.unique(chosen):
+            found[chosen == each] = self._sets[each].lengths(numbers[chosen == each])
+        return found
+
+    def sequence(self, sample: int) -> Any:
+        """See `Sequences.sequence`."""
+        chosen, numbers = self._sources(np.array([sample]))
+        return self._sets[int(chosen[0])].sequence(int(numbers[0]))
 
 
 def shares_in_block(weights: Sequence[float]) -> Numbers:

@@ -10,8 +10,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from zbpp.data.permutation import Numbers, keys_of, permute
+from zbpp.data.sequences import Known, Sequences
 from zbpp.data.source import check_at_least_one
 from zbpp.seeding import seed_of
 
@@ -37,6 +40,8 @@ class Samples(Protocol):
     def num_samples(self) -> int: ...
 
     def rows(self, samples: Numbers) -> Rows: ...
+
+    def sequences(self) -> Sequences: ...
 
 
 class Windows:
@@ -83,11 +88,50 @@ class Windows:
             return Rows(tokens, None)
         return Rows(tokens, positions_in_documents(starts, self.sequence_length, self._ends))
 
+    def sequences(self) -> Sequences:
+        """The documents, in pieces of at most sequence_length tokens; the windows if there are no `ends`."""
+        if self._ends is None:
+            starts = np.arange(self.num_samples) * self.sequence_length
+            lengths = np.full(self.num_samples, self.sequence_length)
+        else:
+            starts, lengths = pieces_of_documents(np.asarray(self._ends), self.sequence_length)
+
+        def places(samples: Numbers) -> Numbers:
+            return self._in_order(samples, len(lengths))
+
+        def read(sample: int) -> tuple[Tensor, Tensor]:
+            place = int(places(np.array([sample]))[0])
+            start, length = int(starts[place]), int(lengths[place])
+            tokens = torch.from_numpy(self._tokens[start : start + length + 1].astype(np.int64))
+            return tokens[:-1], tokens[1:]
+
+        return Known(lengths, places, read)
+
     def _windows(self, samples: Numbers) -> Numbers:
-        epochs, places = np.divmod(samples, self.num_samples)
+        return self._in_order(samples, self.num_samples)
+
+    def _in_order(self, samples: Numbers, count: int) -> Numbers:
+        """Which of `count` places each sample has, in the order of its epoch."""
+        epochs, places = np.divmod(samples, count)
         if self.seed is None:
             return places
-        return permute(places, self.num_samples, keys_of(seed_of(self.seed, "order"), epochs))
+        return permute(places, count, keys_of(seed_of(self.seed, "order"), epochs))
+
+
+def pieces_of_documents(ends: Numbers, most: int) -> tuple[Numbers, Numbers]:
+    """(where each piece begins, how many of its tokens are inputs), `most` or fewer.
+
+    The last token of a piece is a target only, and the first input of the next piece of the same document.
+    ends: where the documents end, ascending. Raises ValueError if no document has two tokens.
+    """
+    begins = np.concatenate([[0], ends[:-1]])
+    inputs = np.maximum(0, ends - begins - 1)
+    counts = -(-inputs // most)
+    if not counts.sum():
+        raise ValueError("no document has two tokens: there is nothing to predict")
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = np.repeat(begins, counts) + within * most
+    return starts, np.minimum(most, np.repeat(begins + inputs, counts) - starts)
 
 
 def positions_in_documents(starts: Numbers, length: int, ends: Numbers) -> Numbers:

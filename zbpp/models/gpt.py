@@ -92,6 +92,10 @@ class Gpt(LanguageModel):
             last_stage=last_stage(head),
         )
 
+    def keeps_documents_apart(self, num_stages: int) -> bool:
+        """See zbpp/stage_api.py. Tensor-parallel ranks that cut sequences can't."""
+        return not self._plan.sequence_parallel
+
     def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
 
@@ -128,7 +132,8 @@ class Embedding(nn.Module):
     ) -> Tensor:
         start = 0 if sequence_slice is None else sequence_slice.start
         end = start + tokens.shape[1]
-        check_length(end, self.sequence_length)
+        if position_ids is None:  # a row of several documents may be longer than each of them
+            check_length(end, self.sequence_length)
         positions = torch.arange(start, end, device=tokens.device) if position_ids is None else position_ids
         embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
         return embedded

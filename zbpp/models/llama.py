@@ -168,6 +168,10 @@ class Llama(LanguageModel):
             last_stage=last_stage(head),
         )
 
+    def keeps_documents_apart(self, num_stages: int) -> bool:
+        """See zbpp/stage_api.py. Tensor-parallel ranks that cut sequences can't."""
+        return not self._plan.sequence_parallel
+
     def parallelize(self, stage: nn.Module, mesh: DeviceMesh) -> None:
         """Shard a stage over the ranks of a mesh with one dimension; see `tensor_parallel.parallelize`.
 

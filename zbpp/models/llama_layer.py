@@ -36,9 +36,9 @@ class Rotary(nn.Module):
         self.register_buffer("sin", angles.sin().float(), persistent=False)
 
     def forward(self, x: Tensor, position_ids: Tensor | None = None, start: int = 0) -> Tensor:
-        end = start + x.shape[-2]
-        check_length(end, self.sequence_length)
         if position_ids is None:
+            end = start + x.shape[-2]
+            check_length(end, self.sequence_length)
             cos, sin = self.cos[start:end], self.sin[start:end]
         else:
             cos, sin = self.cos[position_ids].unsqueeze(1), self.sin[position_ids].unsqueeze(1)

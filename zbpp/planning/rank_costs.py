@@ -46,7 +46,7 @@ class RankCosts(CostNumbers):
         Without a shape these costs are those of a microbatch with the mean number of tokens.
         """
         unit = statistics.fmean(numbers) if self.shape is None else math.prod(self.shape)
-        return RankCosts.of_lengths([each / unit for each in numbers], self, self.quadratic)
+        return RankCosts.of_lengths([each / unit for each in numbers], self)
 
     def per_stage(self, num_stages: int, num_ranks: int) -> Costs:
         """The costs of `num_stages` stages on `num_ranks` ranks that together are this model.

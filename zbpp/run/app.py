@@ -25,9 +25,15 @@ from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, check_device, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
-from zbpp.run.data import build_data
-from zbpp.run.model import build_model, build_stages, explained_as_boundary, layers_per_stage
-from zbpp.run.plan import check_plan, costs_of, note_on_microbatches, planned, title_of
+from zbpp.run.data import batched_by_tokens, build_data
+from zbpp.run.model import (
+    build_model,
+    build_stages,
+    explained_as_boundary,
+    keeps_documents_apart,
+    layers_per_stage,
+)
+from zbpp.run.plan import check_plan, costs_of, note_on_microbatches, planned, shape_of, title_of
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
@@ -144,7 +150,7 @@ def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
     """
     check_config(config)
     timetable = planned(config, num_ranks)
-    plan = Plan(timetable, costs_of(config.schedule, timetable))
+    plan = Plan(timetable, costs_of(config.schedule, timetable), shape=shape_of(config.schedule))
     if config.memory.recompute != "auto":
         return plan
     from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
@@ -158,7 +164,11 @@ def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
     stages = build_stages(model, timetable, rank)
     batch_size = timetable.num_microbatches * config.microbatch_size
     is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
-    return Parts(model, stages, build_data(config.data, batch_size, config.seed, is_read=is_read))
+    data = build_data(config.data, batch_size, config.seed, is_read=is_read)
+    if config.batching.is_tokens:
+        keeps_apart = keeps_documents_apart(model, timetable.num_stages)
+        data = batched_by_tokens(data, config.batching, keeps_apart=keeps_apart, is_shown=rank == 0)
+    return Parts(model, stages, data)
 
 
 # ---------------------------------------------------------------- together

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from zbpp.config import ConfigError, TrainConfig, check_node
+from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
@@ -17,7 +17,7 @@ def check_config(config: TrainConfig) -> None:
     """Raise ConfigError for what the config alone shows: excluded switches, unknown arguments of a class."""
     check_together(config)
     optimizer = config.optimizer
-    nodes = [("model", config.model), ("data", config.data)]
+    nodes = [("model", config.model), ("data", without_batching(config.data))]
     nodes += [(f"callbacks[{number}]", node) for number, node in enumerate(config.callbacks)]
     nodes += [("optimizer.build", optimizer.build), ("optimizer.lr_scheduler", optimizer.lr_scheduler)]
     for part, node in nodes:
@@ -50,6 +50,8 @@ _OF_SWITCHES = (
     ("weight_offload", "compile", "write compile=none"),
     ("weight_offload", "mixed", "write precision=float32 or bfloat16"),
     ("lora", "tensor", "write parallel.tensor=1"),
+    ("tokens", "replan", "name a schedule, and give the times that zbpp measure found as schedule.costs"),
+    ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
 )
 
 
@@ -69,6 +71,7 @@ def _switches(config: TrainConfig) -> dict[str, str]:
     )
     recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={config.compile}"
     is_mixed = PRECISIONS[precision].is_mixed
+    dynamic = "data.batching=tokens" if config.batching.is_tokens else "parallel.dynamic_shapes=true"
     typed = {
         "activation_offload": (f"memory.offload={memory.offload}", memory.offload != "none"),
         "cuda_graphs": ("cuda_graphs=true", config.cuda_graphs),
@@ -82,7 +85,9 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
         "shard": (f"parallel.shard={parallel.shard}", parallel.shard > 1),
         "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
-        "dynamic_shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
+        "dynamic_shapes": (dynamic, config.has_dynamic_shapes),
+        "tokens": ("data.batching=tokens", config.batching.is_tokens),
+        "replan": (f"schedule.replan={config.schedule.replan}", config.schedule.replan is not None),
         "recompute": (recompute, memory.recompute != "none"),
         "whole stage": (recompute, memory.recompute == "stage"),
         "compile": (compiled, config.compile != "none"),

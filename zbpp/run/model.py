@@ -14,7 +14,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.stage import FORWARD_NOTE, LOSS_NOTE
 from zbpp.schedule import Timetable
-from zbpp.stage_api import PipelineModel, missing_methods, stage_of
+from zbpp.stage_api import PipelineModel, batch_norms, missing_methods, stage_of
 from zbpp.training.optim.precision import Precision
 
 
@@ -77,6 +77,14 @@ def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
     return counts
 
 
+def keeps_documents_apart(model: Any, num_stages: int) -> bool:
+    """Whether a row may hold several documents, as the model says. Raises ConfigError as its cut does."""
+    if not hasattr(model, "keeps_documents_apart"):
+        return False
+    with naming("model"):
+        return bool(model.keeps_documents_apart(num_stages))
+
+
 def metrics_of(model: Any, precision: Precision) -> Callable[[Any, Any], Mapping[str, float | Tensor]] | None:
     """The model's metrics(output, target), see zbpp/stage_api.py; None if it has no such method."""
     found = getattr(model, "metrics", None)
@@ -101,6 +109,16 @@ def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def check_lengths_may_differ(stages: Mapping[int, nn.Module]) -> None:
+    """Raise ConfigError for a stage whose statistics depend on padding and on the length of a microbatch."""
+    for index, stage in stages.items():
+        if next(batch_norms(stage), None) is not None:
+            raise ConfigError(
+                f"data.batching=tokens doesn't go with BatchNorm, which stage {index} has: its statistics "
+                "would count padding; write data.batching=rows, or take another norm"
+            )
 
 
 @contextmanager

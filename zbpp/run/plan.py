@@ -84,6 +84,11 @@ def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
     return whole.per_stage(timetable.num_stages, timetable.num_ranks)
 
 
+def shape_of(schedule: ScheduleConfig) -> tuple[int, int] | None:
+    """(rows, tokens of a row) of the microbatch that schedule.costs hold for; None: not known."""
+    return None if schedule.costs is None else read_costs(schedule.costs)[0].shape
+
+
 def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload | None:
     """The offload of memory.offload; None for none. Raises ConfigError for costs that it can't plan with."""
     gib: Any = config.memory.offload  # the config has checked it

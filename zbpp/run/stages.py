@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.autograd import recompute
 from zbpp.config import ParallelConfig, TrainConfig, naming
 from zbpp.data import Data
-from zbpp.run.model import check_data_fit
+from zbpp.data.token_batches import TokenBatches
+from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.microbatch import into_microbatches
@@ -22,7 +23,7 @@ from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
-from zbpp.training.batches import batch_for
+from zbpp.training.batches import batch_for, part_for
 from zbpp.training.optim.precision import PRECISIONS, Precision
 
 
@@ -57,11 +58,25 @@ def prepare_stages(
         with naming("memory.offload_weights=true"):
             OffloadedWeights(stages, device)
     with naming("data"):
-        args, _ = batch_for(stages, timetable.num_stages, data.train, 0, device)
-        first = [into_microbatches("the input", arg, timetable.num_microbatches)[0] for arg in args]
-        check_data_fit(stages, first)
+        for inputs in _first_inputs(data, stages, timetable, device):
+            check_data_fit(stages, inputs)
+        if data.is_shared:
+            check_lengths_may_differ(stages)
     recompute_stages(stages, config.memory.recompute, recomputed)
     compile_stages(stages, config.compile, config.memory.budget)
+
+
+def _first_inputs(
+    data: Data, stages: Mapping[int, nn.Module], timetable: Timetable, device: torch.device
+) -> Iterator[Sequence[Any]]:
+    """Inputs of stage 0: of the first microbatch, or of two that differ in length."""
+    if not isinstance(data.train, TokenBatches):
+        args, _ = batch_for(stages, timetable.num_stages, data.train, 0, device)
+        yield [into_microbatches("the input", arg, timetable.num_microbatches)[0] for arg in args]
+        return
+    cut = data.train.cut(0, timetable.num_microbatches)
+    for group, _ in (cut[0], cut[-1]):
+        yield part_for(stages, timetable.num_stages, data.train.microbatch(group), device)[0]
 
 
 def move_stages(

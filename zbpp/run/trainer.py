@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from zbpp.config import TrainConfig, naming
+from zbpp.data import Data
+from zbpp.data.token_batches import TokenBatches
 from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
 from zbpp.run.model import metrics_of
@@ -17,9 +19,10 @@ from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_fac
 from zbpp.run.plan import build_offload, build_replan
 from zbpp.run.stages import Parts
 from zbpp.runtime import CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
-from zbpp.runtime.mesh import Reshard
+from zbpp.runtime.mesh import Place, Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.stage_api import check_pipeline
+from zbpp.training.length_plans import LengthPlanner
 from zbpp.training.optim.precision import PRECISIONS, LossScale
 from zbpp.training.trainer import Trainer
 
@@ -27,12 +30,14 @@ from zbpp.training.trainer import Trainer
 class Plan(NamedTuple):
     """What rank 0 has decided for all ranks. costs: those in schedule.costs, or equal F, B and W.
 
+    shape: (rows, tokens of a row) of the microbatch that the costs hold for; None: not known.
     recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
     """
 
     timetable: Timetable
     costs: Costs
     recomputed: frozenset[int] = frozenset()
+    shape: tuple[int, int] | None = None
 
 
 def build_pipeline(
@@ -71,11 +76,25 @@ def build_pipeline(
             mp_policy=policy,
             seed=config.seed,
             timeout=parallel.timeout,
-            dynamic_shapes=parallel.dynamic_shapes,
+            dynamic_shapes=config.has_dynamic_shapes,
             extras=[*switched, *extras],
         )
         check_pipeline(model, pipeline)
     return pipeline
+
+
+def build_planner(data: Data, plan: Plan, place: Place) -> LengthPlanner | None:
+    """The planner of batches of so many tokens, on a rank that reads them; else None."""
+    if not isinstance(data.train, TokenBatches):
+        return None
+    return LengthPlanner(
+        data.train,
+        plan.timetable,
+        plan.costs,
+        plan.shape,
+        part=place.data_part,
+        num_parts=place.num_data_parts,
+    )
 
 
 def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipeline) -> Trainer:
@@ -107,5 +126,6 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             accumulate=release == "accumulate",
             per_parameter=optimizer.per_parameter,
             post_validation=optimizer.validation == "after",
+            planner=build_planner(parts.data, plan, pipeline.place),
             non_finite=config.non_finite,
         )

@@ -79,9 +79,11 @@ class CostNumbers:
         microbatch of length 0 is empty and costs nothing.
         linear: the costs that grow with the length, and reduce and static, which belong to the whole step.
         quadratic: the parts of f, b, w and bw that grow with the square of the length; it has no other cost.
+        None: that of `linear`, if it has one.
         Raises PlanError for a length that is no number, negative or not finite.
         """
-        return replace(linear, lengths=_checked_lengths(lengths), quadratic=quadratic)
+        squared = linear.quadratic if quadratic is None else quadratic
+        return replace(linear, lengths=_checked_lengths(lengths), quadratic=squared)
 
     def __post_init__(self) -> None:
         if not isinstance(self.lengths, tuple) or self.lengths:

@@ -2,12 +2,15 @@
 
 Each replica and each shard reads batches of its own. The ranks of one pipeline share a batch: the owner of
 stage 0 reads its inputs, the owner of the last stage its target, and the ranks between read nothing.
+
+Batches of so many tokens (zbpp/data/token_batches.py) belong to all replicas together. They are planned ahead
+(length_plans.py), and come as microbatches of different shapes.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +20,9 @@ from torch.utils._pytree import tree_map
 
 from zbpp.data import Data
 from zbpp.data.source import Source, parts_of
-from zbpp.runtime import Pipeline
+from zbpp.data.token_batches import Group, TokenBatches
+from zbpp.runtime import Pipeline, per_microbatch
+from zbpp.training.length_plans import LengthPlanner, StepPlan, agreed_plan
 
 Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last stage; () and None elsewhere
 
@@ -25,19 +30,50 @@ Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last sta
 class Batches:
     """Reads for the stages of one pipeline, which may be replaced by another pipeline.
 
-    target_dtype: of floating-point targets; None: that of the parameters.
+    target_dtype: of floating-point targets; None: that of the parameters. planner: of batches of so many
+    tokens, on ranks that read them. plan: of the latest step of such a batch; None before it.
     """
 
-    def __init__(self, pipeline: Pipeline, data: Data, target_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        data: Data,
+        target_dtype: torch.dtype | None = None,
+        planner: LengthPlanner | None = None,
+    ) -> None:
         self.pipeline, self._data, self._target_dtype = pipeline, data, target_dtype
+        self._planner = planner
+        self.plan: StepPlan | None = None
 
     def of_step(self, step: int) -> Batch:
-        """This process's part of the data of a training step."""
-        return self._read(self._data.train, step)
+        """This process's part of the data of a training step. Collective for batches of so many tokens."""
+        if not self._data.is_shared:
+            return self._read(self._data.train, step)
+        is_first = 0 in self.pipeline.stages
+        plan = self._planner.of_step(step) if self._planner and is_first else None
+        self.plan = agreed_plan(plan, self.pipeline.place)
+        if self._planner is None:
+            return (), None
+        self._planner.batches.note(step + 1, self.plan.next_first)
+        return self._of_groups(self._planner.batches, self.plan.groups)
+
+    def close(self) -> None:
+        """End the thread that plans batches."""
+        if self._planner is not None:
+            self._planner.close()
 
     def of_evaluation(self, number: int) -> Batch:
         """This process's part of a held-out batch."""
         return self._read(self._data.evaluation, number)
+
+    def _of_groups(self, batches: TokenBatches, groups: Sequence[Group]) -> Batch:
+        """The microbatches of these sequences, in this order."""
+        stages, num_stages = self.pipeline.stages, self.pipeline.timetable.num_stages
+        how: Any = {"device": self.pipeline.device, "target_dtype": self._target_dtype}
+        parts = [part_for(stages, num_stages, batches.microbatch(each), **how) for each in groups]
+        args = tuple(per_microbatch(each) for each in zip(*(args for args, _ in parts), strict=True))
+        targets = [target for _, target in parts]
+        return args, None if targets[0] is None else per_microbatch(targets)
 
     def _read(self, source: Source, number: int) -> Batch:
         pipeline, place = self.pipeline, self.pipeline.place
@@ -73,6 +109,18 @@ def batch_for(
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
+    return part_for(stages, num_stages, source.batch(number), device, target_dtype=target_dtype)
+
+
+def part_for(
+    stages: Mapping[int, nn.Module],
+    num_stages: int,
+    batch: Any,
+    device: torch.device,
+    *,
+    target_dtype: torch.dtype | None = None,
+) -> tuple[tuple[Any, ...], Any]:
+    """`batch_for` of a batch that was read."""
     dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
     dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
 
@@ -81,7 +129,7 @@ def batch_for(
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
-    inputs, target = parts_of(source.batch(number))
+    inputs, target = parts_of(batch)
     args = tree_map(partial(moved, dtype), positional(inputs, stages[0])) if 0 in stages else ()
     is_last = num_stages - 1 in stages
     return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None

@@ -207,7 +207,8 @@ def _check_rows(found: Checkpoint, trainer: Trainer) -> None:
             f"{found.path} was trained on {info['items_per_step']} {info['unit']} per step, and this run has "
             f"{trainer.items_per_step}, so the step does not say which data come next: write "
             "num_microbatches=... or microbatch_size=... so that num_microbatches x microbatch_size x "
-            "parallel.replicate x parallel.shard is what it was"
+            "parallel.replicate x parallel.shard is what it was; with data.batching=tokens, "
+            "data.tokens_per_batch"
         )
 
 

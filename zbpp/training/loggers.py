@@ -285,6 +285,8 @@ def brief(metrics: Mapping[str, Any], note: str = "") -> str:
         for key, speed in metrics.items()
         if key.endswith("_per_second")
     ]
+    if "padding" in metrics:
+        words.append(f"padding {100 * metrics['padding']:.1f} %")
     if "model_flops_utilisation" in metrics:
         words.append(f"MFU {100 * metrics['model_flops_utilisation']:.1f} %")
     if "measured_bubble_rate" in metrics:

@@ -11,6 +11,7 @@ import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from zbpp.job.agreement import gather
 from zbpp.job.world import World
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.measure import measured_costs_of_lengths
 from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
 from zbpp.runtime.parallel.experts import has_experts
@@ -52,13 +54,27 @@ class MeasuredSteps(NamedTuple):
         }
 
 
-def measured_steps(timelines: Mapping[int, Timeline], offload: Sequence[RankOffload]) -> MeasuredSteps:
-    """The figures of timelines, at least one, by the number of their step; all are of one timetable."""
-    by_makespan = sorted(timelines.values(), key=lambda timeline: timeline.makespan)
-    measured = by_makespan[len(by_makespan) // 2]
+def measured_steps(
+    timelines: Mapping[int, Timeline],
+    offload: Sequence[RankOffload],
+    lengths: Mapping[int, Sequence[float]] = MappingProxyType({}),
+) -> MeasuredSteps:
+    """The figures of timelines, at least one, by the number of their step; all are of one timetable.
+
+    lengths: of each step's microbatches, if these differ in length. Costs are then in two parts, and the step
+    that is predicted has the lengths of the measured one.
+    """
+    by_makespan = sorted(timelines, key=lambda step: timelines[step].makespan)
+    step = by_makespan[len(by_makespan) // 2]
+    measured = timelines[step]
     timetable = measured.timetable
     usual = RankCosts().per_stage(timetable.num_stages, timetable.num_ranks)
-    costs = replace(measured_costs(*timelines.values()), saved=usual.saved, deferred=usual.deferred)
+    if lengths:
+        found = measured_costs_of_lengths([*timelines.values()], [lengths[each] for each in timelines])
+        found = Costs.of_lengths(lengths[step], found)
+    else:
+        found = measured_costs(*timelines.values())
+    costs = replace(found, saved=usual.saved, deferred=usual.deferred)
     return MeasuredSteps(_text(sorted(timelines)), measured, _simulated(timetable, costs, offload), costs)
 
 
@@ -172,7 +188,7 @@ class LiveFigures(Callback):
         newest = max(trainer.timelines, default=None)
         if known and newest is not None and newest != self._last:
             self._last = newest
-            found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
+            found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline), trainer.lengths)
             known[-1] |= found.figures | {"peak_memory_bytes": max(found.measured.peak_memory)}
 
 
@@ -240,7 +256,7 @@ def summarise(
     cost = sentence_of_cost(len(history), seconds, figures[unit], unit)
     if not trainer.timelines:
         return Summary(figures, None, [cost])
-    found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline))
+    found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline), trainer.lengths)
     same = [each["step_seconds"] for each in history if each["step"] in trainer.timelines]
     sentences = [cost, *sentences_of_time(found, median(same) * 1e3, figures["sharing"])]
     figures |= {

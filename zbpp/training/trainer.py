@@ -32,6 +32,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
+from zbpp.training.length_plans import LengthPlanner
 from zbpp.training.non_finite import BegunSteps, Values
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import PostValidatedUpdate
@@ -88,6 +89,9 @@ class Trainer:
     zbpp.GradientRelease explains this argument, `accumulate` and `per_parameter`. post_validation: the update
     does not wait for the norm, see zbpp.PostValidation; a step's metrics then come one step later.
 
+    planner: of batches of so many tokens, on ranks that read them (data.is_shared); see length_plans.py. The
+    metrics of such a step have `padding`, the share of its tokens that fill rows up.
+
     non_finite: skip, stop or continue where a loss or the norm of the gradients is NaN or infinite, see
     non_finite.py. callbacks: called around the steps.
     Raises ValueError for options that exclude each other.
@@ -110,6 +114,7 @@ class Trainer:
     accumulate: bool = False
     per_parameter: bool = False
     post_validation: bool = False
+    planner: LengthPlanner | None = None
     callbacks: Sequence[Callback] = ()
     non_finite: str = "skip"
 
@@ -125,13 +130,14 @@ class Trainer:
         )
         self._update = self._made_update()
         self.timelines: dict[int, Timeline] = {}  # of the last measured steps, which are counted from 1
+        self.lengths: dict[int, list[float]] = {}  # of their microbatches, where these differ in length
         self._recorder = Recorder()
         self.next_step = 0  # the step that `run` begins with
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
         target_dtype = None if self.masters is None else torch.float32
-        self._batches = Batches(self.pipeline, self.data, target_dtype)
+        self._batches = Batches(self.pipeline, self.data, target_dtype, self.planner)
         self._begun = BegunSteps(self.values)
 
     def _made_update(self) -> Update:
@@ -155,11 +161,14 @@ class Trainer:
         self.leaving = self._update.wish = self._agreed = None
         self.first_step = self.next_step
         self._tell_optimizer("train")
-        while self.next_step < num_steps and self.leaving is None:
-            yield from self._run_step(self.next_step, num_steps=num_steps)
+        try:
+            while self.next_step < num_steps and self.leaving is None:
+                yield from self._run_step(self.next_step, num_steps=num_steps)
+                self._check_values()
+            yield from self._settled()
             self._check_values()
-        yield from self._settled()
-        self._check_values()
+        finally:
+            self._batches.close()
         self._call_each("finish")
 
     def leave(self, reason: str, *, agreed: bool = False) -> None:
@@ -213,24 +222,36 @@ class Trainer:
         if evaluated:
             known[-1] |= self.evaluate()
         if recorded:
-            self.timelines[step + 1] = self._recorder.timeline()
-            if len(self.timelines) > max(self.num_recorded, _KEPT):
-                del self.timelines[min(self.timelines)]
+            self._keep_timeline(step + 1)
         self._call_each("after_step", step, known)
         self.leaving = None if is_last else self._agreed  # after its last step a run has not ended early
         if not is_last:
             self._replan(step, known)
         return known
 
+    def _keep_timeline(self, number: int) -> None:
+        """Keep the timeline of a recorded step, and the lengths of its microbatches. Collective."""
+        self.timelines[number] = self._recorder.timeline()
+        if self._batches.plan is not None:
+            self.lengths[number] = self._batches.plan.lengths
+        if len(self.timelines) > max(self.num_recorded, _KEPT):
+            oldest = min(self.timelines)
+            del self.timelines[oldest]
+            self.lengths.pop(oldest, None)
+
     @property
     def items_per_step(self) -> int:
         """Tokens or rows of a step's data, those of all replicas and shards together."""
-        return self.data.items_per_batch * self.pipeline.place.num_data_parts
+        return self.data.items_per_batch * self._batches_per_step
 
     @property
     def filled_per_step(self) -> float:
         """The items of a step that are no padding, on average."""
-        return self.data.filled_items * self.pipeline.place.num_data_parts
+        return self.data.filled_items * self._batches_per_step
+
+    @property
+    def _batches_per_step(self) -> int:
+        return self.data.batches_per_step(self.pipeline.place.num_data_parts)
 
     @property
     def is_replanned(self) -> bool:
@@ -286,7 +307,10 @@ class Trainer:
         if self.pipeline.device.type == "cuda":
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
-        times = {f"{self.data.unit}_per_second": self.filled_per_step / seconds, "step_seconds": seconds}
+        plan = self._batches.plan
+        filled = self.filled_per_step if plan is None else plan.num_tokens
+        times = {f"{self.data.unit}_per_second": filled / seconds, "step_seconds": seconds}
+        times |= {} if plan is None else {"padding": plan.padding}
         self._begun.add(step, times, batch, self.pipeline)
         return self._finished(results)
 

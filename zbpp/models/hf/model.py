@@ -123,6 +123,10 @@ class HuggingFace:
         parallelize_stage(stage, mesh, self._config, self._seed, is_tried=is_tried)
         self._degrees_tried.add(mesh.size())
 
+    def keeps_documents_apart(self, num_stages: int) -> bool:
+        """Whether the trial on a small copy found that it does; see masks.py."""
+        return (0, True) not in self._cut(num_stages).refused
+
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))

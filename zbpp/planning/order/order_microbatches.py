@@ -39,13 +39,15 @@ def order_microbatches(
     memory_limit: MemoryLimit = None,
     *,
     seed: int = 0,
+    num_rounds: int | None = None,
 ) -> list[int]:
     """The best order found within `time_limit` (s): order[i] is the microbatch that goes i-th.
 
     `costs.reordered(order)` are the costs of the step in this order. Its makespan is never above that of the
     given order, unless the given order exceeds the memory limit. The hill is tried even if the time is over.
     memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank.
-    seed: the same seed gives the same order, unless the time ran out.
+    seed: the same seed gives the same order, unless the time ran out. num_rounds: of the search at most; with
+    time_limit=math.inf the order then depends on the arguments alone.
     Costs without lengths keep the given order.
     Raises PlanError if no order within memory_limit was found, and as `simulate` does.
     """
@@ -53,7 +55,7 @@ def order_microbatches(
     given = list(range(timetable.num_microbatches))
     limits = limits_per_rank(memory_limit, timetable.num_ranks)
     if costs.lengths:
-        found = _Search(BatchedTiming(timetable, costs), limits, seed).run(deadline)
+        found = _Search(BatchedTiming(timetable, costs), limits, seed).run(deadline, num_rounds)
     else:
         found = given
     timelines = [simulate(timetable, costs.reordered(order)) for order in (given, found)]
@@ -99,9 +101,12 @@ class _Search:
         starts = np.stack([given, hill(timing.lengths), alternating(timing.lengths)], axis=1)
         self.worth, self.order = self._best(starts)
 
-    def run(self, deadline: Deadline) -> list[int]:
-        num_quiet = 0
-        while num_quiet < _MOST_QUIET and len(self.order) > 1 and not deadline.over:
+    def run(self, deadline: Deadline, num_rounds: int | None = None) -> list[int]:
+        num_quiet = num_done = 0
+        while (
+            num_quiet < _MOST_QUIET and len(self.order) > 1 and num_done != num_rounds and not deadline.over
+        ):
+            num_done += 1
             worth, order = self._best(self._neighbours())
             is_better = worth < self.worth._replace(makespan=self.worth.makespan * (1 - ROUNDING))
             num_quiet = 0 if is_better else num_quiet + 1

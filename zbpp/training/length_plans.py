@@ -1,0 +1,137 @@
+"""Which sequences of a batch share a microbatch, and in which order the microbatches go.
+
+The first rank of a pipeline plans a batch in a thread while the step before it runs. All ranks get the plan
+with the batch: two of them read sequences, and must read the same. A plan depends on the lengths of the
+sequences, on the timetable and on costs that stay. So a run that goes on makes the plans that an
+uninterrupted one would have made.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from zbpp.data.token_batches import Group, Size, TokenBatches, replica_of
+from zbpp.job.agreement import broadcast, gather
+from zbpp.planning import order_microbatches
+from zbpp.runtime.mesh import TENSOR, Place
+from zbpp.schedule import Costs, Op, Timetable
+
+_NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks and 16 microbatches
+
+
+class StepPlan(NamedTuple):
+    """One replica's part of a step.
+
+    groups: its microbatches, in the order in which they go. lengths: theirs, see Lengths. next_first: the
+    number of the sequence with which the next batch begins. num_tokens: of the whole step, without padding.
+    padding: the share of padding in all tokens of the step.
+    """
+
+    groups: list[Group]
+    lengths: list[float]
+    next_first: int
+    num_tokens: int
+    padding: float
+
+
+class Lengths:
+    """The length of a microbatch for `Costs.of_lengths`, in multiples of the microbatch of length 1.
+
+    Costs have one length per microbatch. Several rows cost less than one row of their tokens, since attention
+    grows with the square of a row. So the length is that of one row which takes as long on all stages
+    together.
+    costs: without lengths. shape: (rows, tokens of a row) at length 1.
+    """
+
+    def __init__(self, costs: Costs, num_stages: int, shape: tuple[int, int]) -> None:
+        self._rows, self._tokens = shape
+        self._linear = _work(Costs(f=costs.f, b=costs.b, w=costs.w), num_stages)
+        self._squared = _work(costs.of_length(1.0), num_stages) - self._linear
+
+    def of(self, size: Size) -> float:
+        """The length of a microbatch; 0 for an empty one."""
+        if not size.filled:
+            return 0.0
+        tokens = size.tokens / (self._rows * self._tokens)
+        squares = size.squares / (self._rows * self._tokens**2)
+        linear, squared = self._linear, self._squared
+        if not squared:
+            return tokens
+        work = linear * tokens + squared * squares
+        return (math.sqrt(linear**2 + 4 * squared * work) - linear) / (2 * squared)
+
+
+def _work(costs: Costs, num_stages: int) -> float:
+    """The times of F, B and W of one microbatch on all stages together."""
+    duration = costs.per_stage(num_stages).duration
+    return sum(sum(duration[op]) for op in (Op.F, Op.B, Op.W))
+
+
+class LengthPlanner:
+    """Plans the steps of one replica ahead, each in a thread.
+
+    costs: the times at length 1, without lengths; None: equal F, B and W, which grow with the tokens.
+    shape: (rows, tokens of a row) at length 1; None: costs are those of a mean microbatch.
+    """
+
+    def __init__(
+        self,
+        batches: TokenBatches,
+        timetable: Timetable,
+        costs: Costs | None = None,
+        shape: tuple[int, int] | None = None,
+        *,
+        part: int = 0,
+        num_parts: int = 1,
+    ) -> None:
+        self.batches, self._timetable, self._part, self._num_parts = batches, timetable, part, num_parts
+        self._costs = costs or Costs()
+        number = timetable.num_microbatches * num_parts
+        usual = (1, max(1, batches.tokens_per_batch // number))
+        self._lengths = Lengths(self._costs, timetable.num_stages, shape or usual)
+        self._ahead: tuple[int, Future[StepPlan]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+
+    def of_step(self, step: int) -> StepPlan:
+        """The plan of a step; the next step's is begun."""
+        number, future = self._ahead or (None, None)
+        found = future.result() if future and number == step else self.plan(self.batches.first_of(step))
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan of the next batch")
+        self._ahead = step + 1, self._thread.submit(self.plan, found.next_first)
+        return found
+
+    def plan(self, first: int) -> StepPlan:
+        """The plan of the batch that begins with sequence `first`."""
+        number = self._timetable.num_microbatches
+        cut = self.batches.cut(first, number * self._num_parts)
+        own = replica_of(cut, self._part, self._num_parts)
+        lengths = [self._lengths.of(size) for _, size in own]
+        costs = Costs.of_lengths(lengths, self._costs)
+        order = order_microbatches(self._timetable, costs, math.inf, num_rounds=_NUM_ROUNDS)
+        filled, tokens = (sum(each) for each in zip(*((s.filled, s.tokens) for _, s in cut), strict=True))
+        return StepPlan(
+            groups=[own[each][0] for each in order],
+            lengths=[lengths[each] for each in order],
+            next_first=first + sum(len(group) for group, _ in cut),
+            num_tokens=filled,
+            padding=1 - filled / tokens,
+        )
+
+    def close(self) -> None:
+        """End the thread; a later step plans again."""
+        if self._thread is not None:
+            self._thread.shutdown(cancel_futures=True)
+        self._thread = self._ahead = None
+
+
+def agreed_plan(plan: StepPlan | None, place: Place) -> StepPlan:
+    """The plan of the pipeline's rank that has one, on all its ranks. Collective.
+
+    The pipelines of tensor-parallel processes read the same batch: they take the first one's plan.
+    """
+    found = next(each for each in gather(plan, place.pipeline) if each is not None)
+    group = place.group(TENSOR)
+    return found if group is None else broadcast(found, group)
