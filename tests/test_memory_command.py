@@ -151,3 +151,14 @@ def test_every_switch_that_is_off_is_listed_with_its_saving():
     assert rows["optimizer.validation=after"].step <= own.step
     assert rows["memory.recompute=block"].step > own.step
     assert rows["memory.recompute=auto"].step == own.step  # 1 GiB is enough without
+
+
+def test_batches_of_tokens_count_as_if_all_microbatches_were_the_longest():
+    """Windows of text are alike: with one of 64 tokens per microbatch the prediction is that of rows."""
+    given = ["model=gpt_tiny", "data=stdlib", "num_microbatches=4", "microbatch_size=1"]
+    tokens = ["data.batching=tokens", "data.packing=false", "model.sequence_length=64"]
+    rows = predict(composed(*given, "model.sequence_length=64"))
+    same, larger = (predict(composed(*given, *tokens, f"data.tokens_per_batch={n}")) for n in (256, 512))
+    assert [each.peak for each in same.ranks] == [each.peak for each in rows.ranks]
+    assert all(two.peak > one.peak for one, two in zip(same.ranks, larger.ranks, strict=True))
+    assert "a bound: every microbatch as long as the longest of the first 200 batches" in same.how

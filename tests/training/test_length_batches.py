@@ -1,20 +1,27 @@
 """Training on batches of so many tokens: against plain autograd on each sequence alone; going on."""
 
+import json
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
+from hydra import compose, initialize_config_dir
+from torch import nn
 
+from helpers.configs import FOLDER
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
+from zbpp import config as configs
+from zbpp.commands import command_line
 from zbpp.data.source import Data
-from zbpp.data.token_batches import TokenBatches
+from zbpp.data.token_batches import Size, TokenBatches
 from zbpp.data.windows import Windows
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.run import app
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Costs
-from zbpp.training.checkpoints import Checkpoints
-from zbpp.training.leaving import StopAfter
 from zbpp.training.length_plans import LengthPlanner, Lengths
 from zbpp.training.trainer import Trainer
 
@@ -122,3 +129,133 @@ def test_replicas_and_tensor_parallel_parts_train_on_the_same_batch(degrees):
     losses, _ = plainly("llama")
     for own, _ in ranks:
         assert own == pytest.approx(losses, rel=1e-12)
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_a_plan_depends_on_the_batch_alone_and_is_made_ahead():
+    made = [LengthPlanner(token_batches(), plan("zb_h1", 2, 6)) for _ in range(2)]
+    try:
+        ahead = [made[0].of_step(step) for step in range(6)]
+        again = [made[1].of_step(step) for step in (3, 0, 5)]
+    finally:
+        for each in made:
+            each.close()
+    assert again == [ahead[step] for step in (3, 0, 5)]
+    assert [each.next_first for each in ahead[:-1]] == [token_batches().first_of(n) for n in range(1, 6)]
+
+
+def test_the_length_of_several_rows_is_that_of_one_row_that_takes_as_long():
+    costs = Costs(f=3, b=3, w=2, quadratic=Costs(f=1, b=2, w=0))
+    lengths = Lengths(costs, 4, (2, 100))
+    assert lengths.of(Size(2, 100, 200)) == pytest.approx(1)
+    assert lengths.of(Size(1, 1, 0)) == 0
+    size = Size(3, 40, 120)
+    work = 8 * 120 / 200 + 3 * 3 * 40**2 / (2 * 100**2)
+    length = lengths.of(size)
+    assert 8 * length + 3 * length**2 == pytest.approx(work)
+    assert Lengths(Costs(), 4, (1, 10)).of(Size(2, 10, 15)) == pytest.approx(2)
+
+
+# ---------------------------------------------------------------- the whole run
+
+
+DATA = f"""
+import torch
+
+class Documents(torch.utils.data.Dataset):
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, row):
+        generator = torch.Generator().manual_seed(row)
+        tokens = torch.randint({VOCAB}, (4 + row % 10,), generator=generator).tolist()
+        return {{"input_ids": tokens[:-1], "labels": tokens[1:]}}
+
+def documents():
+    return Documents(), Documents()
+
+def batches(batch_size):
+    return [(torch.zeros(batch_size, 4, dtype=torch.int64),) * 2]
+"""
+RUN = [
+    "model=llama_tiny", f"model.vocab_size={VOCAB}", "model.num_layers=4", "model.hidden_size=16",
+    "model.sequence_length=16", "data._target_=lists.documents", "data.batching=tokens",
+    "data.tokens_per_batch=90", "num_microbatches=4", "microbatch_size=1", "precision=float64",
+    "evaluate_every=3", "parallel.device=cpu", "save_weights=false", "measure_every=2",
+]  # fmt: skip
+
+
+def train(warm, folder, name, *more):
+    """`zbpp train` in a folder with the data; returns the metrics of all steps."""
+    (folder / "lists.py").write_text(DATA)
+    done = warm.start(folder, warm.zbpp("train", *RUN, f"run_dir={name}", *more))
+    assert done.rc == 0, done.text
+    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_last_bit_and_one_process_has_the_same_losses(tmp_path, warm):
+    """On two ranks. The checkpoint says where the next batch begins."""
+    whole = train(warm, tmp_path, "whole", "-n", "2", "steps=8")
+    train(warm, tmp_path, "parts", "-n", "2", "steps=8", "stop_after=3")
+    (state,) = (tmp_path / "parts" / "checkpoints").glob("step-3/state.json")
+    assert '"first"' in state.read_text()
+    parts = train(warm, tmp_path, "parts", "-n", "2", "steps=8")
+    for name in ("step", "loss", "padding", "evaluation_loss"):
+        assert [each.get(name) for each in parts] == [each.get(name) for each in whole]
+    assert all(each["padding"] == 0 for each in whole)  # packed
+    assert {"measured_bubble_rate", "predicted_bubble_rate"} <= whole[-1].keys()
+    summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
+    assert 80 * 8 < summary["tokens"] <= 90 * 8
+    alone = train(warm, tmp_path, "alone", "steps=8", "data.packing=false")
+    assert [each["loss"] for each in alone] == pytest.approx([each["loss"] for each in whole], rel=1e-11)
+    assert min(each["padding"] for each in alone) > 0
+
+
+class WithBatchNorm:
+    def build_stage(self, index, num_stages):
+        stage = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB))
+        stage.norm = nn.BatchNorm1d(4)
+        stage.forward = lambda x: stage[1](stage[0](x))
+        return stage
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["data.tokens_per_batch=8"], "data: tokens_per_batch=8, and the longest sequence has 12 tokens"),
+        (["data.packing=true", "model.sequence_parallel=true"], "data.packing=true needs a model that keeps"),
+        ([f"model._target_={__name__}.WithBatchNorm"], "BatchNorm, which stage 0 has"),
+        (["data._target_=lists.batches"], "needs sequences by number, and IteratedBatches has none"),
+        (["schedule.replan=zb_auto"], "data.batching=tokens doesn't go with schedule.replan=zb_auto"),
+        (["cuda_graphs=true"], "cuda_graphs=true doesn't go with data.batching=tokens"),
+        (["data.tokens_per_batch=null"], "data.batching=tokens needs a number of tokens"),
+    ],
+)
+def test_what_does_not_go_with_batches_of_tokens_is_refused_before_the_first_step(
+    monkeypatch, tmp_path, more, message
+):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "lists.py").write_text(DATA)
+    sys.modules.pop("lists", None)
+    kept = [each for each in RUN if each.split("=")[0] not in {one.split("=")[0] for one in more}]
+    if any(each.startswith("model._target_") for each in more):
+        kept = [each for each in kept if not each.startswith("model")]
+    with pytest.raises(configs.ConfigError, match=message):
+        app.train(composed_of(*kept, *more, "run_dir=run", "steps=1"))
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("metrics*"))
+
+
+def composed_of(*given):
+    configs.register()
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        overrides = command_line.arguments(list(given), "train")
+        return configs.Composed.of(compose("train", overrides=overrides))

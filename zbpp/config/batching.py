@@ -55,4 +55,4 @@ def without_batching(data: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_tokens(data: Any, command: str) -> None:
     """Raise ConfigError if a node `data` asks for batches of tokens, which the command does not make."""
     if batching_of(data).is_tokens:
-        raise ConfigError(f"data.batching=tokens is for zbpp train: zbpp {command} takes rows")
+        raise ConfigError(f"data.batching=tokens is for zbpp train: write data.batching=rows for {command}")

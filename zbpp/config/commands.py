@@ -75,7 +75,7 @@ class JobConfig(RunConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_tokens(self.data, "bench and zbpp measure")
+        refuse_tokens(self.data, "zbpp bench and zbpp measure")
 
 
 @dataclass(kw_only=True)
@@ -127,7 +127,7 @@ class ExplainConfig(WorkConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        refuse_tokens(self.data, "explain")
+        refuse_tokens(self.data, "zbpp explain")
         if self.stage >= self.num_stages:
             raise ConfigError(
                 f"stage={self.stage} does not exist with num_stages={self.num_stages}: "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.programs import step_programs
-from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
+from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, measure_stages
 from zbpp.run.plan import build_offload, costs_of, planned
 from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Costs, Op, Program, Timetable
@@ -101,6 +101,7 @@ class Predictor:
             config.precision,
             optimizer,
             str(config.model),
+            str(config.data),
         )
         if key not in self._known:
             self._known[key] = measure_stages(config, timetable)
@@ -154,4 +155,6 @@ def _with_recompute(config: TrainConfig, what: str) -> TrainConfig:
 def _how(config: TrainConfig, measured: MeasuredStages) -> str:
     found, left_out = config.not_predicted, config.counts_without_offload
     note = f"; stages that recompute: {left_out}" if left_out else ""
+    if config.batching.is_tokens:
+        note += f"; a bound: every microbatch as long as the longest of the first {LONGEST_OF} batches"
     return measured.how + note + (f"; NOT COUNTED: what {', '.join(found)} changes" if found else "")

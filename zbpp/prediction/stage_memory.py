@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.storages import bytes_of
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
+from zbpp.data.token_batches import TokenBatches, longest_microbatch
 from zbpp.job.world import fake_world
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
-from zbpp.run.data import build_data
-from zbpp.run.model import build_model, explained_as_data
+from zbpp.run.data import batched_by_tokens, build_data
+from zbpp.run.model import build_model, explained_as_data, keeps_documents_apart
 from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.layout import layout_of
@@ -37,7 +38,7 @@ from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded
 from zbpp.stage_api import blocks_of
-from zbpp.training.batches import batch_for
+from zbpp.training.batches import batch_for, part_for
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.parameter_groups import Named
 from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
@@ -45,6 +46,7 @@ from zbpp.training.optim.rollback import changes_gradients
 
 FAKE = "on fake tensors: no memory was needed"
 REAL = "by one microbatch on the CPU"
+LONGEST_OF = 200  # batches of so many tokens: all microbatches count as the longest of these
 
 _REAL_ONLY = (nn.RNNBase,)  # their operators keep memory that fake tensors don't show
 
@@ -106,6 +108,9 @@ class _Stages:
         self._model = build_model(config.model, config.seed, config.finetune)
         rows = timetable.num_microbatches * config.microbatch_size
         self._data = build_data(config.data, rows, config.seed)
+        if config.batching.is_tokens:
+            keeps_apart = keeps_documents_apart(self._model, timetable.num_stages)
+            self._data = batched_by_tokens(self._data, config.batching, keeps_apart=keeps_apart)
         self._is_sharded = config.parallel.shard > 1
         self.batch_bytes = 0, 0
         self._has_experts = False
@@ -135,15 +140,22 @@ class _Stages:
         return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
 
     def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[list[tuple[Any, ...]], list[Any]]:
-        """The inputs and the target of the first microbatch: of each of its slices."""
-        last = self._timetable.num_stages - 1
+        """The inputs and the target of the first microbatch, or of a longest one: of each of its slices."""
+        last, num = self._timetable.num_stages - 1, self._timetable.num_microbatches
         with inside:
             ends = {0: self._built(0), last: self._built(last)}
         widened = torch.float32 if self._precision.is_mixed else None
-        cpu = torch.device("cpu")
-        args, target = batch_for(ends, last + 1, self._data.train, 0, cpu, target_dtype=widened)
+        cpu, train = torch.device("cpu"), self._data.train
+        if isinstance(train, TokenBatches):
+            parallel = self._config.parallel
+            parts = parallel.replicate * parallel.shard
+            group, _ = longest_microbatch(train, num * parts, LONGEST_OF)
+            args, target = part_for(ends, last + 1, train.microbatch(group), cpu, target_dtype=widened)
+            self.batch_bytes = num * _nbytes(args), num * _nbytes(target)
+            return [args], [target]
+        args, target = batch_for(ends, last + 1, train, 0, cpu, target_dtype=widened)
         self.batch_bytes = _nbytes(args), _nbytes(target)
-        num, num_slices = self._timetable.num_microbatches, self._timetable.num_slices
+        num_slices = self._timetable.num_slices
 
         def first(name: str, value: Any) -> list[Any]:
             return into_microbatches(name, value, num, self._slice_bounds)[:num_slices]

@@ -95,7 +95,7 @@ def _in_own_memory(tensor: Tensor | None, seen: set[int]) -> Tensor | None:
     """The tensor, or a copy if its memory is among `seen`; otherwise its memory is added to `seen`."""
     if tensor is None:
         return None
-    memory = tensor.untyped_storage().data_ptr()
+    memory = tensor.untyped_storage()._cdata  # not data_ptr(): fake tensors have none
     if memory in seen:
         return tensor.detach().clone().requires_grad_(tensor.requires_grad)
     seen.add(memory)
