@@ -2,6 +2,7 @@
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -212,6 +213,21 @@ def test_a_run_goes_on_to_the_last_bit_and_one_process_has_the_same_losses(tmp_p
     alone = train(warm, tmp_path, "alone", "steps=8", "data.packing=false")
     assert [each["loss"] for each in alone] == pytest.approx([each["loss"] for each in whole], rel=1e-11)
     assert min(each["padding"] for each in alone) > 0
+
+
+@pytest.mark.slow
+def test_all_ways_to_cut_a_batch_have_the_gradients_of_one_process(tmp_path, warm):
+    """The benchmark's own check, at a tiny size: rows filled up, neighbours in length, packed rows."""
+    script = Path(__file__).parents[2] / "scripts" / "bench_lengths.py"
+    sizes = "--mean 8 --hidden 16 --repeats 1 --rows 3 --microbatches 4 --check".split()
+    done = warm.start(tmp_path, [str(warm.python), str(script), *sizes])
+    assert done.rc == 0, done.text
+    assert [line.split()[0] for line in done.text.splitlines()[2:6]] == [
+        "longest",
+        "own",
+        "ordered",
+        "packed",
+    ]
 
 
 class WithBatchNorm:
