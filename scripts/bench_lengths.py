@@ -13,8 +13,10 @@ into microbatches in four ways, which take turns, a step each:
     packed      a row of several sequences per microbatch, ordered: data.batching=tokens
 
 The order is chosen for the costs that this job measures under "own" at first. The predicted step is simulated
-with those of all its steps under "own". --check trains in float64: losses and gradients of all ways are compared with those of plain
-autograd on one sequence after the other; the exit status is 1 if one differs by more than 1e-12.
+with those of all its steps under "own".
+
+--check trains in float64: losses and gradients of all ways are compared with those of plain autograd on one
+sequence after the other; the exit status is 1 if one differs by more than 1e-12.
 """
 
 from __future__ import annotations

@@ -219,15 +219,11 @@ def test_a_run_goes_on_to_the_last_bit_and_one_process_has_the_same_losses(tmp_p
 def test_all_ways_to_cut_a_batch_have_the_gradients_of_one_process(tmp_path, warm):
     """The benchmark's own check, at a tiny size: rows filled up, neighbours in length, packed rows."""
     script = Path(__file__).parents[2] / "scripts" / "bench_lengths.py"
-    sizes = "--mean 8 --hidden 16 --repeats 1 --rows 3 --microbatches 4 --check".split()
+    sizes = ["--mean=8", "--hidden=16", "--repeats=1", "--rows=3", "--microbatches=4", "--check"]
     done = warm.start(tmp_path, [str(warm.python), str(script), *sizes])
     assert done.rc == 0, done.text
-    assert [line.split()[0] for line in done.text.splitlines()[2:6]] == [
-        "longest",
-        "own",
-        "ordered",
-        "packed",
-    ]
+    names = [line.split()[0] for line in done.text.splitlines()[2:6]]
+    assert names == ["longest", "own", "ordered", "packed"]
 
 
 class WithBatchNorm:
@@ -249,6 +245,7 @@ class WithBatchNorm:
         ([f"model._target_={__name__}.WithBatchNorm"], "BatchNorm, which stage 0 has"),
         (["data._target_=lists.batches"], "needs sequences by number, and IteratedBatches has none"),
         (["schedule.replan=zb_auto"], "data.batching=tokens doesn't go with schedule.replan=zb_auto"),
+        (["schedule.timetable=slices.txt", "num_microbatches=null"], "a plan that cuts sequences in slices"),
         (["cuda_graphs=true"], "cuda_graphs=true doesn't go with data.batching=tokens"),
         (["data.tokens_per_batch=null"], "data.batching=tokens needs a number of tokens"),
     ],
@@ -261,6 +258,7 @@ def test_what_does_not_go_with_batches_of_tokens_is_refused_before_the_first_ste
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lists.py").write_text(DATA)
+    (tmp_path / "slices.txt").write_text(str(plan("zb_h1", 1, 2, num_slices=2)))
     sys.modules.pop("lists", None)
     kept = [each for each in RUN if each.split("=")[0] not in {one.split("=")[0] for one in more}]
     if any(each.startswith("model._target_") for each in more):

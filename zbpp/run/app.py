@@ -166,6 +166,10 @@ def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
     is_read = bool(stages.keys() & {0, timetable.num_stages - 1})
     data = build_data(config.data, batch_size, config.seed, is_read=is_read)
     if config.batching.is_tokens:
+        if timetable.num_slices > 1:
+            raise ConfigError(
+                "data.batching=tokens doesn't go with a plan that cuts sequences in slices: take another plan"
+            )
         keeps_apart = keeps_documents_apart(model, timetable.num_stages)
         data = batched_by_tokens(data, config.batching, keeps_apart=keeps_apart, is_shown=rank == 0)
     return Parts(model, stages, data)
