@@ -9,14 +9,16 @@ pytest.importorskip("transformers")
 import transformers
 
 from helpers.slices import assert_equals_whole
-from helpers.split import double
+from helpers.split import assert_close, double
+from zbpp import Pipeline, plan
 from zbpp.autograd.models import past as past_room
 from zbpp.autograd.models.past import Past
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf import slices as hf_slices
 from zbpp.models.hf.shrink import build_on_meta
+from zbpp.models.layers import token_loss
 from zbpp.run.stages import recompute_stages
-from zbpp.stage_api import takes_slices
+from zbpp.stage_api import mean_over_tokens, takes_slices
 
 TIME, WORDS = 12, 40
 BOUNDS = [0, 5, 6, 10, 12]
@@ -164,6 +166,22 @@ def test_the_last_stages_own_loss_over_slices_is_that_of_the_sequence(head, in_f
 
     facts = assert_equals_whole(stage, tokens(), BOUNDS, call=call, loss=loss)
     assert "lm_head.weight" in facts.deferred
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])
+def test_a_pipeline_over_slices_has_the_losses_and_gradients_of_whole_sequences(kind, in_float64):
+    """Padding goes along: the runtime cuts the mask along time."""
+    target = tokens().roll(-1, 1).masked_fill(PADDING == 0, -100)
+    expected, stages = stages_of(kind), dict(enumerate(stages_of(kind)))
+    message = expected[0](tokens(), attention_mask=PADDING)
+    loss = token_loss(expected[1](*message), target)
+    loss.backward()
+    timetable = plan("zb_v", 1, 2, num_slices=4)
+    with Pipeline(stages, timetable, mean_over_tokens(token_loss), slice_bounds=BOUNDS) as pipeline:
+        losses = pipeline.step(tokens(), attention_mask=PADDING, target=target)
+        assert sum(map(float, losses)) / 2 == pytest.approx(loss.item(), rel=1e-13)
+        found = {name: each.grad for name, each in pipeline.named_parameters()}
+    assert_close(found, {name: each.grad for stage in expected for name, each in stage.named_parameters()})
 
 
 # ---- Refusals

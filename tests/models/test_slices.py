@@ -1,13 +1,15 @@
 """zbpp's own models over slices of a sequence, against plain autograd over the whole sequence in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 
 from helpers.slices import assert_equals_whole
-from helpers.split import double
-from zbpp import auxiliary_loss, auxiliary_losses
+from helpers.split import assert_close, double
+from zbpp import Pipeline, plan
 from zbpp.autograd.models.past import Past
 from zbpp.models.attention import causal_attention
 from zbpp.models.gpt import Gpt
@@ -196,36 +198,59 @@ def test_attention_of_the_last_tokens_on_a_gpu(num_groups, dtype):
         torch.testing.assert_close(found.double(), expected, rtol=tolerance, atol=tolerance)
 
 
-# ---- Auxiliary losses
+# ---- In a pipeline
 
 
-class Reports(torch.nn.Module):
-    """A router's z-loss, the mean over tokens of logsumexp squared: linear in tokens."""
+@pytest.mark.parametrize("name", ["gpt", "llama, grouped"])
+def test_a_pipeline_over_slices_has_the_losses_and_gradients_of_whole_sequences(name):
+    """The second microbatch's second slice has no target."""
+    x, target = tokens().repeat(2, 1), targets().repeat(2, 1)
+    target[2:, 5:6] = -100
+    model, expected = MODELS[name](), stages_of(name, 2)
+    loss = model.loss(expected[1](expected[0](x)), target)
+    loss.backward()
+    stages = dict(enumerate(stages_of(name, 2)))
+    timetable = plan("zb_v", 1, 2, num_slices=3)
+    with Pipeline(stages, timetable, model.loss, slice_bounds=[0, 5, 6, TIME]) as pipeline:
+        losses = pipeline.step(x, target=target)
+        assert sum(map(float, losses)) / 2 == pytest.approx(loss.item(), rel=1e-13)
+        found = {name: each.grad for name, each in pipeline.named_parameters()}
+    assert_close(found, {name: each.grad for stage in expected for name, each in stage.named_parameters()})
 
-    mixes_time = False
 
-    def __init__(self):
-        super().__init__()
-        self.router = torch.nn.Linear(6, 4)
+def test_the_balance_of_experts_over_slices_is_the_mean_of_the_slices_own():
+    """It multiplies two means over tokens, so it is not that of the whole sequence."""
+    model, bounds = Llama(**SIZES, experts=4, balance_loss=0.1), [0, 5, TIME]
+    stage = model.build_stage(0, 1).double()
+    own = []
+    for start, end in pairwise(bounds):
+        share = (end - start) / TIME
+        own.append(share * balance_of(stage, start, end))
+    sum(own).backward()
+    expected = {name: each.grad for name, each in stage.named_parameters() if "router" in name}
+    assert sum(own).item() != pytest.approx(balance_of(stage, 0, TIME).item(), rel=1e-5)
+    again = model.build_stage(0, 1).double()
+    timetable = plan("1f1b", 1, 1, num_slices=2)
+    no_targets = torch.full((2, TIME), -100)
+    with Pipeline({0: again}, timetable, model.loss, slice_bounds=bounds) as pipeline:
+        pipeline.step(tokens(), target=no_targets)
+        assert pipeline.auxiliary_losses()["balance"] == pytest.approx(sum(own).item(), rel=1e-13)
+    assert_close({name: again.get_parameter(name).grad for name in expected}, expected)
 
-    def forward(self, x):
-        logits = self.router(x)
-        auxiliary_loss("z", logits.logsumexp(-1).square().mean())
-        return F.softmax(logits, -1)
 
+def balance_of(stage, start, end):
+    """0.1 x experts x (share of the tokens' choices x mean probability), of these tokens of each layer."""
+    found = []
 
-def test_an_auxiliary_mean_over_tokens_weighted_by_its_slices_tokens_is_the_sequences():
-    torch.manual_seed(0)
-    stage, x, bounds = Reports().double(), double(2, TIME, 6), [0, 5, 6, TIME]
-    past = Past(bounds)
-    totals = []
-    for parts in ([(x, 1.0)], [(each, past.at(k).share) for k, each in enumerate(x.split([5, 1, 6], 1))]):
-        stage.zero_grad()
-        total = 0.0
-        for part, share in parts:
-            with auxiliary_losses() as found:
-                stage(part)
-            total = total + share * found["z"]
-        total.backward()
-        totals.append((total, stage.router.weight.grad.clone()))
-    torch.testing.assert_close(totals[1], totals[0], rtol=1e-13, atol=0)
+    def report(router, args, logits):
+        probabilities = logits.view(2, TIME, 4)[:, start:end].flatten(0, 1).softmax(-1)
+        chosen = probabilities.topk(2).indices
+        shares = F.one_hot(chosen, 4).sum((0, 1)) / len(probabilities)
+        found.append(0.1 * 4 * (shares * probabilities.mean(0)).sum())
+
+    routers = [module for name, module in stage.named_modules() if name.endswith("router")]
+    hooks = [router.register_forward_hook(report) for router in routers]
+    stage(tokens())
+    for hook in hooks:
+        hook.remove()
+    return sum(found)

@@ -58,11 +58,6 @@ class SequenceSlice:
         self.past, self.index, self.num_slices = past, index, past.num_slices
         self.start, self.end = past.bounds[index], past.bounds[index + 1]
 
-    @property
-    def share(self) -> float:
-        """Its part of the sequence's tokens, and the weight of its means over tokens in the sequence's."""
-        return (self.end - self.start) / self.past.bounds[-1]
-
     def first(self, window: int | None = None) -> int:
         """The first position that a token of the slice sees; window: as in `whole`."""
         return 0 if window is None else max(0, self.start - window + 1)
