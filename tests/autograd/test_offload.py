@@ -8,8 +8,8 @@ from zbpp import backward_input
 from zbpp.autograd.offload.host_copier import Copier
 from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.runtime.boundary import graph_input
+from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.links import BufferPool
 from zbpp.runtime.measure.live_tensors import live_bytes
 
 CPU = torch.device("cpu")

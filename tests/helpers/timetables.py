@@ -41,8 +41,15 @@ def random_timetable(
     """Any placement of 1 to 8 stages, any order that can run, a stage's units in the order of the law."""
     num_ranks = rng.randint(1, most_ranks)
     rank_of = random_placement(rng, num_ranks, rng.randint(num_ranks, 8))
-    rows: list[list[Action]] = [[] for _ in range(num_ranks)]
-    for action in _random_execution(rng, len(rank_of), rng.randint(1, most_microbatches), num_slices):
+    return random_order(rng, rank_of, rng.randint(1, most_microbatches), num_slices)
+
+
+def random_order(
+    rng: random.Random, rank_of: Sequence[int], num_microbatches: int, num_slices: int = 1
+) -> Timetable:
+    """Any order that can run, on this placement."""
+    rows: list[list[Action]] = [[] for _ in {*rank_of}]
+    for action in _random_execution(rng, len(rank_of), num_microbatches, num_slices):
         rows[rank_of[action.stage]].append(action)
     return Timetable(rows)
 

@@ -8,9 +8,11 @@ import torch.distributed as dist
 from torch import nn
 
 from helpers.processes import run_ranks
+from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.host_links import HostLink, needs_host_link
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.links import BufferPool, Inbox, Outbox
+from zbpp.runtime.links import Inbox, Outbox
+from zbpp.schedule import Value
 
 CPU = torch.device("cpu")
 DTYPES = [
@@ -19,6 +21,8 @@ DTYPES = [
 ]  # fmt: skip
 
 # ---------------------------------------------------------------- links
+
+X = Value("x", 1, 0)
 
 CHANNELS = ["x", "x", "g", "x", "g", "g", "x", "x"]
 
@@ -39,12 +43,12 @@ def exchange(rank, num_passes, depth):
     for _ in range(num_passes):
         ahead, others = CHANNELS[:depth], iter(CHANNELS[depth:])
         for channel in ahead:
-            inbox.post(channel)
+            inbox.post(Value(channel, 1, 0))
         for number, channel in enumerate(CHANNELS):
-            outbox.send(channel, message(channel, number, rank))
+            outbox.send(Value(channel, 1, number), message(channel, number, rank))
         for _ in CHANNELS:
             for channel in islice(others, 1):
-                inbox.post(channel)
+                inbox.post(Value(channel, 1, 0))
             received.append([_seen(tensor) for tensor in inbox.receive()])
         outbox.finish()
     return received
@@ -79,7 +83,7 @@ def receive_two(link, read):
     """What two messages of one channel say, whose receives start together."""
     inbox = Inbox(0, link, BufferPool(CPU))
     for _ in range(2):
-        inbox.post("x")
+        inbox.post(X)
     return [read(inbox.receive()) for _ in range(2)]
 
 
@@ -88,7 +92,7 @@ def carry_any_tensors(rank, through_host):
     if rank == 0:
         outbox = Outbox(1, link, CPU)
         for _ in range(2):
-            outbox.send("x", any_tensors())
+            outbox.send(X, any_tensors())
         outbox.finish()
         return None
     return receive_two(link, lambda message: message)[1]
@@ -106,15 +110,15 @@ def send_a_changed_layout(rank):
     if rank == 1:
         return receive_two(dist.group.WORLD, lambda message: message[0].tolist())
     outbox = Outbox(1, dist.group.WORLD, CPU)
-    outbox.send("x", (torch.tensor([1.0, 2.0]),))
+    outbox.send(X, (torch.tensor([1.0, 2.0]),))
     complaints = []
     changed = [(torch.zeros(3),), (torch.zeros(2).double(),), (None,), (), (torch.zeros(2).requires_grad_(),)]
     for each in changed:
         try:
-            outbox.send("x", each)
+            outbox.send(X, each)
         except ValueError as error:
             complaints.append(str(error))
-    outbox.send("x", (torch.tensor([3.0, 4.0]),))
+    outbox.send(X, (torch.tensor([3.0, 4.0]),))
     outbox.finish()
     return complaints
 

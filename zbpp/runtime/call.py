@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from zbpp.autograd.models.auxiliary import named_scalar
 from zbpp.error_text import kind_of
 from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.sizes import Sizes, is_empty, size_of
 from zbpp.runtime.weights import Weights
 
 Observe = Callable[[Any, Any], None]  # (output, target)
@@ -59,6 +60,20 @@ class Feed(NamedTuple):
     observe: Observe | None = None  # in an evaluation: called by the last stage
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
     shares: Sequence[float] | None = None  # of each slice in the tokens of its microbatch; None: no slices
+
+    def in_order(self, units: Sequence[int]) -> Feed:
+        """The feed of these units, in this order."""
+
+        def chosen(values: Any) -> Any:
+            return [values[each] for each in units] if values else values
+
+        return self._replace(
+            args=chosen(self.args),
+            kwargs=chosen(self.kwargs),
+            targets=chosen(self.targets),
+            seeds=chosen(self.seeds),
+            shares=chosen(self.shares),
+        )
 
 
 NO_FEED = Feed((), (), None, (), LossGradients())
@@ -122,6 +137,22 @@ class Call(NamedTuple):
             return self.observe
         return _JoinedSlices(self.observe, cutter.slice_bounds)
 
+    def sizes(self, cutter: Cutter, feed: Feed, timetable: int) -> Sizes:
+        """The sizes of the microbatches, and the order in which they go; `feed` is stage 0's.
+
+        timetable: see Sizes. Raises ValueError if all microbatches are empty.
+        """
+        number = cutter.num_microbatches
+        order = cutter.order if self.kind == "step" and cutter.order else (*range(number),)
+        if cutter.is_even:
+            return Sizes(self.kind, timetable, (size_of(_given(feed, 0, cutter)),) * number, order)
+        given = [_given(feed, each, cutter) for each in range(number)]
+        sizes = tuple(map(size_of, given))
+        order = tuple([each for each in order if not is_empty(given[each][0] or given[each][1])])
+        if not order:
+            raise ValueError(f"all {number} microbatches are empty: a {self.kind} needs one that is not")
+        return Sizes(self.kind, timetable, sizes, order)
+
 
 class _JoinedSlices:
     """Joins what the last stage returned for the slices of a microbatch, and their targets, along time."""
@@ -155,6 +186,21 @@ class _JoinedSlices:
                 "whole"
             )
         return torch.cat([*values], dim=1)
+
+
+def _given(feed: Feed, microbatch: int, cutter: Cutter) -> tuple[list[Any], list[Any]]:
+    """The arguments and keywords of a microbatch: those of all its slices."""
+    units = slice(microbatch * cutter.num_slices, (microbatch + 1) * cutter.num_slices)
+    args = [each for each in feed.args[units] if each]
+    return args, [*feed.kwargs[units]]
+
+
+def in_callers_order(losses: Sequence[Tensor], sizes: Sizes) -> list[Tensor]:
+    """The losses of all microbatches in the caller's order; 0 for an empty one. [] where there are none."""
+    if not losses or sizes.is_plain:
+        return [*losses]
+    of = dict(zip(sizes.order, losses, strict=True))
+    return [of[each] if each in of else torch.zeros_like(losses[0]) for each in range(len(sizes.of))]
 
 
 class Result(NamedTuple):

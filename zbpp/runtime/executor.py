@@ -4,41 +4,38 @@ resolve.py makes of each instruction a function of one message, with the slot th
 the slot that the result goes to. `run` below is all that a step does.
 
 A program has two variants, which differ in where receives start (zbpp/schedule/passes/posts.py): one for a
-call whose actions may wait for the whole device, one for all other calls. `prepare` chooses the variant. A
-handler may end a call by BeginAgain; `drop_messages` then empties the links, and the program can run from its
-beginning.
+call whose actions may wait for the whole device, one for all other calls. `begin` chooses the variant. Calls
+may run other programs: the timetable may change, and empty microbatches are left out. A handler may end a
+call by BeginAgain; `drop_messages` then empties the links, and the program can run from its beginning.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
+from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.layout import Message
-from zbpp.runtime.links import (
-    BufferPool,
-    FreshBuffers,
-    Inbox,
-    Links,
-    Outbox,
-    channel_of,
-    make_inboxes,
-    make_outboxes,
-)
+from zbpp.runtime.layouts import Layouts
+from zbpp.runtime.links import Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
+from zbpp.runtime.sizes import Size
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, PassGate, Program, Send
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
 from zbpp.schedule.program import Instruction, Transport
 
 _NO_MESSAGE: Message = ()
+_MOST_PROGRAMS = 64  # that an executor keeps
 _PARTS = {
     Op.F: "F, the forward",
     Op.B: "B, the backward",
@@ -58,17 +55,28 @@ class BeginAgain(Exception):
         self.call = call
 
 
+class _Bound(NamedTuple):
+    """A program and its variants as functions. dropped: the W's that a pass has left out."""
+
+    given: Program
+    resolver: Resolver
+    variants: dict[Posting, tuple[Program, Resolution, list[Action]]]
+
+
 class Executor:
-    """Runs one program over the stages and links of one rank.
+    """Runs one rank's programs over its stages and links.
 
-    methods: {op: the method of StageWorker that does it}. postings: the passes that place receives on these
-    links. extras: of the pipeline; None: none. call: "step", "evaluate" or "predict".
+    program: the first one. methods: {op: the method of StageWorker that does it}. postings: the passes that
+    place receives on these links. layouts: of messages, see layouts.py. extras: of the pipeline; None: none.
+    call: "step", "evaluate" or "predict".
 
-    inboxes: by sender. pool: the receive buffers of inboxes that have no other pool.
+    given: the program before the passes of extras. inboxes: by sender. pool: the receive buffers of inboxes
+    that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
-    and a tuner do. True for the first pass, and for the first one after `rebind` or `forget_layouts`; with
-    dynamic shapes for all passes. Where the following step may wait, too, an extra sets it to True in `end`.
+    and a tuner do. True for the first pass, for the first one after `rebind` or `forget_layouts`, and for
+    sizes that were not seen before; with dynamic shapes for all passes. Where the following step may wait,
+    too, an extra sets it to True in `end`.
     """
 
     def __init__(
@@ -80,45 +88,74 @@ class Executor:
         links: Links,
         device: torch.device,
         *,
-        dynamic_shapes: bool = False,
+        layouts: Layouts | None = None,
         postings: Postings = ON_HOST,
         extras: Extras | None = None,
         call: str = "step",
     ) -> None:
-        extras = Extras() if extras is None else extras
-        self.pool = FreshBuffers(device) if dynamic_shapes else BufferPool(device)
-        self.inboxes = make_inboxes(program, links, self.pool, dynamic_shapes=dynamic_shapes)
-        self._outboxes = make_outboxes(program, links, device, dynamic_shapes=dynamic_shapes)
-        self._extras, self._call = extras, call
-        self._resolver = Resolver(
-            program,
-            workers,
-            methods,
-            num_stages,
-            self.inboxes,
-            self._outboxes,
-            extras,
-            call,
-        )
-        self._workers = workers
-        self.given, self.postings, self._dynamic_shapes = program, postings, dynamic_shapes
+        self.layouts = Layouts() if layouts is None else layouts
+        self.pool = BufferPool(device)
+        self.inboxes = make_inboxes(program, links, self.pool, self.layouts)
+        self._outboxes = make_outboxes(program, links, device, self.layouts)
+        self._workers, self._methods, self._num_stages = workers, methods, num_stages
+        self._extras, self._call = Extras() if extras is None else extras, call
+        self.postings, self._sizes = postings, list[Size]()
+        self._bound = OrderedDict[str, _Bound]()
+        self.use("", program)
         self.rebind()
+
+    def use(self, name: str, program: Program) -> None:
+        """Run this program from now on. name: of the program, among this executor's."""
+        if name not in self._bound:
+            resolver = Resolver(
+                program,
+                self._workers,
+                self._methods,
+                self._num_stages,
+                self.inboxes,
+                self._outboxes,
+                self._extras,
+                self._call,
+            )
+            self._bound[name] = _Bound(program, resolver, {})
+            if len(self._bound) > _MOST_PROGRAMS:
+                self._bound.popitem(last=False)
+        self._bound.move_to_end(name)
+        self._now, self._name = self._bound[name], name
+
+    @property
+    def given(self) -> Program:
+        """The program that runs, before the passes of extras."""
+        return self._now.given
 
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
         self.may_wait = True
-        self._variants: dict[Posting, tuple[Program, Resolution, list[Action]]] = {}
-        self.prepare()
+        self._bound = OrderedDict({self._name: self._now._replace(variants={})})
+        self._now = self._bound[self._name]
+        self._prepare()
 
-    def prepare(self) -> None:
-        """Choose the variant that the next `run` runs. Called before the extras' `begin`."""
-        posting = self.postings.may_wait if self.may_wait else self.postings.later
-        if posting not in self._variants:
+    def begin(self, sizes: Sequence[Size]) -> None:
+        """Prepare the next `run`, whose microbatches have these sizes. Called before the extras' `begin`."""
+        if self.layouts.begin(sizes):
+            self.may_wait = True
+        if sizes != self._sizes:  # else the same buffers serve again
+            self.pool.clear()
+        self._sizes = [*sizes]
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """Choose the variant that the next `run` runs."""
+        posting, variants = (
+            self.postings.may_wait if self.may_wait else self.postings.later,
+            self._now.variants,
+        )
+        if posting not in variants:
             program = posting(self._extras.rewrite(self._call, self.given))
             kept = set(_weight_actions(program))
             dropped = [each for each in _weight_actions(self.given) if each not in kept]
-            self._variants[posting] = program, self._resolver.resolution(program), dropped
-        self._program, self._resolution, self._dropped = self._variants[posting]
+            variants[posting] = program, self._now.resolver.resolution(program), dropped
+        self._program, self._resolution, self._dropped = variants[posting]
 
     @property
     def program(self) -> Program:
@@ -142,7 +179,8 @@ class Executor:
         and its number, the value and the peer; ValueError for a message whose layout has changed; BeginAgain.
         """
         resolution = self._resolution
-        slots = [_NO_MESSAGE] * (FIRST_SLOT + len(self._resolver.slots))
+        places = self._now.resolver.slots
+        slots = [_NO_MESSAGE] * (FIRST_SLOT + len(places))
         position = 0
         try:
             for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for explain
@@ -156,11 +194,11 @@ class Executor:
                 raise explained(error, self._workers) from None
             _explain(error, resolution.instructions, position, self._program.rank)
             raise
-        self.may_wait = self._dynamic_shapes
+        self.may_wait = self.layouts.is_dynamic
         for stage, _, microbatch in self._dropped:  # a pass has left these W's out
             self._workers[stage].take_deferred(microbatch)
         if any(slots[FIRST_SLOT:]):
-            left = [str(value) for value, slot in self._resolver.slots.items() if slots[slot]]
+            left = [str(value) for value, slot in places.items() if slots[slot]]
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
 
     def drop_messages(self) -> None:
@@ -168,7 +206,7 @@ class Executor:
         rank = self._program.rank
         with communicating(f"rank {rank}, dropping the messages of a step that begins again"):
             for each in unreceived(self._program):
-                self.inboxes[each.peer].drop(channel_of(each.value))
+                self.inboxes[each.peer].drop(each.value)
             for outbox in self._outboxes.values():
                 outbox.drop()
 
@@ -178,11 +216,10 @@ class Executor:
             box.limit = limit
 
     def forget_layouts(self) -> None:
-        """Let shapes change: each channel's next message has a header again, and old receive buffers go."""
+        """Let layouts change: messages have headers again, and old receive buffers go."""
         self.may_wait = True
         self.pool.clear()
-        for box in self.boxes():
-            box.layouts.clear()
+        self.layouts.forget()
 
     def close(self) -> None:
         """Give up all messages under way, and the links."""

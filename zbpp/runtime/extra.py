@@ -56,12 +56,17 @@ Any thread may make the two calls. On a GPU the work's stream is then the curren
 """
 
 
+NEW_TIMETABLES = "new_timetables"
+"""In `Extra.excludes`: other timetables than the first one, and steps with empty microbatches."""
+
+
 class Extra:
     """Base class of Feature and Observer; every method does nothing.
 
     name: of the extra, in error messages and in `excludes`. excludes: {what can't be in one pipeline with
     this extra: what to write instead}. A key is another extra's name, a dimension of the mesh, which then
-    must have one process, or "dynamic_shapes". Pipeline, config and docs read this table and no other one.
+    must have one process, "dynamic_shapes" or NEW_TIMETABLES. Pipeline, config and docs read this table and
+    no other one.
     State that `attach` makes belongs to one pipeline.
     """
 
@@ -74,6 +79,9 @@ class Extra:
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """Return the function that runs at an instruction: `run` itself, or one that wraps or replaces it."""
         return run
+
+    def announce(self, call: Call) -> None:
+        """Called when a call's arguments are cut, before this rank waits for another one in the call."""
 
     def begin(self, call: Call) -> None:
         """Called before a call's first instruction."""
@@ -221,6 +229,11 @@ class Extras(list[Extra]):
     def background(self, at: Instruction) -> Background | None:
         """The first observer's `background` for an instruction; None if no observer has one."""
         return next((found for each in self.observers if (found := each.background(at)) is not None), None)
+
+    def announce(self, call: Call) -> None:
+        """See Extra."""
+        for each in self:
+            each.announce(call)
 
     def begin(self, call: Call) -> None:
         """See Extra."""

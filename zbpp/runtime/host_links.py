@@ -37,6 +37,9 @@ from torch import Tensor
 
 from zbpp.streams import Event, host_memory, streams_of
 
+OWN_LIMIT = timedelta(0)
+"""For torch: a wait lasts as long as the group's own timeout says."""
+
 
 class Started(Protocol):
     """A send or a receive that has been started."""

@@ -6,6 +6,7 @@ stage left out.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -30,14 +31,20 @@ class TensorLayout(NamedTuple):
     shape: tuple[int, ...]
     requires_grad: bool
 
+    @property
+    def num_bytes(self) -> int:
+        """How many bytes the tensor has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
     def __str__(self) -> str:
-        return f"{_name(self.dtype)}{list(self.shape)}"
+        return f"{name_of(self.dtype)}{list(self.shape)}"
 
 
 Layout = tuple[TensorLayout | None, ...]
 
 
-def _name(dtype: torch.dtype) -> str:
+def name_of(dtype: torch.dtype) -> str:
+    """`float32`."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -73,7 +80,7 @@ def encode(layout: Layout) -> Tensor:
         if each is None:
             numbers.append(-1)
         elif each.dtype not in _DTYPES:
-            raise ValueError(f"{each} can't be sent: cast it to one of {', '.join(map(_name, _DTYPES))}")
+            raise ValueError(f"{each} can't be sent: cast it to one of {', '.join(map(name_of, _DTYPES))}")
         else:
             numbers += [_DTYPES.index(each.dtype), int(each.requires_grad), len(each.shape), *each.shape]
     if len(numbers) > HEADER_SIZE:

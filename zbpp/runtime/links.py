@@ -1,11 +1,10 @@
 """Links: messages from one rank to another, in order, sent and received while the rank computes.
 
-All messages of one channel have one layout: which tensors are None, and of the others dtype, shape and
-requires_grad. A channel is the x of one stage, or its g; with slices of sequences, that of the slices with
-one number. The first message of a channel has a header, which says the layout. From then on the sender checks
-each message against it before anything is sent, and the receiver can start receives ahead of their use. (gloo
-checks nothing: a buffer that is too small aborts the process, and another dtype gives wrong numbers without
-an error.)
+The layout of a message (which tensors are None, and of the others dtype, shape and requires_grad) follows
+from its channel and the size of its microbatch, see layouts.py. The first message of a channel and a size has
+a header, which says the layout. From then on the sender checks each message against it before anything is
+sent, and the receiver can start receives ahead of their use. (gloo checks nothing: a buffer that is too small
+aborts the process, and another dtype gives wrong numbers without an error.)
 
     sender    header  x0   x1   x2        layout known: x1, x2 need no header
     receiver  header  x0  [x1] [x2]       [ ] started ahead, where the program says so (Post)
@@ -44,74 +43,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.runtime.host_links import LinkGroup, Started
+from zbpp.runtime.buffers import BufferPool
+from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
 from zbpp.runtime.in_place import check_unchanged, versions_of
 from zbpp.runtime.layout import (
     HEADER_SIZE,
     Layout,
     Message,
-    TensorLayout,
     decode,
     describe,
     describe_change,
     encode,
     layout_of,
 )
+from zbpp.runtime.layouts import Layouts, channel_of
+from zbpp.runtime.sizes import Size
 from zbpp.schedule import Program, Recv, Send, Value
-from zbpp.schedule.timetable import Unit
 
 _TAG_LIMIT = 2**30
-OWN_LIMIT = timedelta(0)
-"""For torch: a wait lasts as long as the group's own timeout says."""
-
-
-class BufferPool:
-    """Receive buffers, each given out again once nothing else refers to its memory.
-
-    Users don't return a buffer, since they can't know when it is free: W's x may BE the received x. The
-    reference count of the buffer's storage tells. The pool grows to the most buffers that the plan has in use
-    at once.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._buffers: dict[TensorLayout, list[Tensor]] = {}
-
-    def free(self, layout: TensorLayout) -> Tensor:
-        """A buffer whose memory nothing else refers to; its contents are undefined."""
-        buffers = self._buffers.setdefault(layout, [])
-        for buffer in buffers:
-            storage = buffer.untyped_storage()
-            # One reference is the buffer's, one is `storage` itself.
-            if torch._C._storage_Use_Count(storage._cdata) <= 2:
-                return buffer
-        buffers.append(torch.empty(layout.shape, dtype=layout.dtype, device=self.device))
-        return buffers[-1]
-
-    def take(self, layout: TensorLayout) -> Tensor:
-        """A fresh tensor over the memory of a free buffer."""
-        # A new tensor object: what a user sets on it (requires_grad, hooks) ends with this use.
-        return self.free(layout).detach().requires_grad_(layout.requires_grad)
-
-    def buffers(self) -> list[Tensor]:
-        """All buffers that are kept."""
-        return [each for kept in self._buffers.values() for each in kept]
-
-    def clear(self) -> None:
-        """Forget all buffers; those in use live as long as their users."""
-        self._buffers.clear()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._buffers.values()))
-
-
-class FreshBuffers(BufferPool):
-    """A pool that keeps nothing, for dynamic shapes: buffers of every shape would pile up in a BufferPool."""
-
-    def take(self, layout: TensorLayout) -> Tensor:
-        """A new tensor; its contents are undefined."""
-        buffer = torch.empty(layout.shape, dtype=layout.dtype, device=self.device)
-        return buffer.requires_grad_(layout.requires_grad)
 
 
 class Sent(NamedTuple):
@@ -130,28 +79,24 @@ class Outbox:
     peer: int
     group: LinkGroup
     device: torch.device
-    dynamic_shapes: bool = False
+    layouts: Layouts = field(default_factory=Layouts)
     limit: timedelta = OWN_LIMIT
-    layouts: dict[Hashable, Layout] = field(default_factory=dict)
     _pending: deque[Sent] = field(default_factory=deque)
     _num_sent: int = 0
 
-    def send(self, channel: Hashable, message: Message) -> None:
-        """Start to send; keeps the tensors until `release`. Raises ValueError for a changed layout."""
+    def send(self, value: Value, message: Message) -> None:
+        """Start to send; keeps the tensors until `release`. Raises ValueError for another layout."""
         layout = layout_of(message)
         tensors = [_as_stored(tensor) for tensor in message if tensor is not None]
-        known = None if self.dynamic_shapes else self.layouts.get(channel)
+        known = self.layouts.of(value)
         if known is None:
-            self.layouts[channel] = layout
+            self.layouts.learn(value, layout)
             tensors.insert(0, encode(layout).to(self.device))
         elif known != layout:
-            raise ValueError(
-                f"{describe(layout)} is to be sent where {describe(known)} was sent before"
-                f"{describe_change(layout, known)}: unless the pipeline is made with dynamic_shapes=True, "
-                "every microbatch of every step must have the same shapes and dtypes, and require grad alike"
-            )
+            raise ValueError(_refusal(layout, known, self.layouts.size_of(value)))
         versions = versions_of(tensors)
-        self._pending.append(Sent(channel, tensors, versions, [self._start(each) for each in tensors]))
+        works = [self._start(each) for each in tensors]
+        self._pending.append(Sent(channel_of(value), tensors, versions, works))
 
     def _start(self, tensor: Tensor) -> Started:
         if tensor.is_complex():  # NCCL has no complex dtypes
@@ -203,6 +148,16 @@ class Outbox:
         del self.group
 
 
+def _refusal(layout: Layout, known: Layout, size: Size | None) -> str:
+    of_size = "" if size is None else f", for a microbatch of the size {size}"
+    return (
+        f"{describe(layout)} is to be sent where {describe(known)} was sent before, or follows from what was "
+        f"sent{of_size}{describe_change(layout, known)}: unless the pipeline is made with "
+        "dynamic_shapes=True, microbatches of one size must have the same shapes and dtypes, and require "
+        "grad alike, and shapes must grow with the size"
+    )
+
+
 def _check(sent: Sent) -> None:
     check_unchanged(sent.channel, sent.tensors, sent.versions)
 
@@ -215,7 +170,7 @@ def _as_stored(tensor: Tensor) -> Tensor:
 class Posted(NamedTuple):
     """A receive that has started: of a message, or of its header where the layout is None."""
 
-    channel: Hashable
+    value: Value
     layout: Layout | None
     works: list[Started]
     tensors: Message
@@ -228,16 +183,15 @@ class Inbox:
     peer: int
     group: LinkGroup
     pool: BufferPool
-    dynamic_shapes: bool = False
+    layouts: Layouts = field(default_factory=Layouts)
     limit: timedelta = OWN_LIMIT
-    layouts: dict[Hashable, Layout] = field(default_factory=dict)
-    _due: deque[Hashable] = field(default_factory=deque)  # channels of messages behind a header
+    _due: deque[Value] = field(default_factory=deque)  # messages behind a header
     _posted: deque[Posted] = field(default_factory=deque)
     _num_received: int = 0
 
-    def post(self, channel: Hashable) -> None:
-        """Start to receive the link's next message, which belongs to the channel."""
-        self._due.append(channel)
+    def post(self, value: Value) -> None:
+        """Start to receive the link's next message, which is this value."""
+        self._due.append(value)
         self._start_due()
 
     def receive(self) -> Message:
@@ -250,10 +204,10 @@ class Inbox:
             work.wait(self.limit)
         return posted.tensors
 
-    def drop(self, channel: Hashable) -> None:
+    def drop(self, value: Value) -> None:
         """Receive the next message, whether its receive has started or not, and drop it."""
         if not self._posted:
-            self.post(channel)
+            self.post(value)
         self.receive()
 
     def close(self) -> None:
@@ -264,11 +218,10 @@ class Inbox:
 
     def _start_due(self) -> None:
         while self._due and not (self._posted and self._posted[-1].layout is None):
-            channel = self._due.popleft()
-            layout = None if self.dynamic_shapes else self.layouts.get(channel)
-            self._posted.append(self._post(channel, layout))
+            value = self._due.popleft()
+            self._posted.append(self._post(value, self.layouts.of(value)))
 
-    def _post(self, channel: Hashable, layout: Layout | None) -> Posted:
+    def _post(self, value: Value, layout: Layout | None) -> Posted:
         """Start to receive a message, or its header where its layout is not known."""
         tensors: Message
         if layout is None:
@@ -276,14 +229,15 @@ class Inbox:
         else:
             tensors = tuple([None if each is None else self.pool.take(each) for each in layout])
         works = [self._start(tensor) for tensor in tensors if tensor is not None]
-        return Posted(channel, layout, works, tensors)
+        return Posted(value, layout, works, tensors)
 
     def _after_header(self, posted: Posted) -> Posted:
         """Wait for a header, then start to receive what it announces."""
         posted.works[0].wait(self.limit)
         assert posted.tensors[0] is not None  # the header
-        layout = self.layouts[posted.channel] = decode(posted.tensors[0])
-        return self._post(posted.channel, layout)
+        layout = decode(posted.tensors[0])
+        self.layouts.learn(posted.value, layout)
+        return self._post(posted.value, layout)
 
     def _start(self, buffer: Tensor) -> Started:
         if buffer.is_complex():  # NCCL has no complex dtypes
@@ -296,26 +250,18 @@ class Inbox:
 Links = Mapping[tuple[int, int], LinkGroup]  # (sender, receiver) -> group
 
 
-def channel_of(value: Value) -> tuple[str, int, int]:
-    """The x of one stage, or its g, and the number of the slice: messages of one channel have one layout."""
-    unit = value.microbatch
-    return value.name, value.stage, unit.slice if isinstance(unit, Unit) else 0
-
-
-def make_inboxes(
-    program: Program, links: Links, pool: BufferPool, *, dynamic_shapes: bool
-) -> dict[int, Inbox]:
+def make_inboxes(program: Program, links: Links, pool: BufferPool, layouts: Layouts) -> dict[int, Inbox]:
     """By sender."""
     rank = program.rank
     peers = sorted({each.peer for each in program.instructions if isinstance(each, Recv)})
     # A link's group has two ranks: 0 is the lower one.
-    return {peer: Inbox(int(peer > rank), links[peer, rank], pool, dynamic_shapes) for peer in peers}
+    return {peer: Inbox(int(peer > rank), links[peer, rank], pool, layouts) for peer in peers}
 
 
 def make_outboxes(
-    program: Program, links: Links, device: torch.device, *, dynamic_shapes: bool
+    program: Program, links: Links, device: torch.device, layouts: Layouts
 ) -> dict[int, Outbox]:
     """By receiver."""
     rank = program.rank
     peers = sorted({each.peer for each in program.instructions if isinstance(each, Send)})
-    return {peer: Outbox(int(peer > rank), links[rank, peer], device, dynamic_shapes) for peer in peers}
+    return {peer: Outbox(int(peer > rank), links[rank, peer], device, layouts) for peer in peers}

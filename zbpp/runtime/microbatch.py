@@ -45,17 +45,28 @@ def replicate(value: Any) -> Replicated:
 class PerMicrobatch:
     """One value for each microbatch; made by `per_microbatch`."""
 
-    def __init__(self, values: Sequence[Any]) -> None:
+    def __init__(self, values: Sequence[Any], order: Sequence[int] | None) -> None:
         self.values = list(values)
+        self.order = None if order is None else tuple(order)
 
 
-def per_microbatch(values: Sequence[Any]) -> PerMicrobatch:
+def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) -> PerMicrobatch:
     """Mark an argument of `Pipeline.step` as already cut: `values[i]` goes to microbatch i.
 
-    Tensors among them may differ in shape; if the messages between stages then differ, too, the Pipeline
-    needs dynamic_shapes. Each microbatch has the same weight in the mean, whatever its size.
+    Tensors among them may differ in shape. Each microbatch has the same weight in the mean, whatever its
+    size, unless the loss is marked by `zbpp.stage_api.mean_over`. A microbatch is empty where the first
+    stage's arguments are None, or tensors without elements: it is left out, and its loss is 0.
+
+    order: in a step, order[i] is the microbatch that goes i-th (`zbpp.order_microbatches`). It is enough to
+    give it with one argument of the first stage. Losses come back in the order of `values`, and random
+    numbers don't depend on the order. Raises ValueError unless each microbatch is in `order` once.
     """
-    return PerMicrobatch(values)
+    if order is not None and sorted(order) != list(range(len(values))):
+        raise ValueError(
+            f"order={list(order)} is no order of {len(values)} microbatches: write each of "
+            f"0..{len(values) - 1} once"
+        )
+    return PerMicrobatch(values, order)
 
 
 def into_microbatches(
@@ -83,6 +94,8 @@ class Cutter:
         self.num_microbatches, self.slice_bounds = num_microbatches, slice_bounds
         self.num_slices = max(1, len(slice_bounds) - 1)
         self.num_units = num_microbatches * self.num_slices
+        self.order: tuple[int, ...] | None = None  # in which microbatches go, where a value says it
+        self.is_even = True  # whether the microbatches of all values were cut here, and so have equal shapes
         self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
         self._first = ""  # the name of the first tensor that was split
         self._lists: list[tuple[str, int]] = []  # (name, length) of the lists among the values
@@ -104,10 +117,7 @@ class Cutter:
         if isinstance(value, BlockMask):
             return [each for mask in self._masks(name, value) for each in [mask] * self.num_slices]
         if isinstance(value, PerMicrobatch):
-            if len(value.values) != self.num_microbatches:
-                raise ValueError(
-                    f"{name} has {len(value.values)} values, num_microbatches={self.num_microbatches}"
-                )
+            self._take_order(name, value)
             return [tree_map(self._leaf, each) for whole in value.values for each in self._in_slices(whole)]
         if isinstance(value, Replicated):
             return [tree_map(self._leaf, value.value)] * self.num_units
@@ -190,6 +200,20 @@ class Cutter:
             tensors, grads = zip(*reached, strict=True)
             with engine_adds_to_main_grad(leaves_below(map(edge_of, tensors))):
                 torch.autograd.backward(tensors, grads)
+
+    def _take_order(self, name: str, value: PerMicrobatch) -> None:
+        """Raises ValueError for another number of values, and for another order than an earlier one."""
+        number, expected = len(value.values), self.num_microbatches
+        if number != expected:
+            instead = (
+                f"plan for {number} microbatches, or put several values into one"
+                if number > expected
+                else "write None for a microbatch that is empty"
+            )
+            raise ValueError(f"{name} has {number} values, num_microbatches={expected}: {instead}")
+        if value.order is not None and self.order not in (None, value.order):
+            raise ValueError(f"{name} has another order than an argument before it: give it once")
+        self.order, self.is_even = value.order or self.order, False
 
     def _nested(self, name: str, value: Any) -> list[Any]:
         if self.num_microbatches > 1:

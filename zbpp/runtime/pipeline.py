@@ -74,8 +74,8 @@ class Pipeline:
     extras: what the pipeline does beside running its program, see extra.py; the same on all ranks.
     seed: of the random numbers drawn in forward. timeout: seconds that a wait for another rank may last;
     in a step that may compile half an hour, if that is longer.
-    dynamic_shapes: whether messages between stages may differ from microbatch to microbatch (shapes, dtypes,
-    which tensors there are); each message then says its layout, and takes one more latency.
+    dynamic_shapes: whether messages between stages may differ otherwise than with the shapes of the inputs
+    (shapes, dtypes, which tensors there are); each message then says its layout, and takes one more latency.
     device: where a model's stages go (None: this process's CUDA device if the group is NCCL's, else the CPU);
     given stages stay where they are.
 
@@ -189,7 +189,8 @@ class Pipeline:
 
         args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage. kwargs: for
         every stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
-        into microbatches, except `zbpp.replicate(tensor)`. Returns the microbatches' losses on the last
+        into microbatches, except `zbpp.replicate(tensor)`. `zbpp.per_microbatch([...])` holds microbatches of
+        any lengths, in any order; empty ones are left out. Returns the microbatches' losses on the last
         stage's owner, [] elsewhere; their mean is the loss of the batch. Each microbatch weighs the same, or
         each target, if the loss is marked by `zbpp.stage_api.mean_over_tokens`.
 
@@ -428,6 +429,26 @@ class Pipeline:
         process of the mesh, names sorted; {} if there are none. Collective over the mesh.
         """
         return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
+
+    # ---- Timetables
+
+    def prepare(self, timetable: Timetable | str) -> None:
+        """Make this rank's program of a timetable, or of its text, ahead of `use_timetable`.
+
+        Any thread may call this, also while a step runs. The last 64 timetables are kept, by their text.
+        Raises PlanError for a timetable that can't run, and ValueError if it places stages on other ranks.
+        """
+        self._rank.prepare(timetable)
+
+    def use_timetable(self, timetable: Timetable | str) -> None:
+        """Follow another timetable, or its text, from the next call on; with any number of microbatches.
+
+        All ranks must be given the same one, before the same call: else that call raises AgreementError.
+        Raises PlanError and ValueError as `prepare` does; and ValueError if an extra is made for one
+        timetable (docs/pipeline.md, "What goes with what").
+        """
+        self._rank.use_timetable(timetable)
+        self.timetable = self._rank.timetable
 
     # ---- The end
 

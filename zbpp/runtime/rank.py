@@ -30,24 +30,33 @@ from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import error_text
-from zbpp.runtime.call import Call, NamedLosses, Result
+from zbpp.job.agreement import AgreementError
+from zbpp.runtime.call import NO_FEED, Call, Feed, NamedLosses, Result, in_callers_order
 from zbpp.runtime.executor import BeginAgain, Executor
-from zbpp.runtime.extra import Extra, Extras
+from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras
 from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
-from zbpp.runtime.links import OWN_LIMIT
+from zbpp.runtime.host_links import OWN_LIMIT
+from zbpp.runtime.layouts import Layouts
+from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.shared_hooks import SharedHooks
+from zbpp.runtime.sizes import Announcer, Sizes, is_empty
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count, Weights, weights_of
-from zbpp.schedule import Op, Timetable, lower
+from zbpp.schedule import Op, Timetable
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
-from zbpp.stage_api import mark_of
+from zbpp.stage_api import batch_norms, mark_of
 
 _log = logging.getLogger(__name__)
 
+_BATCH_NORM = (
+    "a stage has a BatchNorm in training mode, and the microbatches of this step have different sizes: its "
+    "statistics would weigh each microbatch the same, and a token of a long one less. Use LayerNorm or "
+    "GroupNorm, or put the BatchNorm into eval mode"
+)
 COMPILE_TIMEOUT = 1800.0  # s that a wait may last in a step that may compile
 
 METHODS: dict[str, dict[Op, StageMethod]] = {
@@ -60,9 +69,6 @@ METHODS: dict[str, dict[Op, StageMethod]] = {
     "evaluate": {Op.F: StageWorker.evaluate},
     "predict": {Op.F: StageWorker.evaluate},
 }
-
-
-_FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of_one}
 
 
 class Executors(dict[str, Executor]):
@@ -143,9 +149,13 @@ class Rank:
         )
         for stage in self._shared_hooks.stages:
             self.workers[stage].shared_hooks = self._shared_hooks
-        self.programs = lower(timetable)
+        self._lowerings = Lowerings(index)
+        self._lowering = self._lowerings.of(timetable)
+        self.programs = self._lowering.programs
         pairs = self.programs.links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
+        self._announcer = Announcer(timetable.rank_of, index, self._links, device)
+        self._norms = [each for module in stages.values() for each in batch_norms(module)]
         self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
         self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
         self.executors = Executors(self._executor)
@@ -153,15 +163,14 @@ class Rank:
 
     def _executor(self, name: str) -> Executor:
         """Make the executor of this rank's program for the call `name`."""
-        programs = self.programs if name == "step" else lower(_FORWARDS[name](self.timetable))
         made = Executor(
-            programs[self.index],
+            self._lowering.program(name),
             self.workers,
             METHODS[name],
             self.timetable.num_stages,
             self._links,
             self.device,
-            dynamic_shapes=self.dynamic_shapes,
+            layouts=Layouts(is_dynamic=self.dynamic_shapes),
             postings=ON_DEVICE if self.receives_on_device else ON_HOST,
             extras=self.extras,
             call=name,
@@ -223,11 +232,11 @@ class Rank:
                 executor.forget_layouts()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
-                self._limit_waits(executor)
-                cutter, call = self._run(executor, call, seeds)
+                cutter, call, sizes = self._run(executor, call, seeds)
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
             losses = _per_microbatch([loss for each in ended for loss in each.losses], cutter.num_slices)
+            losses = in_callers_order(losses, sizes)
             result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
             self.extras.end(call, result)
         except BaseException as error:
@@ -244,28 +253,29 @@ class Rank:
         if seconds > self.timeout and self.index == 0:
             _log.info("stages compile in this step: ranks wait for each other up to %.0f s", seconds)
         self._message_limit = OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds)
+        self._announcer.limit = self._message_limit
         for each in self.executors.values():  # on gloo a wait has the limit, on NCCL a group
             each.limit_waits(self._message_limit)
         for group in (*self.place.mesh_groups(), *(self._links.values() if self.receives_on_device else ())):
             if isinstance(group, dist.ProcessGroup):
                 set_timeout(group, seconds)
 
-    def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call]:
+    def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call, Sizes]:
         """Give the stages their parts of a call, and run its program, again if the step begins again."""
         self._shared_hooks.begin()
         is_whole = call.kind == "predict"
         cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, self.slice_bounds)
-        last = self.timetable.num_stages - 1
-        feeds = call.feeds(cutter, seeds, last_stage=last)
-        targets = feeds[last].targets if last in feeds else None
-        if self.count is not None and targets is not None:
-            weights = call.weights or self._weights(call, targets, cutter.num_microbatches)
-            call = call._replace(weights=weights)
-            feeds[last] = feeds[last]._replace(weights=call.weights)
+        feeds = call.feeds(cutter, seeds, last_stage=self.timetable.num_stages - 1)
+        call = call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
+        self.extras.announce(call)
+        sizes = self._sizes_of(call, cutter, feeds)
+        call, feeds = self._arranged(call, feeds, sizes, cutter.num_slices)
         for stage, worker in self.workers.items():
             worker.begin(feeds[stage])
-        call = call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
-        executor.prepare()
+        lowering = self._lowering.without(sizes.left_out)
+        executor.use(lowering.text, lowering.program(call.kind))
+        executor.begin(sizes.of_units(cutter.num_slices))
+        self._limit_waits(executor)
         self.extras.begin(call)
         again: Call | None = None
         try:
@@ -275,7 +285,72 @@ class Rank:
             executor.drop_messages()
             self._abandon()
             self.extras.fail(error)
-        return (cutter, call) if again is None else self._run(executor, again, seeds)
+        except Exception as error:
+            if not sizes.is_plain:
+                error.add_note(f"the microbatches go in this order, by the caller's numbers: {sizes.order}")
+            raise
+        return (cutter, call, sizes) if again is None else self._run(executor, again, seeds)
+
+    def _sizes_of(self, call: Call, cutter: Cutter, feeds: Mapping[int, Feed]) -> Sizes:
+        """The sizes of the call's microbatches, as the rank that has the inputs tells them. Collective.
+
+        Raises AgreementError if that rank is in another call, has another timetable or gave another order.
+        """
+        number = self._lowering.number
+        if 0 in feeds:
+            mine = call.sizes(cutter, feeds[0], number)
+        else:
+            mine = Sizes(call.kind, number, (), ())
+        sizes = self._announcer.told(mine)
+        first = self.timetable.rank_of[0]
+        if sizes.call != call.kind:
+            raise AgreementError(
+                f"rank {first} is in {sizes.call}() while rank {self.index} is in {call.kind}()"
+            )
+        if sizes.timetable != number:
+            raise AgreementError(
+                f"rank {first} follows another timetable than rank {self.index}: call use_timetable on all "
+                "ranks, with the same timetable"
+            )
+        given = [each for each in cutter.order or () if each in sizes.order]
+        if call.kind == "step" and given and (*given,) != sizes.order:
+            raise AgreementError(
+                f"per_microbatch has the order {given} on rank {self.index}, and {list(sizes.order)} on rank "
+                f"{first}: give it to the first stage's arguments alone, or the same everywhere"
+            )
+        return sizes
+
+    def _arranged(
+        self, call: Call, feeds: dict[int, Feed], sizes: Sizes, num_slices: int
+    ) -> tuple[Call, dict[int, Feed]]:
+        """The call with the weights of its losses, and the feeds in the order in which microbatches go.
+
+        Raises ValueError for what does not go with microbatches of different sizes, or with empty ones.
+        """
+        last, num_microbatches = self.timetable.num_stages - 1, len(sizes.of)
+        if sizes.left_out:
+            self.check_new_timetable()
+            self._refuse_targets_of_empty(feeds.get(last, NO_FEED).targets, sizes, num_slices)
+        if call.kind == "step" and len({*sizes.in_order}) > 1 and any(each.training for each in self._norms):
+            raise ValueError(_BATCH_NORM)
+        if not sizes.is_plain:
+            units = [each * num_slices + part for each in sizes.order for part in range(num_slices)]
+            feeds = {stage: feed.in_order(units) for stage, feed in feeds.items()}
+        targets = feeds[last].targets if last in feeds else None
+        if self.count is not None and targets is not None:
+            call = call._replace(weights=call.weights or self._weights(call, targets, num_microbatches))
+            feeds[last] = feeds[last]._replace(weights=call.weights)
+        return call, feeds
+
+    def _refuse_targets_of_empty(self, targets: Sequence[Any] | None, sizes: Sizes, num_slices: int) -> None:
+        """Raise ValueError if a microbatch without inputs has targets."""
+        for each in sizes.left_out:
+            target = None if targets is None else targets[each * num_slices]
+            if not (is_empty(target) or (self.count is not None and not self.count(target))):
+                raise ValueError(
+                    f"microbatch {each} has a target and no inputs: a microbatch is left out if its inputs "
+                    "are None or without elements, and its target must be, too"
+                )
 
     def _weights(self, call: Call, targets: Sequence[Any], num_microbatches: int) -> Weights:
         """Return the weights of the losses. A step calls this on all processes that see different data."""
@@ -284,6 +359,47 @@ class Rank:
             return weights_of(targets, self.count, self.device, num_microbatches)
         num_parts = self.place.num_data_parts
         return weights_of(targets, self.count, self.device, num_microbatches, num_parts, self.sum_over_data)
+
+    # ---- Timetables
+
+    def prepare(self, timetable: Timetable | str) -> Lowering:
+        """Lower a timetable. Any thread may call this. Raises ValueError as `use_timetable` does."""
+        lowering = self._lowerings.of(timetable)
+        given, expected = lowering.timetable.rank_of, self.timetable.rank_of
+        if given != expected:
+            raise ValueError(
+                "the timetable places the stages on other ranks than this pipeline's: rank_of "
+                f"{list(given)} instead of {list(expected)}"
+            )
+        if lowering.timetable.num_slices != self.timetable.num_slices:
+            raise ValueError(
+                f"the timetable has {lowering.timetable.num_slices} slices, and this pipeline "
+                f"{self.timetable.num_slices}: make a new Pipeline with its slice_bounds"
+            )
+        lowering.program("step")
+        return lowering
+
+    def use_timetable(self, timetable: Timetable | str) -> None:
+        """Follow another timetable from the next call on. Raises ValueError if that is not possible."""
+        self.check_not_over()
+        lowering = self.prepare(timetable)
+        if lowering is not self._lowering:
+            self.check_new_timetable()
+        self._lowering, self.timetable, self.programs = lowering, lowering.timetable, lowering.programs
+
+    def check_new_timetable(self) -> None:
+        """Raise ValueError if an extra is made for one timetable, with all microbatches."""
+        for each in self.extras:
+            if NEW_TIMETABLES in each.excludes:
+                raise ValueError(
+                    f"{each.name} doesn't go with new timetables, nor with empty microbatches: "
+                    f"{each.excludes[NEW_TIMETABLES]}"
+                )
+
+    @property
+    def source_of_sizes(self) -> int | None:
+        """The rank that this one gets the sizes of microbatches from; None for the owner of stage 0."""
+        return self._announcer.source
 
     def settle(self) -> None:
         """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""
@@ -322,6 +438,7 @@ class Rank:
         self.extras.close()
         for executor in self.executors.values():
             executor.close()
+        self._announcer.close()
         close_groups(self._links.values())
         self._links.clear()
 

@@ -7,8 +7,8 @@ message comes from; the slot that the result goes to (the dot stands for the mes
 
     instruction          function                      takes from -> gives to
     0F0                  worker.forward(0, .)          slot 0 -> slot 2
-    Send x(1,0) to 1     outbox.send(("x", 1), .)      slot 2 -> slot 1
-    Post g(0,0) from 1   inbox.post(("g", 0))          slot 0 -> slot 1
+    Send x(1,0) to 1     outbox.send(x(1,0), .)        slot 2 -> slot 1
+    Post g(0,0) from 1   inbox.post(g(0,0))            slot 0 -> slot 1
     Recv g(0,0) from 1   inbox.receive()               slot 0 -> slot 3
     0B0                  worker.backward_input(0, .)   slot 3 -> slot 1
     0W0                  worker.backward_weight(0, .)  slot 0 -> slot 1
@@ -27,7 +27,8 @@ from typing import Any, NamedTuple
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import Handover
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.links import Inbox, Outbox, channel_of
+from zbpp.runtime.layouts import channel_of
+from zbpp.runtime.links import Inbox, Outbox
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import (
     Action,
@@ -114,11 +115,11 @@ class Resolver:
             case Action():
                 return self._action(instruction)
             case Post(value, peer):
-                return Resolved(_without_message(partial(self._inboxes[peer].post, channel_of(value))))
+                return Resolved(_without_message(partial(self._inboxes[peer].post, value)))
             case Recv(value, peer):
                 return Resolved(_without_message(self._inboxes[peer].receive), gives=self.slots[value])
             case Send(value, peer):
-                send = partial(self._outboxes[peer].send, channel_of(value))
+                send = partial(self._outboxes[peer].send, value)
                 return Resolved(send, takes=self.slots[value])
             case Release(_, peer):
                 return Resolved(_without_message(self._outboxes[peer].release))

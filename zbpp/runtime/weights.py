@@ -45,8 +45,9 @@ def weights_of(
 ) -> Weights:
     """The weights of the losses of units with these targets.
 
-    count: the number of targets of one unit. num_microbatches: to which the units belong. num_parts: how many
-    processes see different data. sum_over_parts: sums a tensor over these processes, in place; collective.
+    count: the number of targets of one unit. num_microbatches: to which the units belong, with the empty
+    ones. num_parts: how many processes see different data. sum_over_parts: sums a tensor over these
+    processes, in place; collective.
     """
     with torch.no_grad():
         found = [torch.as_tensor(count(each)).to(device, torch.float64) for each in targets]

@@ -134,7 +134,7 @@ class SameCalls(Observer):
         store = job_store(place.broadcast(rank.key))
         self._order = CallOrder(store, me, neighbours, rank.device, place.gather(me))
 
-    def begin(self, call: Call) -> None:
+    def announce(self, call: Call) -> None:
         """See Extra."""
         if self._order is not None:
             self._order.begin(call.name or call.kind, call.rows)

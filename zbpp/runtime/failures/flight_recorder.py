@@ -82,12 +82,20 @@ class FlightRecorder(Observer):
 
         return noted
 
-    def begin(self, call: Call) -> None:
-        """See Extra."""
+    def announce(self, call: Call) -> None:
+        """See Extra. The call begins, and its sizes are received like a message."""
         number = self._rank.num_steps
         after = f"after step {number}" if number else "before the first step"
         self._call = f"step {number + 1}" if call.kind == "step" else f"{call.kind} {after}"
         self._ring.append(("call", self._call, monotonic()))
+        source = self._rank.source_of_sizes
+        if source is not None:
+            self._ring.append(("at", f"Recv sizes from {source}", monotonic()))
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        if self._rank.source_of_sizes is not None:
+            self._ring.append(("done", "Recv sizes", monotonic()))
 
     def end(self, call: Call, result: Result) -> None:
         """See Extra."""

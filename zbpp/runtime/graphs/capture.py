@@ -24,10 +24,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zbpp.runtime.buffers import BufferPool, tensor_in
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras, Feature, Handler
 from zbpp.runtime.layout import Layout, Message, Run, TensorLayout, layout_of
-from zbpp.runtime.links import BufferPool
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
@@ -64,7 +64,7 @@ class NotedBuffers(BufferPool):
 
     def tensors(self) -> list[Tensor]:
         """What was given out, in this order."""
-        return [each.detach().requires_grad_(layout.requires_grad) for layout, each in self._noted]
+        return [tensor_in(buffer, layout) for layout, buffer in self._noted]
 
 
 class PlannedBuffers(BufferPool):
@@ -154,11 +154,10 @@ class ActionGraphs:
             num_stages,
             links,
             rank.device,
+            layouts=executor.layouts,
             postings=postings,
             extras=captures,
         )
-        for own, known in zip(silent.boxes(), executor.boxes(), strict=True):
-            own.layouts = dict(known.layouts)
         receive_into(silent, received)
         silent.run()
 

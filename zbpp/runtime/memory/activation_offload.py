@@ -56,7 +56,11 @@ class ActivationOffload(Feature):
 
     name = "activation_offload"
     excludes = MappingProxyType(
-        {"weight_offload": "both pack saved tensors; leave one out, and recompute blocks (zbpp.checkpoint)"}
+        {
+            "weight_offload": "both pack saved tensors; leave one out, and recompute blocks "
+            "(zbpp.checkpoint)",
+            "new_timetables": "its copies are planned for one timetable: leave it out",
+        }
     )
 
     costs: Costs

@@ -71,7 +71,12 @@ class OffloadedWeights(Feature):
 
     name = "weight_offload"
     excludes = MappingProxyType(
-        dict.fromkeys(("replicate", "shard", "tensor"), "leave it at 1, with more ranks of the pipeline")
+        {
+            **dict.fromkeys(
+                ("replicate", "shard", "tensor"), "leave it at 1, with more ranks of the pipeline"
+            ),
+            "new_timetables": "its copies are planned for one timetable: leave it out",
+        }
     )
 
     def __init__(self, stages: Mapping[int, nn.Module], device: torch.device | str | None = None) -> None:

@@ -53,6 +53,7 @@ class Validation(Feature):
             "leave one of them out",
             "weight_offload": "the weights' copies on the device would not be taken back: leave one of them "
             "out",
+            "new_timetables": "its gate belongs to one timetable: leave it out",
         }
     )
 

@@ -1,0 +1,81 @@
+"""Timetables with the programs of this rank. A step may follow another timetable than the step before it.
+
+A program is made when it is first asked for, in any thread: so the plan of the next step can be lowered while
+this step runs. What was made is found by the timetable's text.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Collection
+from threading import Lock
+from zlib import crc32
+
+from zbpp.schedule import Program, Timetable, lower
+from zbpp.schedule.lower import Programs
+
+_MOST = 64  # timetables, and sets of empty microbatches of each, that are kept
+
+_FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of_one}
+
+
+class Lowering:
+    """A timetable, and this rank's programs for the calls "step", "evaluate" and "predict".
+
+    index: the rank. text: of the timetable. number: tells timetables apart, the same in all processes.
+    """
+
+    def __init__(self, timetable: Timetable, text: str, index: int) -> None:
+        self.timetable, self.text, self.number = timetable, text, crc32(text.encode())
+        self._index, self._lock = index, Lock()
+        self._programs: dict[str, Program] = {}
+        self._of_step: Programs | None = None
+        self._without = OrderedDict[tuple[int, ...], Lowering]()
+
+    @property
+    def programs(self) -> Programs:
+        """The programs of all ranks for a step. Raises PlanError for a timetable that can't run."""
+        if self._of_step is None:
+            self._of_step = lower(self.timetable)
+        return self._of_step
+
+    def program(self, call: str) -> Program:
+        """This rank's program for a call. Raises PlanError as `lower` does."""
+        with self._lock:
+            if call not in self._programs:
+                programs = self.programs if call == "step" else lower(_FORWARDS[call](self.timetable))
+                self._programs[call] = programs[self._index]
+            return self._programs[call]
+
+    def without(self, microbatches: Collection[int]) -> Lowering:
+        """The same timetable without some microbatches, see Timetable."""
+        if not microbatches:
+            return self
+        key = tuple(sorted(microbatches))
+        with self._lock:
+            if key not in self._without:
+                name = f"{self.text}\nwithout {key}"
+                self._without[key] = Lowering(self.timetable.without(key), name, self._index)
+                if len(self._without) > _MOST:
+                    self._without.popitem(last=False)
+            return self._without[key]
+
+
+class Lowerings:
+    """The timetables that a rank has followed or was told to prepare, the last ones of them."""
+
+    def __init__(self, index: int) -> None:
+        self._index, self._lock = index, Lock()
+        self._kept = OrderedDict[str, Lowering]()
+
+    def of(self, timetable: Timetable | str) -> Lowering:
+        """That of a timetable, or of its text. Raises PlanError for a text that is no timetable."""
+        text = timetable if isinstance(timetable, str) else str(timetable)
+        with self._lock:
+            if text not in self._kept:
+                parsed = Timetable.parse(text) if isinstance(timetable, str) else timetable
+                self._kept[text] = Lowering(parsed, text, self._index)
+                if len(self._kept) > _MOST:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(text)
+            return self._kept[text]

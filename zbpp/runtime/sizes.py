@@ -1,0 +1,178 @@
+"""The sizes of a call's microbatches: the rank that has the inputs tells them to all ranks, once per call.
+
+A size is the dtypes and shapes of the tensors that the first stage gets for a microbatch. Layouts of messages
+follow from it (layouts.py), and a microbatch without sequences is left out. The sizes go along the links of
+the x's, one message to each rank before the first action of a call:
+
+    owner of stage 0  -->  owner of stage 1  -->  owner of stage 2  ...
+
+A rank gets them from the rank before its first stage. It waits for them where it would wait for its first x.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from zbpp.job.errors import communicating
+from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
+from zbpp.runtime.layout import name_of
+
+_FIRST_TAG, _NUM_TAGS = 2**30, 2**29  # gloo pairs by tags; those of links.py are below
+_NUM_NUMBERS = 256  # of the first tensor: the number of bytes, and the first bytes, eight to a number
+
+
+class Size(NamedTuple):
+    """The tensors of a microbatch: `int64[2, 5] float32[2]` is ("int64[,] float32[]", (2, 5, 2))."""
+
+    kind: str
+    numbers: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.kind} {list(self.numbers)}"
+
+
+def size_of(values: Any) -> Size:
+    """The size of a microbatch, given what its first stage gets."""
+    kinds, numbers = list[str](), list[int]()
+    for each in tree_leaves(values):
+        if isinstance(each, Tensor):
+            shape = () if each.is_nested else each.shape
+            kinds.append(f"{name_of(each.dtype)}[{',' * (len(shape) - 1)}]{'*' * each.requires_grad}")
+            numbers += shape
+    return Size(" ".join(kinds), tuple(numbers))
+
+
+def is_empty(values: Any) -> bool:
+    """Whether a microbatch has no sequences: nothing but None, and tensors without elements."""
+    return all(
+        each is None or (isinstance(each, Tensor) and not each.is_nested and not each.numel())
+        for each in tree_leaves(values)
+    )
+
+
+class Sizes(NamedTuple):
+    """What all ranks know of one call.
+
+    call: its kind. timetable: a number that tells timetables apart. of: the size of each microbatch, in the
+    caller's order. order: the microbatches that run, in the order in which they go; the empty ones are not
+    among them.
+    """
+
+    call: str
+    timetable: int
+    of: tuple[Size, ...]
+    order: tuple[int, ...]
+
+    @property
+    def in_order(self) -> list[Size]:
+        """The sizes of the microbatches that run, in the order in which they go."""
+        return [self.of[each] for each in self.order]
+
+    def of_units(self, num_slices: int) -> list[Size]:
+        """For each unit that runs, the size of its microbatch."""
+        return [each for each in self.in_order for _ in range(num_slices)]
+
+    @property
+    def left_out(self) -> list[int]:
+        """The empty microbatches."""
+        return [] if len(self.order) == len(self.of) else sorted({*range(len(self.of))} - {*self.order})
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all microbatches run, in the caller's order."""
+        return self.order == (*range(len(self.of)),)
+
+    def encoded(self) -> bytes:
+        """The inverse of `decoded`."""
+        different = [*dict.fromkeys(self.of)]
+        number_of = {size: number for number, size in enumerate(different)}
+        numbers = [number_of[each] for each in self.of] if len(different) > 1 else len(self.of)
+        order = None if self.is_plain else self.order
+        return json.dumps([self.call, self.timetable, different, numbers, order]).encode()
+
+    @classmethod
+    def decoded(cls, data: bytes) -> Sizes:
+        """The sizes that `encoded` has written."""
+        call, timetable, different, numbers, order = json.loads(data)
+        sizes = [Size(kind, tuple(own)) for kind, own in different]
+        of = tuple(sizes * numbers if isinstance(numbers, int) else [sizes[each] for each in numbers])
+        return cls(call, timetable, of, tuple(range(len(of)) if order is None else order))
+
+
+class Announcer:
+    """Takes the sizes of each call from the rank before this one, and passes them on.
+
+    rank_of: the rank of each stage. links: {(sender, receiver): group}. source: the rank before this one;
+    None for the rank that has the inputs. limit: of a wait, see `OWN_LIMIT`.
+    """
+
+    def __init__(
+        self,
+        rank_of: Sequence[int],
+        index: int,
+        links: Mapping[tuple[int, int], LinkGroup],
+        device: torch.device,
+    ) -> None:
+        def source_of(rank: int) -> int | None:
+            first = rank_of.index(rank)
+            return rank_of[first - 1] if first else None
+
+        self.source, self.limit, self._index, self._device = source_of(index), OWN_LIMIT, index, device
+        self._groups = {each: links[index, each] for each in sorted({*rank_of}) if source_of(each) == index}
+        self._inbound = None if self.source is None else links[self.source, index]
+        self._pending: list[tuple[Tensor, Started]] = []
+        self._num_calls = 0
+
+    def told(self, mine: Sizes) -> Sizes:
+        """The sizes of a call. mine: what this rank was given, for the rank that has the inputs."""
+        for _, work in self._pending:
+            work.wait(self.limit)
+        self._pending.clear()
+        data = mine.encoded() if self._groups and self._inbound is None else b""
+        tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
+        self._num_calls += 1
+        if self._inbound is not None:
+            with communicating(f"rank {self._index}, Recv sizes from {self.source}"):
+                data = self._received(self._inbound, tag)
+        for peer, group in self._groups.items():
+            with communicating(f"rank {self._index}, Send sizes to {peer}"):
+                self._send(group, int(peer > self._index), data, tag)
+        return mine if self._inbound is None else Sizes.decoded(data)
+
+    def close(self) -> None:
+        """Give up the messages under way, and the links."""
+        self._pending.clear()
+        self._groups.clear()
+        self._inbound = None
+
+    def _send(self, group: LinkGroup, peer: int, data: bytes, tag: int) -> None:
+        """peer: the receiver in the group, which has two ranks: 0 is the lower one."""
+        words = torch.frombuffer(bytearray(data + bytes(-len(data) % 8)), dtype=torch.int64)
+        first = torch.zeros(_NUM_NUMBERS, dtype=torch.int64)
+        first[0] = len(data)
+        begin, rest = words[: _NUM_NUMBERS - 1], words[_NUM_NUMBERS - 1 :]
+        first[1 : 1 + len(begin)] = begin
+        for number, part in enumerate((first, rest)):
+            if len(part):
+                tensor = part.to(self._device)
+                self._pending.append((tensor, group.send([tensor], peer, tag + number)))
+
+    def _received(self, group: LinkGroup, tag: int) -> bytes:
+        peer = int((self.source or 0) > self._index)
+        first = self._receive(group, peer, tag, _NUM_NUMBERS)
+        size = int(first[0])
+        words, num_left = first[1:], -(-size // 8) - (_NUM_NUMBERS - 1)
+        if num_left > 0:
+            words = torch.cat([words, self._receive(group, peer, tag + 1, num_left)])
+        return words.numpy().tobytes()[:size]
+
+    def _receive(self, group: LinkGroup, peer: int, tag: int, number: int) -> Tensor:
+        buffer = torch.empty(number, dtype=torch.int64, device=self._device)
+        group.recv([buffer], peer, tag).wait(self.limit)
+        return buffer.cpu()
