@@ -219,3 +219,75 @@ def test_losses_and_gradients_equal_plain_autograd(num_processes, first_seed):
 def test_300_cases_equal_plain_autograd(num_processes, tenth, first_seed):
     number = round(30 * SHARES[num_processes])
     check_cases([first_seed + 100 + number * tenth + each for each in range(number)], num_processes)
+
+
+# ---------------------------------------------------------------- headers, and memory
+
+M, LONGEST = 8, 60
+
+
+def pipeline_on(rank, name, num_ranks, num_microbatches=M, loss_fn=marked, **options):
+    timetable = plan(name, num_ranks, num_microbatches)
+    stages = {index: Stage(index, timetable.num_stages) for index in timetable.stages_of(rank)}
+    return Pipeline(stages, timetable, loss_fn, timeout=60, **options)
+
+
+def step_of_lengths(pipeline, lengths, order=None):
+    """One row of these lengths in each microbatch."""
+    x = [torch.ones(1, each, dtype=torch.long) for each in lengths]
+    return pipeline.step(per_microbatch(x, order), target=per_microbatch(x))
+
+
+def some_lengths(number):
+    rng = random.Random(number)
+    return [rng.randint(1, LONGEST) for _ in range(M)]
+
+
+def changing_lengths(rank, name, num_steps):
+    """Per step: (messages, messages with a header, bytes of receive buffers), and how much is kept."""
+    pipeline, found, kept = pipeline_on(rank, name, 2), [], []
+    executor = pipeline._rank.executors["step"]
+    learn, headers = executor.layouts.learn, []
+    executor.layouts.learn = lambda *known: (headers.append(known), learn(*known))
+    for number in range(num_steps):
+        headers.clear()
+        lengths = some_lengths(number)
+        step_of_lengths(pipeline, lengths)
+        num_bytes = sum(map(len, executor.pool.buffers()))
+        found.append((lengths, len(headers), num_bytes))
+        kept.append(len(executor.layouts._known))
+    at_once = 1 + sum(executor.given.in_flight.values()) if name == "1f1b" else M
+    return found, kept, at_once
+
+
+@pytest.fixture(scope="module")
+def two_hundred_steps():
+    return run_ranks(changing_lengths, 2, "1f1b", 200)
+
+
+def test_messages_of_new_sizes_have_no_headers(two_hundred_steps):
+    """Those of the first step have, to learn the layouts."""
+    for found, _, _ in two_hundred_steps:
+        assert found[0][1] == 2 * len({*found[0][0]})  # the x's and g's of one link each
+        assert not any(headers for _, headers, _ in found[1:])
+
+
+def test_memory_is_flat_over_steps_of_changing_lengths(two_hundred_steps):
+    """On each rank a buffer lives from its receive until BW; so a few microbatches in a row have one."""
+    for found, kept, at_once in two_hundred_steps:
+        assert len({*kept}) == 1
+        for lengths, _, num_bytes in found:
+            windows = (lengths[begin : begin + at_once] for begin in range(M))
+            assert num_bytes <= 1.1 * 8 * SIZE * max(map(sum, windows))
+
+
+def at_the_peak(rank):
+    """(bytes live at the peak of a step over those before it, of the plan's costs) in steps of any lengths."""
+    pipeline = pipeline_on(rank, "1f1b", 4, 16)
+    found = []
+    for number in range(4):
+        rng = random.Random(number)
+        lengths = [rng.randint(1, 4000) for _ in range(16)]
+        live = live_bytes(lambda lengths=lengths: step_of_lengths(pipeline, lengths), CPU)
+        found.append((lengths, live.highest))
+    return found
