@@ -36,6 +36,7 @@ def rank_of(num_ranks=2, timeout=60.0, is_nccl=False):
         receives_on_device=is_nccl,
         num_steps=0,
         is_alone=num_ranks == 1,
+        source_of_sizes=1,
     )
 
 
@@ -52,6 +53,7 @@ def record_in(folder, rank=0):
 def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_path):
     flight, given = recorder(tmp_path), (torch.ones(1),)
     run = flight.around("step", F0, lambda message: (flight.newest[:2], message))
+    flight.announce(STEP)
     flight.begin(STEP)
     assert run(given) == (("at", F0), given)
     assert flight.newest[:2] == ("done", F0)
@@ -60,7 +62,7 @@ def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_pat
     flight.fail(ValueError("planted"))
     record = record_in(tmp_path)
     assert [each[:2] for each in record["last"][1:]] == [
-        ["call", "step 1"], ["at", "0F0"], ["done", "0F0"], ["outside", ""]
+        ["call", "step 1"], ["at", "Recv sizes from 1"], ["done", "Recv sizes"], ["at", "0F0"], ["done", "0F0"], ["outside", ""]
     ]  # fmt: skip
     assert all(before - 60 < moment <= record["written"] for *_, moment in record["last"])
     assert (record["why"], record["gave_up"]) == ("ValueError: planted", False)
@@ -92,7 +94,7 @@ def test_a_rank_that_is_busy_between_calls_has_a_record_until_it_goes_on(tmp_pat
     wait_until(lambda: path.exists() and path.read_text().endswith("}"))
     assert "most recent call first" in record_in(tmp_path)["stack"]
     for _ in range(3):
-        flight.begin(STEP)
+        flight.announce(STEP)
         time.sleep(0.01)
     wait_until(lambda: not path.exists())
     flight.close()

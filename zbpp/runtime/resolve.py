@@ -46,7 +46,16 @@ from zbpp.schedule.program import Instruction, Update
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
+_NAMES = ("x", "g")  # of messages
+
 EMPTY_SLOT, UNREAD_SLOT, FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
+
+
+class _Messages(NamedTuple):
+    """The messages that an action takes, and those that it makes."""
+
+    taken: tuple[Value, ...]
+    made: tuple[Value, ...]
 
 
 class Resolved(NamedTuple):
@@ -91,9 +100,10 @@ class Resolver:
         self._inboxes, self._outboxes = inboxes, outboxes
         self._extras, self._call = extras, call
         self._sent = [each.value for each in program.instructions if isinstance(each, Send)]
-        taken = [value for instruction in program.instructions for value in _taken(instruction)]
+        self._messages: dict[Action, _Messages] = {}
+        taken = [value for each in program.instructions for value in self._taken(each)]
         self.slots = dict(zip(taken, count(FIRST_SLOT)))
-        self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over(program)}
+        self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over()}
 
     def resolution(self, program: Program) -> Resolution:
         """The functions of a program, and behind them one for each outbox, which ends its last sends."""
@@ -104,7 +114,7 @@ class Resolver:
             bound = bind(each, None if found is None else found.function)
             if bound is not None:
                 function = self._guarded(each, bound)
-                functions.append((found or _OF_AN_EXTRA)._replace(function=function))
+                functions.append(Resolved(function, *(found or _OF_AN_EXTRA)[1:]))
                 resolved.append(each)
         last = [Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
         return Resolution([*functions, *last], [*resolved, *[None] * len(last)])
@@ -126,16 +136,35 @@ class Resolver:
             case _:
                 return None
 
-    def _handed_over(self, program: Program) -> set[Value]:
+    def _of(self, action: Action) -> _Messages:
+        """The messages of an action, found once."""
+        found = self._messages.get(action)
+        if found is None:
+            # saved and deferred stay inside their StageWorker.
+            taken = tuple([value for value in consumes(action) if value.name in _NAMES])
+            made = tuple([value for value in produces(action, self._num_stages) if value.name in _NAMES])
+            found = self._messages[action] = _Messages(taken, made)
+        return found
+
+    def _taken(self, instruction: Instruction) -> tuple[Value, ...]:
+        """The messages that an instruction takes."""
+        match instruction:
+            case Action():
+                return self._of(instruction).taken
+            case Send(value, _):
+                return (value,)
+            case _:
+                return ()
+
+    def _handed_over(self) -> set[Value]:
         """The messages between two stages of this rank; the gradient of the loss stays in its stage."""
-        actions = [each for each in program.instructions if isinstance(each, Action)]
         made = {
             value
-            for action in actions
-            for value in produces(action, self._num_stages)
+            for action, messages in self._messages.items()
+            for value in messages.made
             if value.stage != action.stage
         }
-        return {value for action in actions for value in _taken(action) if value in made}
+        return {value for messages in self._messages.values() for value in messages.taken if value in made}
 
     def _guarded(self, instruction: Instruction, run: Run) -> Run:
         """`run`, wrapped so that messages are guarded against in-place changes, see in_place.py."""
@@ -163,31 +192,21 @@ class Resolver:
 
     def _handing_over(self, instruction: Action, run: Run) -> Run:
         """`run`, wrapped so that messages from and to other stages of this rank are guarded, see Handover."""
-        for value in _taken(instruction):
+        messages = self._of(instruction)
+        for value in messages.taken:
             if value in self._handovers:
                 run = self._handovers[value].checked(run)
-        for value in produces(instruction, self._num_stages):
+        for value in messages.made:
             if value in self._handovers and value.stage != instruction.stage:
                 run = self._handovers[value].noted(run)
         return run
 
     def _action(self, action: Action) -> Resolved:
-        takes = [self.slots[value] for value in _taken(action)]
-        made = produces(action, self._num_stages)
-        gives = [self.slots[value] for value in made if value in self.slots]
+        messages = self._of(action)
+        takes = [self.slots[value] for value in messages.taken]
+        gives = [self.slots[value] for value in messages.made if value in self.slots]
         function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
         return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
-
-
-def _taken(instruction: Instruction) -> tuple[Value, ...]:
-    """The messages (x or g) that an instruction takes; saved and deferred stay inside their StageWorker."""
-    match instruction:
-        case Action():
-            return tuple(value for value in consumes(instruction) if value.name in ("x", "g"))
-        case Send(value, _):
-            return (value,)
-        case _:
-            return ()
 
 
 def _without_message(function: Callable[[], Any]) -> Callable[[Message], Any]:
