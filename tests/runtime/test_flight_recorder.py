@@ -62,7 +62,8 @@ def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_pat
     flight.fail(ValueError("planted"))
     record = record_in(tmp_path)
     assert [each[:2] for each in record["last"][1:]] == [
-        ["call", "step 1"], ["at", "Recv sizes from 1"], ["done", "Recv sizes"], ["at", "0F0"], ["done", "0F0"], ["outside", ""]
+        ["call", "step 1"], ["at", "Recv sizes from 1"], ["done", "Recv sizes"],
+        ["at", "0F0"], ["done", "0F0"], ["outside", ""],
     ]  # fmt: skip
     assert all(before - 60 < moment <= record["written"] for *_, moment in record["last"])
     assert (record["why"], record["gave_up"]) == ("ValueError: planted", False)

@@ -26,6 +26,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.runtime.memory.activation_offload import offload_of
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers
 from zbpp.runtime.memory.weight_offload import OffloadedWeights, ToHost
+from zbpp.schedule import Value
 
 M, SIZE, WIDE = 4, 16, 64
 CPU = torch.device("cpu")
@@ -234,9 +235,9 @@ def exchanged(num_messages=6, made=_Link):
         inbox = Inbox(0, link, BufferPool(CPU))
         for number in range(num_messages + 2):
             if number < num_messages:
-                outbox.send("x", (torch.full((SIZE,), float(number)),))
+                outbox.send(Value("x", 1, number), (torch.full((SIZE,), float(number)),))
             if 1 <= number <= num_messages:  # the message that is taken next, and the one behind it
-                inbox.post("x")
+                inbox.post(Value("x", 1, number))
             if number < 2:
                 continue
             outbox.release()

@@ -4,19 +4,23 @@ The reference is plain autograd on one process: one microbatch after another, on
 """
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from helpers.timetables import random_order, random_placement
-from zbpp import Pipeline, PlanError, Timetable, make_mesh, per_microbatch, plan
+from zbpp import ActivationOffload, Costs, Pipeline, PlanError, Timetable, make_mesh, per_microbatch, plan
 from zbpp.planning import SCHEDULES
+from zbpp.runtime import AgreementError, CommunicationError
+from zbpp.runtime.sizes import Announcer, Size, Sizes
 from zbpp.seeding import seed_of
 from zbpp.stage_api import IGNORED, mean_over_tokens
 
@@ -281,13 +285,152 @@ def test_memory_is_flat_over_steps_of_changing_lengths(two_hundred_steps):
             assert num_bytes <= 1.1 * 8 * SIZE * max(map(sum, windows))
 
 
-def at_the_peak(rank):
-    """(bytes live at the peak of a step over those before it, of the plan's costs) in steps of any lengths."""
-    pipeline = pipeline_on(rank, "1f1b", 4, 16)
-    found = []
-    for number in range(4):
-        rng = random.Random(number)
-        lengths = [rng.randint(1, 4000) for _ in range(16)]
-        live = live_bytes(lambda lengths=lengths: step_of_lengths(pipeline, lengths), CPU)
-        found.append((lengths, live.highest))
+# ---------------------------------------------------------------- sizes and timetables of all ranks
+
+
+def sizes_told(rank, rank_of, sizes):
+    links = dict.fromkeys([(0, 1)], dist.group.WORLD)
+    announcer = Announcer(rank_of, rank, links, CPU)
+    found = [announcer.told(each if rank == rank_of[0] else Sizes("", 0, (), ())) for each in sizes]
+    dist.barrier()  # another rank may still read
+    announcer.close()
     return found
+
+
+def test_all_ranks_are_told_the_sizes_of_few_and_of_many_microbatches():
+    many = [Size("int64[,]", (1, number)) for number in range(700)]
+    sizes = [Sizes("step", 5, tuple(many[:number]), (*range(number),)) for number in (1, 700, 3, 699)]
+    assert run_ranks(sizes_told, 2, [0, 1, 0], sizes) == [sizes, sizes]
+
+
+def other_timetables(rank):
+    """What a rank is told that follows another timetable, or another order, than the rank with the inputs."""
+    told = []
+    for what in ("timetable", "order"):
+        pipeline = pipeline_on(rank, "1f1b", 2, 4)
+        if what == "timetable" and rank == 1:
+            pipeline.use_timetable(plan("zb_h1", 2, 4))
+        x = per_microbatch(
+            [torch.ones(1, each, dtype=torch.long) for each in (1, 2, 3, 4)],
+            None if what == "timetable" else [0, 1, 2, 3] if rank else [3, 2, 1, 0],
+        )
+        try:
+            pipeline.step(x, target=x)
+        except (AgreementError, CommunicationError) as error:
+            told.append(f"{type(error).__name__}: {error}")
+    return told
+
+
+def test_ranks_with_other_timetables_or_orders_are_told():
+    first, second = run_ranks(other_timetables, 2)
+    assert [each.partition(":")[0] for each in first] == ["CommunicationError"] * 2
+    assert second[0].startswith("AgreementError: rank 0 follows another timetable than rank 1: call use_tim")
+    assert second[1].startswith(
+        "AgreementError: per_microbatch has the order [0, 1, 2, 3] on rank 1, and [3,"
+    )
+
+
+def test_a_pipeline_follows_another_timetable_that_was_prepared_in_a_thread():
+    x = torch.ones(6, 3, dtype=torch.long)
+    expected = []
+    for name, number in (("zb_v", 3), ("gpipe", 6)):
+        expected += pipeline_on(0, name, 1, number).step(x, target=x)
+    stages = {0: Stage(0, 2), 1: Stage(1, 2)}
+    pipeline, other = Pipeline(stages, plan("zb_v", 1, 3), marked), plan("zb_v", 1, 6)
+    with ThreadPoolExecutor(1) as thread:
+        prepared = thread.submit(pipeline.prepare, str(other))
+    prepared.result()
+    found = pipeline.step(x, target=x)
+    pipeline.use_timetable(str(other))
+    found += pipeline.step(x, target=x)
+    assert len(found) == 9
+    assert pipeline.timetable == other
+    assert len(pipeline.evaluate(x, target=x)) == 6
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def on_one_rank(loss_fn=marked, stages=None, **options):
+    stages = stages or {0: Stage(0, 2), 1: Stage(1, 2)}
+    return Pipeline(stages, plan("zb_v", 1, 3), loss_fn, **options)
+
+
+class Padded(Stage):
+    """Lengths become multiples of 4."""
+
+    def forward(self, x):
+        return super().forward(F.pad(x, (0, -x.shape[1] % 4)))
+
+
+class Normed(Stage):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.norm = nn.BatchNorm1d(WORDS).double()
+
+    def forward(self, x):
+        return self.norm(super().forward(x).transpose(1, 2)).transpose(1, 2)
+
+
+def rows(*lengths):
+    return per_microbatch(
+        [None if each is None else torch.ones(2, each, dtype=torch.long) for each in lengths]
+    )
+
+
+OFFLOAD = [ActivationOffload(Costs(host=1.0))]
+REFUSED = {
+    "too many": (on_one_rank, rows(1, 2, 3, 4), rows(1, 2, 3, 4), "4 values.*=3: plan for 4 microbatches"),
+    "too few": (on_one_rank, rows(1, 2), rows(1, 2), "2 values.*=3: write None for a microbatch that is"),
+    "all empty": (on_one_rank, rows(None, 0, 0), rows(0, 0, 0), "all 3 microbatches are empty"),
+    "a target too many": (on_one_rank, rows(1, None, 3), rows(1, 2, 3), "microbatch 1 has a target and no"),
+    "norm": (
+        lambda: on_one_rank(stages={0: Stage(0, 2), 1: Normed(1, 2)}),
+        rows(1, 2, 3), rows(1, 2, 3), "BatchNorm in training mode, and the microbatches of",
+    ),
+    "planned": (
+        lambda: on_one_rank(extras=OFFLOAD),
+        rows(1, None, 3), rows(1, None, 3), "activation_offload doesn't go with new timetables, nor",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_can_not_be_a_step_is_refused_in_a_line(name):
+    make, x, target, words = REFUSED[name]
+    with pytest.raises(ValueError, match=words):
+        make().step(x, target=target)
+
+
+def test_an_order_that_is_none_is_refused_where_it_is_given():
+    with pytest.raises(ValueError, match=r"order=\[0, 0\] is no order of 2 microbatches: write each of 0..1"):
+        per_microbatch([1, 2], [0, 0])
+    x = torch.ones(1, 2, dtype=torch.long)
+    with pytest.raises(ValueError, match="argument 1 has another order than an argument before it"):
+        on_one_rank().step(per_microbatch([x] * 3, [0, 1, 2]), per_microbatch([x] * 3, [2, 1, 0]), target=x)
+
+
+def test_a_timetable_on_other_ranks_is_refused():
+    with pytest.raises(ValueError, match="on other ranks than this pipeline's: rank_of"):
+        on_one_rank().use_timetable(plan("zb_v", 2, 3))
+
+
+def padded_lengths(rank):
+    """What each rank is told where lengths that fit a line are followed by one that does not."""
+    stages = {rank: Padded(rank, 2)}
+    pipeline = Pipeline(stages, plan("1f1b", 2, 3), lambda y, _: y.sum(), timeout=60)
+    try:
+        for lengths in ((4, 8, 12), (16, 20, 24), (16, 17, 24)):
+            x = rows(*lengths)
+            pipeline.step(x, target=x)
+    except (ValueError, CommunicationError) as error:
+        return str(error)
+
+
+def test_a_layout_that_does_not_follow_from_the_others_is_refused_at_the_sender():
+    sender, receiver = run_ranks(padded_lengths, 2)
+    assert sender.startswith(
+        "x(1,1) from rank 0 to rank 1: (float64[2, 20, 6]) is to be sent where (float64[2, 17,"
+    )
+    assert "for a microbatch of the size int64[,] [2, 17]: unless the pipeline is made with dynamic" in sender
+    assert "Recv" in receiver
