@@ -69,9 +69,10 @@ def test_the_signature_of_plan():
 
 def test_the_signature_of_costs_and_their_defaults():
     names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "host", "static", "exchange"]
-    assert [name for name, _ in parameters(Costs)] == [*names, "memory_unit", "lengths", "quadratic"]
+    sizes, of_slices = ["memory_unit", "lengths", "quadratic"], ["slice_bounds", "past", "past_gradients"]
+    assert [name for name, _ in parameters(Costs)] == [*names, *sizes, *of_slices]
     numbers = [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert list(defaults(Costs).values()) == [*numbers, "activations", (), None]
+    assert list(defaults(Costs).values()) == [*numbers, "activations", (), None, (), 0.0, 0.0]
 
 
 def test_the_signature_of_simulate_and_lower():

@@ -148,7 +148,9 @@ def test_bubble_and_memory_with_equal_slices(p, num_slices):
     for f, b, w in ((10, 10, 10), (10, 13, 7)):
         bubbles = {"1f1b": f + b + w, "gpipe": f + b + w, "zb_h1": f + b - w, "zb_h2": f + b - 2 * w}
         for name, each in bubbles.items():
-            timeline = simulate(plan(name, p, m, num_slices=num_slices), Costs(f=f, b=b, w=w))
+            timeline = simulate(
+                plan(name, p, m, num_slices=num_slices), Costs(f=f, b=b, w=w).unit_slices(num_slices)
+            )
             assert max_span_bubble(timeline, num_slices * (f + b + w)) == (p - 1) * each
             held = {"gpipe": m * num_slices, "zb_h2": 2 * p - 1 + num_slices - 1}
             assert max(timeline.peak_memory) == held.get(name, p + num_slices - 1)
@@ -159,7 +161,7 @@ def test_bubble_and_memory_with_equal_slices(p, num_slices):
 def test_zb_v_has_no_bubble_with_equal_slices_at_equal_times(p, num_slices):
     least = -(-(2 * p - 1 + num_slices - 1) // num_slices)
     for m in (least, least + 3):
-        timeline = simulate(plan("zb_v", p, m, num_slices=num_slices))
+        timeline = simulate(plan("zb_v", p, m, num_slices=num_slices), Costs().unit_slices(num_slices))
         assert timeline.bubble == 0
         assert timeline.peak_memory == (2 * (p + num_slices - 1),) * p
 
@@ -171,7 +173,10 @@ def test_zb_v_has_no_bubble_with_equal_slices_at_equal_times(p, num_slices):
 )
 def test_slices_cost_s_minus_1_slices_of_memory(name, stages, num_slices):
     """On how many stages of a rank; the costs are those of a slice."""
-    peaks = [max(simulate(plan(name, 8, 24, num_slices=s)).peak_memory) for s in (1, num_slices)]
+    peaks = [
+        max(simulate(plan(name, 8, 24, num_slices=s), Costs().unit_slices(s)).peak_memory)
+        for s in (1, num_slices)
+    ]
     assert peaks[1] == peaks[0] + stages * (num_slices - 1)
 
 

@@ -6,7 +6,7 @@ Nothing here asks zbpp.schedule.dataflow: this is the reference that it is held 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from zbpp.schedule import Action, Costs, Op, Timeline, Timetable, Unit, Value, lower
 from zbpp.schedule.interpret.timing import program_timeline
@@ -107,6 +107,35 @@ def _candidates(
             yield Action(stage, op, unit)
         elif op == B and next_up[stage, W] == number:  # a BW is a W too, and W's have the order of B's
             yield Action(stage, BW, unit)
+
+
+def by_hand(
+    timetable: Timetable,
+    time: Callable[[int, Op, int], float],
+    message: Callable[[int, int], float],
+) -> dict[tuple[int, int], float]:
+    """(rank, position) -> end of each action, by repeated passes over the rows."""
+    made: dict[str, tuple[float, int, int]] = {}
+    ends: dict[tuple[int, int], float] = {}
+    clock = [0.0] * timetable.num_ranks
+    left = [list(row) for row in timetable.rows]
+    reached = [0] * timetable.num_ranks
+    while any(reached[rank] < len(row) for rank, row in enumerate(left)):
+        for rank, row in enumerate(left):
+            while reached[rank] < len(row):
+                action = row[reached[rank]]
+                if any(value not in made for value in needs(action)):
+                    break
+                arrivals = [
+                    end + (message(sender, action.microbatch) if owner != rank else 0.0)
+                    for end, owner, sender in (made[value] for value in needs(action))
+                ]
+                clock[rank] = max([clock[rank], *arrivals]) + time(*action)
+                for value in makes(action, timetable.num_stages):
+                    made[value] = clock[rank], rank, action.stage
+                ends[rank, reached[rank]] = clock[rank]
+                reached[rank] += 1
+    return ends
 
 
 def away(value: Value, *, made: int, dropped: int, fetched: int, used: int) -> tuple[Placed, ...]:

@@ -14,7 +14,7 @@ import pytest
 
 from helpers.pages import ROOT
 from zbpp.commands.plan import main
-from zbpp.planning import SCHEDULES, RankCosts, plan
+from zbpp.planning import SCHEDULES, RankCosts, balanced_bounds, plan
 from zbpp.render import render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
 
@@ -87,6 +87,44 @@ def test_a_program_has_the_messages_of_each_rank(output):
         "rank 0", "Post g(0,0) from 1", "0F0", "Send x(1,0) to 1", "Recv g(0,0) from 1", "0BW0", "Reduce 0",
     ]  # fmt: skip
     assert second.splitlines()[1:4] == ["Post x(1,0) from 0", "Recv x(1,0) from 0", "1F0"]
+
+
+QUADRATIC = {"f": 10, "b": 10, "w": 10, "quadratic": {"f": 6, "b": 15}, "shape": [1, 8192], "past": 0.1}
+
+
+def test_slices_are_balanced_by_the_costs_or_cut_where_the_user_says(output, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(QUADRATIC))
+    costs = RankCosts(f=10, b=10, w=10, quadratic=RankCosts(f=6, b=15, w=0), past=0.1)
+    for given, bounds in (
+        ("4", balanced_bounds(4, 8192, costs)),
+        ("0,4096,7168,8192", [0, 4096, 7168, 8192]),
+    ):
+        text = output("zb_v", "--ranks", 2, "--microbatches", 2, "--costs", file, "--slices", given)
+        timetable = plan("zb_v", 2, 2, num_slices=len(bounds) - 1)
+        timeline = simulate(timetable, costs.sliced(bounds).per_stage(4, 2))
+        assert f"{len(bounds) - 1} slices, cut at these tokens: {', '.join(map(str, bounds))}" in text
+        makespan = float(re.search(r"makespan ([\d.]+) ms", text)[1])
+        assert makespan == pytest.approx(timeline.makespan, rel=1e-3)
+        assert "F0.0" in text
+
+
+def test_a_sliced_plan_is_read_back_and_drawn(output, tmp_path):
+    text = output("zb_v", "--ranks", 2, "--microbatches", 2, "--slices", 2, "--text")
+    assert text.strip() == str(plan("zb_v", 2, 2, num_slices=2))
+    (tmp_path / "plan.txt").write_text(text)
+    drawn = output("--timetable", tmp_path / "plan.txt", "--html", tmp_path / "page.html")
+    assert "makespan 6.25 ms" in drawn
+    assert '"slices":2' in (tmp_path / "page.html").read_text().replace(" ", "")
+
+
+def test_choose_proposes_slices_where_attention_is_known(output, tmp_path):
+    file = tmp_path / "costs.json"
+    file.write_text(json.dumps(QUADRATIC))
+    text = output("--choose", "--ranks", 4, "--microbatches", 4, "--costs", file, "--time-limit", 0.1)
+    assert text.startswith("the best plan is zb_v --slices 8. To train with it")
+    assert "  zbpp train -n 4 schedule=zb_v num_microbatches=4 schedule.slices=8" in text
+    assert "1f1b --slices 4" in text
 
 
 CHOOSE = ["--choose", "--ranks", "4", "--microbatches", "8"]
@@ -220,6 +258,14 @@ FILES = {
         ("--choose --memory-limit 0.5", "memory_limit 0.5 on rank 0 can't hold one microbatch"),
         ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
         ("zb_h1 --html no/such/folder.html", "no/such/folder.html: No such file or directory"),
+        ("zb_1p --slices 2", "zb_1p has no slices, and num_slices=2"),
+        ("zb_h1 --slices 2,4", "--slices 2,4: write one number, or bounds from 0 on; --choose tries several"),
+        ("zb_h1 --slices 2.5", "--slices 2.5: write whole numbers of slices, or bounds from 0 on"),
+        ("zb_h1 --slices 0,4,4", "slice bounds [0.0, 4.0, 4.0]: slice 1, [4.0, 4.0), has no tokens"),
+        (
+            "--choose --slices 0,4,8",
+            "--slices 0,4,8: --choose balances slices; write their numbers, as 1,2,4",
+        ),
     ],
 )
 def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arguments, message):

@@ -7,7 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from helpers.timetables import makes, needs, random_timetable, with_offload
+from helpers.timetables import by_hand, makes, random_timetable, with_offload
 from zbpp.planning import plan
 from zbpp.schedule import Costs, Op, PlanError, choose_offload, simulate
 from zbpp.schedule.timeline import transfers_of
@@ -39,29 +39,6 @@ def random_costs(rng, num_stages, num_microbatches):
         return by_op[op] * lengths[microbatch]
 
     return costs, time, lambda stage, microbatch: linear["comm"][stage] * lengths[microbatch], change
-
-
-def by_hand(timetable, time, message):
-    """(rank, position) -> end of each action, by repeated passes over the rows."""
-    made, ends, clock = {}, {}, [0.0] * timetable.num_ranks
-    left = [list(row) for row in timetable.rows]
-    reached = [0] * timetable.num_ranks
-    while any(reached[rank] < len(row) for rank, row in enumerate(left)):
-        for rank, row in enumerate(left):
-            while reached[rank] < len(row):
-                action = row[reached[rank]]
-                if any(value not in made for value in needs(action)):
-                    break
-                arrivals = [
-                    end + (message(sender, action.microbatch) if owner != rank else 0.0)
-                    for end, owner, sender in (made[value] for value in needs(action))
-                ]
-                clock[rank] = max([clock[rank], *arrivals]) + time(*action)
-                for value in makes(action, timetable.num_stages):
-                    made[value] = clock[rank], rank, action.stage
-                ends[rank, reached[rank]] = clock[rank]
-                reached[rank] += 1
-    return ends
 
 
 @pytest.mark.parametrize("seed", range(40))

@@ -6,13 +6,26 @@ import pickle
 import random
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from helpers.timetables import random_timetable
+from helpers.timetables import by_hand, random_timetable
 from zbpp.planning import SCHEDULES, plan
-from zbpp.schedule import Action, Op, PlanError, Timetable, Unit, Value, from_csv, lower, simulate, to_csv
+from zbpp.schedule import (
+    Action,
+    Costs,
+    Op,
+    PlanError,
+    Timetable,
+    Unit,
+    Value,
+    from_csv,
+    lower,
+    simulate,
+    to_csv,
+)
 from zbpp.schedule.dataflow_arrays import Values
 
 
@@ -157,3 +170,105 @@ def planned(name, p, m, s):
     except PlanError as refusal:
         needed = re.search(r"num_microbatches >= .* = (\d+)|nearest that are: \d+, (\d+)$", str(refusal))
         return plan(name, p, int(needed[1] or needed[2]), num_slices=s)
+
+
+# ---------------------------------------------------------------- costs
+
+
+@pytest.mark.parametrize("num_slices", [1, 2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_units_cost_their_tokens_and_the_keys_that_they_read(num_slices, seed):
+    """By hand: a slice [a, b) has b - a tokens; they read (b * b - a * a) / 2 keys of 1 / 2 in all."""
+    rng = random.Random(seed)
+    timetable = drawn(seed, num_slices)
+    stages, num_microbatches = range(timetable.num_stages), timetable.num_microbatches
+    bounds = [0, *sorted(rng.sample(range(1, 100), num_slices - 1)), 100]
+    lengths = [rng.choice((0.5, 1.0, 2.0)) for _ in range(num_microbatches)]
+    names = ("f", "b", "w", "comm", "saved", "deferred", "past_gradients")
+    linear = {name: [rng.uniform(1.0, 3) for _ in stages] for name in names}
+    past = [rng.uniform(0, 1) for _ in stages]
+    squared = {name: [rng.uniform(0, 2) for _ in stages] for name in "fbw"}
+    costs = Costs.of_lengths(lengths, Costs(**linear, past=past), Costs(**squared)).sliced(bounds)
+
+    def size(unit):
+        m, k = divmod(int(unit), num_slices)
+        a, b = bounds[k] / 100, bounds[k + 1] / 100
+        return lengths[m] * (b - a), lengths[m] ** 2 * (b * b - a * a)
+
+    def time(stage, op, unit):
+        length, square = size(unit)
+        return sum(linear[n][stage] * length + squared[n][stage] * square for n in op.name.lower())
+
+    timeline = simulate(timetable, costs)
+    ends = by_hand(timetable, time, lambda stage, unit: linear["comm"][stage] * size(unit)[0])
+    for (rank, position), end in ends.items():
+        assert timeline.ends[rank][position] == pytest.approx(end, abs=1e-12)
+    for row, peak in zip(timetable.rows, timeline.peak_memory, strict=True):
+        assert peak == pytest.approx(held_by_hand(row, size, lengths, linear, past, num_slices), abs=1e-12)
+
+
+def held_by_hand(row, size, lengths, linear, past, num_slices):
+    """The largest sum of what is held: by slices, and keys and values and their gradients by microbatches."""
+    held, most = {}, 0.0
+    for stage, op, unit in row:
+        m, k = divmod(int(unit), num_slices)
+        alone = (linear["saved"][stage] - past[stage]) * size(unit)[0]
+        if op == Op.F:
+            held["saved", stage, unit] = alone
+            held.setdefault(("past", stage, m), past[stage] * lengths[m])
+        if op in (Op.B, Op.BW):
+            del held["saved", stage, unit]
+            if num_slices > 1:
+                held["grads", stage, m] = linear["past_gradients"][stage] * lengths[m]
+            if k == 0:
+                del held["past", stage, m]
+                held.pop(("grads", stage, m), None)
+        if op == Op.B:
+            held["deferred", stage, unit] = linear["deferred"][stage] * size(unit)[0]
+        if op == Op.W:
+            del held["deferred", stage, unit]
+        most = max(most, sum(held.values()))
+    return most
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1", "zb_v"])
+def test_slices_together_cost_what_the_whole_costs(name):
+    costs = Costs(f=3, b=4, w=2, saved=5, deferred=2, quadratic=Costs(f=1, b=2, w=0))
+    whole = simulate(plan(name, 1, 3), costs)
+    for cut in (costs, costs.sliced([0, 5, 7, 8]), costs.sliced([0, 0.2, 0.5, 1.0])):
+        timeline = simulate(plan(name, 1, 3, num_slices=3), cut)
+        assert timeline.makespan == pytest.approx(whole.makespan)
+
+
+def test_without_bounds_slices_are_alike():
+    timeline = simulate(plan("1f1b", 2, 2, num_slices=4), Costs(f=8, b=4, w=4, saved=4))
+    for starts, ends in zip(timeline.starts, timeline.ends, strict=True):
+        np.testing.assert_allclose(ends - starts, 2.0)
+    assert timeline.peak_memory == (5.0, 4.0)
+
+
+REFUSED = {
+    "from 1": (lambda: Costs().sliced([1, 2]), "where each slice begins, from 0 on"),
+    "one bound": (lambda: Costs().sliced([0]), "where each slice begins, from 0 on"),
+    "texts": (lambda: Costs().sliced(["0", "1"]), "where each slice begins, from 0 on"),
+    "no tokens": (lambda: Costs().sliced([0, 4, 4, 8]), r"slice 1, \[4, 4\), has no tokens"),
+    "descending": (lambda: Costs().sliced([0, 4, 2]), r"slice 1, \[4, 2\), has no tokens"),
+    "another number": (
+        lambda: simulate(plan("zb_h1", 2, 2, num_slices=2), Costs().sliced([0, 1, 2, 3])),
+        "Costs: 3 slices, the timetable has 2",
+    ),
+    "past": (lambda: Costs(saved=1, past=2), r"Costs\(past=2\) is a part of saved, which is 1"),
+    "num_slices": (
+        lambda: plan("zb_h1", 2, 2, num_slices=0),
+        "num_slices=0: write a whole number, 1 or more",
+    ),
+    "the paper's planner": (lambda: plan("zb_1p", 2, 2, num_slices=2), "zb_1p has no slices"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_no_slicing_is_refused_in_one_line(case):
+    make, says = REFUSED[case]
+    with pytest.raises(PlanError, match=says) as refusal:
+        make()
+    assert "\n" not in str(refusal.value)

@@ -7,6 +7,7 @@ search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
 bounds/          how good a plan can be at best
 order/           in which order microbatches of different lengths go through a timetable
 dependencies     what actions wait for, by kind of action
+slices           where the slices of sequences begin, so that all take equally long
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
 memory_limit     memory limits: read, resolved per rank, checked
@@ -19,6 +20,7 @@ from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import About, RankCosts, about_in_words, read_costs
+from zbpp.planning.slices import balanced_bounds, balanced_shares
 
 __all__ = [
     "SCHEDULES",
@@ -30,6 +32,8 @@ __all__ = [
     "PlanningRequest",
     "RankCosts",
     "about_in_words",
+    "balanced_bounds",
+    "balanced_shares",
     "certificate",
     "check_name",
     "choose",

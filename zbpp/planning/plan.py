@@ -62,7 +62,8 @@ def plan(
 ) -> Timetable:
     """The timetable of a schedule in `SCHEDULES`.
 
-    num_slices: into how many slices each sequence is cut along time, see timetable.py.
+    num_slices: into how many slices each sequence is cut along time, see timetable.py. costs are those of
+    whole microbatches; `costs.sliced` says where slices begin, else all slices cost the same.
     memory_limit: in the unit of costs.saved, one number for all ranks, or a list with one per rank;
     None: no limit.
     placement ("one" | "looped" | "v"), stages_per_rank: None for the schedule's own (zb_auto: one).
@@ -92,7 +93,7 @@ def plan(
     options = {"costs": costs, "memory_limit": memory_limit, **shape, **searching, "progress": progress}
     timetable = _generated(name, num_ranks, num_microbatches, options)
     _check_placement(name, timetable, placement, stages_per_rank)
-    costs.per_stage(timetable.num_stages, timetable.num_units)  # refuses lists of another length
+    costs.of_units(timetable)  # refuses lists of another length
     if memory_limit is not None:
         check_fits(name, simulate(timetable, costs).peak_memory, limits, costs.memory_unit)
     return timetable
@@ -112,7 +113,10 @@ def _generated(name: str, num_ranks: int, num_microbatches: int, options: Mappin
     """The timetable of the function behind a name, which is given the options that it declares."""
     declared = inspect.signature(SCHEDULES[name]).parameters
     if options["num_slices"] > 1 and "num_slices" not in declared:
-        raise PlanError(f"{name} has no slices: leave num_slices={options['num_slices']} out")
+        raise PlanError(
+            f"{name} has no slices, and num_slices={options['num_slices']}: the paper's planner runs a "
+            "microbatch's B as soon as its F has run; zb_auto and zb_h1 have slices"
+        )
     given = {key: value for key, value in options.items() if key in declared and value is not None}
     return SCHEDULES[name](num_ranks, num_microbatches, **given)
 
@@ -145,7 +149,7 @@ def compare(
     """The timeline of each schedule, or the PlanError with which it refuses.
 
     costs: for one rank's share of the model, so that all schedules run the same model.
-    options: as `plan` takes them, for each schedule.
+    options: as `plan` takes them, for each schedule; with num_slices, costs.sliced says where slices begin.
     Raises PlanError for an unknown name.
     """
 

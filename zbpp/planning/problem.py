@@ -2,19 +2,21 @@
 
 The search and the bounds take a `Problem`: nothing else states what is to be planned.
 
-Inside planning an action is one integer, its id: kind * num_microbatches + microbatch, where the kind is a
-stage and an op as one number (see `dataflow_arrays`). A `Plan` is a timetable in this form: per rank, the
-list of its ids in order.
+Inside planning an action is one integer, its id: kind * num_units + unit, where the kind is a stage and an op
+as one number (see `dataflow_arrays`). A `Plan` is a timetable in this form: per rank, the list of its ids in
+order. Without slices the units are the microbatches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from zbpp.planning.dependencies import Messages, dependency_order, earliest_starts, messages_between
 from zbpp.planning.memory_limit import (
@@ -37,6 +39,13 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
 Plan = list[list[int]]
 
 
+class Size(NamedTuple):
+    """The length and the square of a unit (zbpp/schedule/costs.py)."""
+
+    length: float
+    square: float
+
+
 @dataclass(frozen=True)
 class Problem:
     """Which timetables are allowed, and how they are compared.
@@ -44,6 +53,7 @@ class Problem:
     rank_of[stage]: the placement. memory_limit: in the unit of costs.saved, one number for all
     ranks, or a list with one per rank; None: no limit.
     objective: "makespan" (last end of all ranks) or "span" (the longest of the ranks' spans).
+    num_slices: of each microbatch.
     Raises PlanError for what is out of range, and for a limit that can't hold one microbatch (with the
     least that works, per rank).
     """
@@ -53,9 +63,11 @@ class Problem:
     costs: Costs = Costs()
     memory_limit: MemoryLimit = None
     objective: str = MAKESPAN
+    num_slices: int = 1
 
     def __post_init__(self) -> None:
         check_count("num_microbatches", self.num_microbatches)
+        check_count("num_slices", self.num_slices)
         if self.objective not in OBJECTIVES:
             raise PlanError(f"objective={self.objective!r}: write {' or '.join(OBJECTIVES)}")
         ranks = set(self.rank_of)
@@ -70,13 +82,40 @@ class Problem:
 
     @cached_property
     def uniform(self) -> Problem:
-        """The same work in microbatches that are all alike; this problem if they are."""
-        return replace(self, costs=self.costs.uniform) if self.costs.lengths else self
+        """The same work in units that are all alike; this problem if they are."""
+        return replace(self, costs=self.costs.uniform) if self.has_sizes else self
 
-    def of_microbatch(self, microbatch: int) -> Problem:
-        """One microbatch alone, in the same pipeline."""
-        length = self.stage_costs.length(microbatch)
-        return replace(self, num_microbatches=1, costs=self.costs.of_length(length))
+    @property
+    def has_sizes(self) -> bool:
+        """Whether units may differ."""
+        return bool(self.costs.lengths or self.costs.slice_bounds)
+
+    @property
+    def num_units(self) -> int:
+        return self.num_microbatches * self.num_slices
+
+    def size(self, unit: int) -> Size:
+        return Size(self.stage_costs.length(unit), self.stage_costs.square(unit))
+
+    def alone(self, size: Size) -> Problem:
+        """One unit of this size, in the same pipeline."""
+        return replace(self, num_microbatches=1, num_slices=1, costs=self.costs.at(*size))
+
+    def of_units(self, size: Size) -> Problem:
+        """The same number of units, which all have this size."""
+        number = self.num_slices
+        return replace(self, costs=self.costs.at(size.length * number, size.square * number))
+
+    @property
+    def without_past(self) -> Problem:
+        """A problem that needs no more memory."""
+        is_there = any([*self.stage_costs.past, *self.stage_costs.past_gradients])
+        return replace(self, costs=self.costs.without_past) if is_there else self
+
+    @cached_property
+    def unit_costs(self) -> StageCosts:
+        """What a unit costs where all are alike."""
+        return self.costs.at(*self.size(0)).per_stage(self.num_stages)
 
     # -- the placement ------------------------------------------------------------------------
 
@@ -105,10 +144,10 @@ class Problem:
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        return self.costs.per_stage(self.num_stages, self.num_microbatches)
+        return self.costs.per_stage(self.num_stages, self.num_microbatches, self.num_slices)
 
-    def length(self, microbatch: int) -> float:
-        return self.stage_costs.length(microbatch)
+    def length(self, unit: int) -> float:
+        return self.stage_costs.length(unit)
 
     @cached_property
     def has_exchange(self) -> bool:
@@ -118,28 +157,23 @@ class Problem:
     @cached_property
     def duration(self) -> list[float]:
         """By id, the time of each action (ms), of a W that runs in no exchange."""
-        linear = self._by_id(self.stage_costs.duration, self.stage_costs.lengths)
-        if self.stage_costs.quadratic is None:
-            return linear
-        squares = tuple(length**2 for length in self.stage_costs.lengths)
-        quadratic = self._by_id(self.stage_costs.quadratic, squares)
-        return [x + y for x, y in zip(linear, quadratic, strict=True)]
+        times: list[float] = RowCosts(self.stage_costs).durations(self._every_action).tolist()
+        return times
 
     @cached_property
     def memory(self) -> list[float]:
         """By id, what the action adds to its rank's memory; negative where it frees memory."""
-        return self._by_id(self.stage_costs.memory, self.stage_costs.lengths)
+        changes: list[float] = RowCosts(self.stage_costs).memory(self._every_action).tolist()
+        return changes
 
-    def _by_id(self, per_stage: Mapping[Op, Sequence[float]], factors: Sequence[float]) -> list[float]:
-        """The cost of each kind, once for each microbatch, times the microbatch's factor."""
-        kinds = [per_stage[op][stage] for stage in range(self.num_stages) for op in Op]
-        if factors:
-            return [cost * factor for cost in kinds for factor in factors]
-        return [cost for cost in kinds for _ in range(self.num_microbatches)]
+    @property
+    def _every_action(self) -> Row:
+        """All actions, B, W and BW, in the order of their ids."""
+        return self._row_of(np.arange(self.num_stages * len(Op) * self.num_units))
 
-    def durations_of(self, microbatch: int) -> list[float]:
-        """By kind, the time of each action of a microbatch (ms)."""
-        return self.duration[microbatch :: self.num_microbatches]
+    def durations_of(self, unit: int) -> list[float]:
+        """By kind, the time of each action of a unit (ms)."""
+        return self.duration[unit :: self.num_units]
 
     def times_in(self, plan: Plan) -> list[float]:
         """By id, the time of each action at its place in a plan (ms).
@@ -155,16 +189,20 @@ class Problem:
         return times
 
     def message(self, source: int, target: int) -> float:
-        """The time (ms) of a message of a microbatch of length 1 from one stage to another.
+        """The time (ms) of a message of a unit of length 1 from one stage to another.
 
         0 if both are on the same rank.
         """
         return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
 
+    def first_message(self, source: int, target: int) -> float:
+        """`message` of unit 0."""
+        return self.length(0) * self.message(source, target)
+
     def latency(self, a: int) -> float:
         """How long (ms) the message takes that an action waits for; 0 if it waits for none."""
-        kind, microbatch = divmod(a, self.num_microbatches)
-        return self.messages.latency[kind] * self.length(microbatch)
+        kind, unit = divmod(a, self.num_units)
+        return self.messages.latency[kind] * self.length(unit)
 
     @cached_property
     def messages(self) -> Messages:
@@ -194,13 +232,24 @@ class Problem:
 
     @cached_property
     def least_memory(self) -> list[float]:
-        """Per rank, the least memory that microbatches need: the longest one on all its stages.
+        """Per rank, the least memory that microbatches need: what the longest one holds in `one_by_one`.
 
         Any B comes after all F's of its microbatch, so a rank holds `saved` of all its stages at once.
-        Microbatch after microbatch with whole backwards needs no more, see `one_by_one`.
+        Microbatch after microbatch with whole backwards needs no more, but for gradients of the past, which
+        a stage holds from its first BW to its last.
         """
-        saved, longest = self.stage_costs.memory[Op.F], max(self.stage_costs.lengths, default=1.0)
-        return [longest * sum(saved[stage] for stage in stages) for stages in self.stages_of]
+        costs, bounds = self.stage_costs, self.costs.slice_bounds or (0.0, 1.0 - 1 / self.num_slices, 1.0)
+        longest = max(self.costs.lengths, default=1.0) * bounds[-1]
+        of_last_slice = max(self.costs.lengths, default=1.0) * (bounds[-1] - bounds[-2])
+        least = []
+        for stages in self.stages_of:
+            saved = [longest * (costs.held["saved"][stage] + costs.past[stage]) for stage in stages]
+            level = most = sum(saved)
+            for stage, own in zip(reversed(stages), reversed(saved), strict=True):
+                change = longest * costs.past_gradients[stage] - of_last_slice * costs.held["saved"][stage]
+                most, level = max(most, level + change), level - own
+            least.append(most)
+        return least
 
     def require(self, least: Sequence[float]) -> None:
         """Raises PlanError if some rank's limit is below `least` and what it holds all the time."""
@@ -230,15 +279,12 @@ class Problem:
     def fill(self) -> list[float]:
         """Per rank, when its first action can start (ms).
 
-        In every plan this action is F of microbatch 0 on the rank's lowest stage. If, on p ranks, each of the
+        In every plan this action is F of unit 0 on the rank's lowest stage. If, on p ranks, each of the
         first p stages has a rank of its own (as in the placements one, looped and v), it starts at this time
         in every plan. If not, it may start later: for rank_of=(0, 0, 1) rank 0 may run 0F1 before 1F0, and
         rank 1 waits for 1F0.
         """
-        scale = self.length(0)
-        starts = earliest_starts(
-            self.num_stages, self.durations_of(0), lambda *stages: scale * self.message(*stages)
-        )
+        starts = earliest_starts(self.num_stages, self.durations_of(0), self.first_message)
         return [starts[kind_of(stages[0], Op.F)] for stages in self.stages_of]
 
     @cached_property
@@ -262,9 +308,9 @@ class Problem:
 
     def work_of(self, rank: int) -> float:
         """The time (ms) of a rank's F's, B's and W's; the work of the uniform problem is the same."""
-        times = self.uniform.stage_costs.duration
+        times = self.uniform.unit_costs.duration
         each = (times[op][stage] for stage in self.stages_of[rank] for op in (Op.F, Op.B, Op.W))
-        return self.num_microbatches * sum(each)
+        return self.num_units * sum(each)
 
     # -- plans --------------------------------------------------------------------------------
 
@@ -274,31 +320,37 @@ class Problem:
 
     def timetable_of(self, plan: Plan) -> Timetable:
         """Ids as a timetable."""
-        rows = []
-        for ids in plan:
-            kinds, microbatches = np.divmod(np.array(ids), self.num_microbatches)
-            stages, ops = np.divmod(kinds.astype(np.int32), np.int32(len(Op)))
-            rows.append(Row(stages, ops, microbatches.astype(np.int32)))
-        return Timetable(rows)
+        return Timetable(map(self._row_of, plan))
+
+    def _row_of(self, ids: npt.ArrayLike) -> Row:
+        kinds, units = np.divmod(np.array(ids), self.num_units)
+        stages, ops = np.divmod(kinds.astype(np.int32), np.int32(len(Op)))
+        return Row(stages, ops, units.astype(np.int32), self.num_slices)
 
     def numbered(self, rows: Iterable[Sequence[int]]) -> Plan:
-        """Ids from kinds in order: the k-th F of a stage is its microbatch k, and so for B and W.
+        """Ids from kinds in order: the k-th F of a stage is its unit k; B's and W's as `numbered` has them.
 
-        BW counts as the B and the W of its microbatch, so the caller must have put the W of every earlier B
-        of the stage before it.
+        BW counts as the B and the W of its unit, so the caller must have put the W of every earlier B of the
+        stage before it.
         """
-        return [self._ids_of(numbered((stage_of(kind), Op(op_of(kind))) for kind in kinds)) for kinds in rows]
+        ops = [[(stage_of(kind), Op(op_of(kind))) for kind in kinds] for kinds in rows]
+        return [self._ids_of(numbered(each, self.num_slices)) for each in ops]
 
     def _ids_of(self, row: Row) -> list[int]:
         kinds = kinds_of(row).astype(np.int64)
-        ids: list[int] = (kinds * self.num_microbatches + row.microbatches).tolist()
+        ids: list[int] = (kinds * self.num_units + row.microbatches).tolist()
         return ids
 
 
 def one_by_one(problem: Problem) -> Plan:
     """Microbatch after microbatch with whole backwards: slow, but no plan needs less memory."""
+    return problem.numbered(row * problem.num_microbatches for row in _one_microbatch(problem))
+
+
+def _one_microbatch(problem: Problem) -> list[list[int]]:
+    """Per rank, the kinds of one microbatch in order: all its slices on a stage, then on the next one."""
     rows: list[list[int]] = [[] for _ in range(problem.num_ranks)]
     for kind in dependency_order(problem.num_stages):
         if op_of(kind) in (Op.F, Op.BW):
-            rows[problem.rank_of[stage_of(kind)]].append(kind)
-    return problem.numbered(row * problem.num_microbatches for row in rows)
+            rows[problem.rank_of[stage_of(kind)]] += [kind] * problem.num_slices
+    return rows

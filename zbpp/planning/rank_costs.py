@@ -66,7 +66,13 @@ class RankCosts(CostNumbers):
         quadratic = None if self.quadratic is None else self.quadratic.per_stage(num_stages, num_ranks)
         if quadratic is not None:  # only its times count, and the others have the values of Costs()
             quadratic = Costs(**{name: getattr(quadratic, name) for name in TIMES})
-        return Costs(**fitted, memory_unit=self.memory_unit, lengths=self.lengths, quadratic=quadratic)
+        return Costs(
+            **fitted,
+            memory_unit=self.memory_unit,
+            lengths=self.lengths,
+            quadratic=quadratic,
+            slice_bounds=self.slice_bounds,
+        )
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:

@@ -72,7 +72,8 @@ def _too_large(answer: Answer) -> str:
 def _row_without_bound(candidate: Candidate, decimals: int) -> tuple[str, ...]:
     timeline = candidate.timeline
     times = (digits(time, decimals) for time in (timeline.makespan, timeline.max_span))
-    return (candidate.name, candidate.placement, *times, peak_text(timeline))
+    slices = f" --slices {candidate.num_slices}" if candidate.num_slices > 1 else ""
+    return (f"{candidate.name}{slices}", candidate.placement, *times, peak_text(timeline))
 
 
 def _refused(answer: Answer) -> str:

@@ -104,14 +104,15 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
     fills = _fills(timetable)
     return {
         "stages": timetable.num_stages,
-        "microbatches": timetable.num_microbatches,
-        "consumed": values.consumed,  # by kind: the values' numbers, for microbatch 0
+        "units": timetable.num_units,
+        "slices": timetable.num_slices,
+        "consumed": values.consumed,  # by kind: the values' numbers, for unit 0
         "produced": values.produced,
         "fills": fills,  # by kind: colours
         "reductionFills": [_mixed(*REDUCTION_COLOURS, place) for place in _places(timetable)],  # by stage
         "inks": ["#000" if _is_light(fill) else "#fff" for fill in fills],
         **_costs(costs, timetable),
-        "lengths": timeline.lengths or [1] * timetable.num_microbatches,
+        "lengths": timeline.lengths or [1] * timetable.num_units,
         "peaks": timeline.peak_memory,
         "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
@@ -125,7 +126,7 @@ def _rank(timeline: Timeline, rank: int) -> dict[str, list[Any]]:
     complete_at = complete_stages(row) if reductions else {}
     return {
         "kinds": kinds_of(row).tolist(),
-        "microbatches": row.microbatches.tolist(),
+        "units": row.microbatches.tolist(),
         "starts": _times(timeline, timeline.starts[rank]),
         "ends": _times(timeline, timeline.ends[rank]),
         # stage, the index of the action that completes it, start, end
@@ -145,16 +146,18 @@ def _times(timeline: Timeline, clock: Floats) -> list[float]:
 def _costs(costs: Costs | None, timetable: Timetable) -> dict[str, list[float] | None]:
     """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory.
 
-    Both are those of a microbatch of length 1. static: by rank what it holds all the time.
+    Both are those of a unit of length 1. static: by rank what it holds all the time.
+    past, pastGradients: by stage what the slices of a microbatch of length 1 share; only with slices.
     """
     num_stages = timetable.num_stages
     if costs is None:
         return {"comm": [0.0] * num_stages, "static": None, "changes": None}
-    own = costs.per_stage(num_stages)
+    own = costs.of_units(timetable)
     changes = [own.memory[op][stage] for stage in range(num_stages) for op in Op]
     stages = map(timetable.stages_of, range(timetable.num_ranks))
     static = [sum(own.static[stage] for stage in each) for each in stages]
-    return {"comm": own.comm, "static": static, "changes": changes}
+    shared = {"past": own.past, "pastGradients": own.past_gradients} if timetable.num_slices > 1 else {}
+    return {"comm": own.comm, "static": static, "changes": changes, **shared}
 
 
 def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:

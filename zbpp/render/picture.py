@@ -26,7 +26,7 @@ from zbpp.render.style import (
     panels_of,
 )
 from zbpp.schedule.timeline import Floats, Timeline
-from zbpp.schedule.timetable import Op
+from zbpp.schedule.timetable import Op, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -204,7 +204,7 @@ def _draw_numbers(axes: Axes, timeline: Timeline, inches_per_ms: float) -> None:
 
 def _font_size(timeline: Timeline, op: Op, inches_per_ms: float) -> float:
     """Points, so that the longest number fits into the typical box of an op."""
-    longest = str(timeline.timetable.num_microbatches - 1)
+    longest = str(unit_of(timeline.timetable.num_units - 1, timeline.timetable.num_slices))
     room = 72 * _typical(timeline, op) * inches_per_ms
     return float(min(9.0, 0.55 * 72 * _lane(timeline), room / _width(longest, 1.0)))
 

@@ -8,6 +8,7 @@ from typing import Any
 from zbpp.render.style import Timelines, first_start, panels_of
 from zbpp.schedule.program import Fetch, Offload, Reduce
 from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
+from zbpp.schedule.timetable import Unit
 
 Event = dict[str, Any]
 
@@ -59,11 +60,17 @@ def _slices(timeline: Timeline, rank: int, process: int) -> Iterator[Event]:
     )
     exposed = timeline.exposed[rank].tolist() if timeline.exposed else []
     for position, (action, start, duration) in enumerate(spans):
-        args = {"stage": action.stage, "op": action.op.name, "microbatch": action.microbatch}
+        args = {"stage": action.stage, "op": action.op.name, **_unit(action.microbatch)}
         if exposed:
             args["exposed_exchange_ms"] = exposed[position]
         event = {"ph": "X", "name": str(action), "cat": action.op.name, "args": args}
         yield {**event, "pid": process, "tid": 0, "ts": start, "dur": duration}
+
+
+def _unit(unit: int) -> dict[str, int]:
+    if isinstance(unit, Unit):
+        return {"microbatch": unit.microbatch, "slice": unit.slice}
+    return {"microbatch": unit}
 
 
 def _messages(timeline: Timeline, first_id: int) -> Iterator[Event]:
@@ -85,7 +92,7 @@ def _message_slices(transfers: list[Transfer], first: float) -> Iterator[Event]:
     for value, _, _, sent, arrived in transfers:
         start = max(free, 1e3 * (sent - first))
         free = max(start, 1e3 * (arrived - first))
-        args = {"stage": value.stage, "microbatch": value.microbatch}
+        args = {"stage": value.stage, **_unit(value.microbatch)}
         yield {"ph": "X", "name": str(value), "args": args, "ts": start, "dur": free - start}
 
 
@@ -107,7 +114,7 @@ def _copies(timeline: Timeline, first_id: int) -> Iterator[Event]:
         yield _lane(first_id + rank, thread, "offload")
     for value, rank, is_out, start, end in timeline.copies:
         name, kind = (str(Offload(value)), "offload") if is_out else (str(Fetch(value)), "fetch")
-        args = {"stage": value.stage, "microbatch": value.microbatch, "value": value.name}
+        args = {"stage": value.stage, **_unit(value.microbatch), "value": value.name}
         about = {"ph": "X", "name": name, "cat": kind, "args": args}
         yield {
             **about,

@@ -1,11 +1,14 @@
-"""What actions, messages and held tensors cost, per stage, and per microbatch where lengths differ.
+"""What actions, messages and held tensors cost, per stage, and per unit where lengths differ.
 
 A microbatch of length l, its number of tokens in any unit, takes
 
-    times      linear * l + quadratic * l * l      (attention grows with the square)
+    times      linear * l + quadratic * square     (attention grows with the square, l * l)
     messages, copies, exchanges, memory            linear * l
 
-So there is no table of costs by stage and microbatch: a stage has two numbers, and a microbatch has a length.
+The slice [a, b) of sequences takes the same with l = b - a and, in causal attention, with the square
+b * b - a * a. So the squares of a microbatch's slices have the sum of the whole microbatch's square.
+
+So there is no table of costs by stage and unit: a stage has two numbers, a unit has a length and a square.
 Costs for one rank's share of a model are another type: `zbpp.planning.RankCosts`.
 """
 
@@ -14,10 +17,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
-from zbpp.schedule.timetable import Op, PlanError, shown
+from zbpp.schedule.timetable import Op, PlanError, Timetable, shown
 
 PerStage = float | Sequence[float]
 
@@ -29,8 +33,9 @@ ACTIVATIONS, BYTES = "activations", "bytes"
 class StageCosts(NamedTuple):
     """`Costs` resolved for a number of stages: lists with one number per stage.
 
-    The numbers are those of a microbatch of length 1. Where lengths differ, `quadratic` is the part of
-    `duration` that grows with the square, and `duration` does not contain it.
+    The numbers are those of a unit of length 1. Where lengths differ, `quadratic` is the part of `duration`
+    that grows with the square, and `duration` does not contain it. With slices `memory` and `held` leave out
+    the past, which belongs to a whole microbatch.
     """
 
     duration: dict[Op, list[float]]  # ms
@@ -39,21 +44,32 @@ class StageCosts(NamedTuple):
     reduce: list[float]  # ms, of the sum of the stage's gradients over its replicas
     host: list[float]  # ms, of a copy of what F saves to host memory, or back
     exchange: list[float]  # ms, inside F, and inside B or BW
-    held: dict[str, list[float]]  # what "saved" and "deferred" of a microbatch hold
+    held: dict[str, list[float]]  # what "saved" and "deferred" hold
     static: list[float]  # held all the time
-    lengths: tuple[float, ...] = ()  # of each microbatch; (): all are 1
+    past: list[float]  # held from F of a microbatch's first slice until the end of that slice's B
+    past_gradients: list[
+        float
+    ]  # held from B of a microbatch's last slice until the end of its first slice's B
+    lengths: tuple[float, ...] = ()  # of each unit; (): all are 1
+    squares: tuple[float, ...] = ()  # of each unit; (): all are 1
     quadratic: dict[Op, list[float]] | None = None  # ms
+    num_slices: int = 1
 
-    def length(self, microbatch: int) -> float:
-        return self.lengths[microbatch] if self.lengths else 1.0
+    def length(self, unit: int) -> float:
+        return self.lengths[unit] if self.lengths else 1.0
+
+    def square(self, unit: int) -> float:
+        return self.squares[unit] if self.squares else 1.0
 
 
 @dataclass(frozen=True)
 class CostNumbers:
-    """The eleven costs, each a number or a list of numbers, and the unit of memory: activations or bytes.
+    """The thirteen costs, each a number or a list of numbers, and the unit of memory: activations or bytes.
 
     A number is for a stage in `Costs`, and for a rank's share of the model in `zbpp.planning.RankCosts`.
     lengths, quadratic: see `of_lengths`. Without lengths every microbatch has the length 1.
+    slice_bounds: see `sliced`; in multiples of the length 1. Without them all slices of a microbatch cost the
+    same.
     """
 
     f: PerStage = 1.0
@@ -70,6 +86,9 @@ class CostNumbers:
     memory_unit: str = ACTIVATIONS
     lengths: tuple[float, ...] = ()
     quadratic: Self | None = None
+    slice_bounds: tuple[float, ...] = ()
+    past: PerStage = 0.0
+    past_gradients: PerStage = 0.0
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[float], linear: Self, quadratic: Self | None = None) -> Self:
@@ -85,9 +104,24 @@ class CostNumbers:
         squared = linear.quadratic if quadratic is None else quadratic
         return replace(linear, lengths=_checked_lengths(lengths), quadratic=squared)
 
+    def sliced(self, bounds: Sequence[float]) -> Self:
+        """The costs of the same microbatches in slices: slice k of each has [bounds[k], bounds[k + 1]).
+
+        bounds: from 0 to the end of the sequence, in tokens or any other unit. Raises PlanError unless they
+        ascend from 0.
+        """
+        checked = _checked_bounds(bounds)
+        return replace(self, slice_bounds=tuple([each / checked[-1] for each in checked]))
+
+    def unit_slices(self, num_slices: int) -> Self:
+        """The same numbers for each slice: a microbatch has the length num_slices."""
+        return self if num_slices == 1 else replace(self, slice_bounds=tuple(range(num_slices + 1)))
+
     def __post_init__(self) -> None:
         if not isinstance(self.lengths, tuple) or self.lengths:
             object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
+        if not isinstance(self.slice_bounds, tuple) or self.slice_bounds:
+            object.__setattr__(self, "slice_bounds", _checked_bounds(self.slice_bounds))
         if self.quadratic is not None:
             self._check_quadratic(self.quadratic)
         for name, value in self.numbers.items():
@@ -95,8 +129,9 @@ class CostNumbers:
                 if not 0 <= number <= _LARGEST:  # NaN is not
                     given = f"Costs({name}={shown(value)}): {number!r}"
                     raise PlanError(f"{given} must be finite and not negative (at most 1e100)")
-        if self.has_exchange:
-            self._check_exchange()
+        for name in ("f", "b") if self.bw is None else ("f", "b", "bw"):
+            self._check_part("exchange", name)
+        self._check_part("past", "saved")
 
     def _check_quadratic(self, quadratic: CostNumbers) -> None:
         """Raises PlanError if the quadratic part has a cost that is no time of an action."""
@@ -112,17 +147,16 @@ class CostNumbers:
                     f"the square of the length; give {name} to the linear part"
                 )
 
-    def _check_exchange(self) -> None:
-        """Raises PlanError if an F, B or BW takes less time than the exchange inside it."""
-        for name in ("f", "b") if self.bw is None else ("f", "b", "bw"):
-            whole, inside = _numbers(name, getattr(self, name)), _numbers("exchange", self.exchange)
-            longest = max(len(whole), len(inside))  # per_stage refuses lists of other lengths
-            for time, part in zip(_repeated(whole, longest), _repeated(inside, longest), strict=False):
-                if part > time:
-                    raise PlanError(
-                        f"Costs(exchange={part:g}) is a part of {name}, which takes {time:g} ms: write "
-                        f"{name} with the exchange inside it"
-                    )
+    def _check_part(self, part: str, whole: str) -> None:
+        """Raises PlanError if a cost is less than another one that is a part of it."""
+        parts, wholes = (_numbers(name, getattr(self, name)) for name in (part, whole))
+        longest = max(len(wholes), len(parts))  # per_stage refuses lists of other lengths
+        for most, inside in zip(_repeated(wholes, longest), _repeated(parts, longest), strict=False):
+            if inside > most:
+                raise PlanError(
+                    f"Costs({part}={inside:g}) is a part of {whole}, which is {most:g}: write {whole} with "
+                    f"the {part} inside it"
+                )
 
     @property
     def numbers(self) -> dict[str, PerStage]:
@@ -144,21 +178,22 @@ class CostNumbers:
 
     @property
     def uniform(self) -> Self:
-        """The same work in microbatches that all cost the same: the mean of each cost over the microbatches.
+        """The same work in units that all cost the same: the mean of each cost over the units.
 
-        Costs without lengths are returned as they are.
+        Costs without lengths and slice_bounds are returned as they are.
         """
-        if not self.lengths:
+        if not self.lengths and not self.slice_bounds:
             return self
-        number, squares = len(self.lengths), (length**2 for length in self.lengths)
-        return self._at(math.fsum(self.lengths) / number, math.fsum(squares) / number)
+        lengths, end = self.lengths or (1.0,), self.slice_bounds[-1] if self.slice_bounds else 1.0
+        number, squares = len(lengths), (length**2 for length in lengths)
+        return self.at(end * math.fsum(lengths) / number, end**2 * math.fsum(squares) / number)
 
     def of_length(self, length: float) -> Self:
         """What a microbatch of this length costs, as costs without lengths."""
-        return self._at(length, length**2)
+        return self.at(length, length**2)
 
-    def _at(self, length: float, square: float) -> Self:
-        """What a microbatch costs whose length and whose length's square are these numbers."""
+    def at(self, length: float, square: float) -> Self:
+        """What a unit of this length and this square costs, as costs without lengths and slice_bounds."""
         own: dict[str, Any] = {name: _times(getattr(self, name), length) for name in _SCALED}
         parts = [part for part in (self, self.quadratic) if part is not None]
         if any(part.bw is not None for part in parts):
@@ -167,7 +202,12 @@ class CostNumbers:
             for name in [name for name in TIMES if name in own]:
                 part = self.quadratic.whole if name == "bw" else getattr(self.quadratic, name)
                 own[name] = _sum(own[name], _times(part, square))
-        return replace(self, lengths=(), quadratic=None, **own)
+        return replace(self, lengths=(), slice_bounds=(), quadratic=None, **own)
+
+    @property
+    def without_past(self) -> Self:
+        """The costs without what the slices of a microbatch share."""
+        return replace(self, saved=_sum(self.saved, _times(self.past, -1.0)), past=0.0, past_gradients=0.0)
 
     @property
     def whole(self) -> PerStage:
@@ -185,10 +225,11 @@ class CostNumbers:
         return any(_numbers("exchange", self.exchange))
 
 
-_NO_COSTS = ("memory_unit", "lengths", "quadratic")
+_NO_COSTS = ("memory_unit", "lengths", "quadratic", "slice_bounds")
 COST_NAMES = tuple(field.name for field in fields(CostNumbers) if field.name not in _NO_COSTS)
 TIMES = ("f", "b", "w", "bw")
-_SCALED = ("f", "b", "w", "comm", "saved", "deferred", "host", "exchange")  # with the length; and bw
+# With the length; and bw.
+_SCALED = ("f", "b", "w", "comm", "saved", "deferred", "host", "exchange", "past", "past_gradients")
 
 
 class Costs(CostNumbers):
@@ -204,31 +245,47 @@ class Costs(CostNumbers):
     static: held all the time: the stage's weights, gradients and optimizer states.
     exchange: time of exchanging tokens among experts, inside F, and again inside B (or BW); f and b contain
         it. Pending W's run meanwhile, see interpret/exchange.py.
+    past: the part of `saved` that the slices of a microbatch share, its keys and values; held from F of the
+        first slice until the end of B of the first slice.
+    past_gradients: the sums of their gradients, held from B of the last slice until then; 0 without slices.
     memory_unit: the unit that memory is printed in: "activations" or "bytes", as measured costs have it.
-    lengths, quadratic: of microbatches that differ, see `of_lengths`.
-    Raises PlanError for a value that is no number, and for a number that is negative or not finite, and
-    for an exchange that is longer than the F, B or BW around it.
+    lengths, quadratic: of microbatches that differ, see `of_lengths`. slice_bounds: see `sliced`.
+    Raises PlanError for a value that is no number, for a number that is negative or not finite, and for an
+    exchange or a past that is more than what contains it.
     """
 
     def in_bytes(self, saved: PerStage, deferred: PerStage, static: PerStage = 0.0) -> Costs:
         """The same times with memory in bytes."""
         return replace(self, saved=saved, deferred=deferred, static=static, memory_unit=BYTES)
 
-    def per_stage(self, num_stages: int, num_microbatches: int | None = None) -> StageCosts:
-        """Every cost as a list of `num_stages` floats.
+    def of_units(self, timetable: Timetable) -> StageCosts:
+        """`per_stage` for the units of a timetable."""
+        return self.per_stage(timetable.num_stages, timetable.num_microbatches, timetable.num_slices)
+
+    def per_stage(
+        self, num_stages: int, num_microbatches: int | None = None, num_slices: int = 1
+    ) -> StageCosts:
+        """Every cost as a list of `num_stages` floats; num_microbatches None: of whole microbatches.
 
         Raises PlanError for a list of another length, and for another number of lengths than
-        num_microbatches (None: any number).
+        num_microbatches, or of slices than num_slices.
         """
         if self.lengths and num_microbatches not in (None, len(self.lengths)):
             raise PlanError(f"Costs: {len(self.lengths)} lengths for {num_microbatches} microbatches")
-        if self.quadratic is not None and not self.lengths:
+        if num_microbatches is not None and self.slice_bounds and len(self.slice_bounds) - 1 != num_slices:
+            raise PlanError(f"Costs: {len(self.slice_bounds) - 1} slices, the timetable has {num_slices}")
+        lengths, squares = self._unit_sizes(num_microbatches, num_slices)
+        if self.quadratic is not None and not lengths:
             return self.of_length(1.0).per_stage(num_stages)
 
         def numbers(name: str) -> list[float]:
             return _per_stage(name, getattr(self, name), num_stages)
 
         saved, deferred = numbers("saved"), numbers("deferred")
+        past, past_gradients = (
+            numbers(name) if num_slices > 1 else [0.0] * num_stages for name in ("past", "past_gradients")
+        )
+        saved = [whole - shared for whole, shared in zip(saved, past, strict=True)]
         change_in_b = [after - before for after, before in zip(deferred, saved, strict=True)]
         return StageCosts(
             duration=_durations(self, num_stages),
@@ -244,8 +301,27 @@ class Costs(CostNumbers):
             exchange=numbers("exchange"),
             held={"saved": saved, "deferred": deferred},
             static=numbers("static"),
-            lengths=self.lengths,
+            past=past,
+            past_gradients=past_gradients,
+            lengths=lengths,
+            squares=squares,
             quadratic=None if self.quadratic is None else _durations(self.quadratic, num_stages),
+            num_slices=num_slices,
+        )
+
+    def _unit_sizes(
+        self, num_microbatches: int | None, num_slices: int
+    ) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """(lengths, squares) of all units; two empty tuples where all are 1."""
+        if num_microbatches is None or not (self.lengths or self.slice_bounds or num_slices > 1):
+            return self.lengths, tuple([length**2 for length in self.lengths])
+        sizes = [(1 / num_slices, 1 / num_slices)] * num_slices
+        if self.slice_bounds:
+            sizes = [(end - start, end**2 - start**2) for start, end in pairwise(self.slice_bounds)]
+        microbatches = self.lengths or (1.0,) * num_microbatches
+        return (
+            tuple([whole * length for whole in microbatches for length, _ in sizes]),
+            tuple([whole**2 * square for whole in microbatches for _, square in sizes]),
         )
 
 
@@ -277,6 +353,20 @@ def _checked_lengths(lengths: object) -> tuple[float, ...]:
             raise PlanError(
                 f"length {shown(each)} of microbatch {index}: write a number of 0 or more, at most 1e50"
             )
+    return tuple(map(float, given))
+
+
+def _checked_bounds(bounds: object) -> tuple[float, ...]:
+    given: tuple[Any, ...] = tuple(bounds) if isinstance(bounds, Iterable) else ()
+    are_numbers = all(isinstance(each, Real) and not isinstance(each, bool) for each in given)
+    if not are_numbers or len(given) < 2 or given[0] != 0 or not given[-1] <= _LONGEST:
+        raise PlanError(
+            f"slice bounds {shown(bounds)}: write where each slice begins, from 0 on, and the sequence's "
+            "end, as [0, 4096, 8192]"
+        )
+    for index, (start, end) in enumerate(pairwise(given)):
+        if not start < end:
+            raise PlanError(f"slice bounds {shown(bounds)}: slice {index}, [{start}, {end}), has no tokens")
     return tuple(map(float, given))
 
 

@@ -33,6 +33,7 @@ from typing import overload
 
 import numpy as np
 
+from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values, complete_stages
 from zbpp.schedule.gate import Gate, gate_positions
@@ -170,4 +171,5 @@ def lower(timetable: Timetable) -> Programs:
     The programs never deadlock, and every message that is sent is received; a property test holds this over
     random timetables and placements. Raises PlanError as `simulate` does.
     """
-    return Programs(simulate(timetable))
+    # Whole numbers: values in flight are counted alike on every rank.
+    return Programs(simulate(timetable, Costs().unit_slices(timetable.num_slices)))

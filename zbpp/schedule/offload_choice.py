@@ -49,7 +49,7 @@ def choose_rank_offload(
     timeline: Timeline, rank: int, costs: Costs, limit: float = math.inf, *, late: bool = False
 ) -> RankOffload:
     """The choice of one rank, which depends on no other rank's choice; arguments as in `choose_offload`."""
-    stage_costs = costs.per_stage(timeline.timetable.num_stages)
+    stage_costs = costs.of_units(timeline.timetable)
     return _RankChoice(timeline, rank, stage_costs, late).choose(limit)
 
 

@@ -1,4 +1,4 @@
-"""What the actions of a row cost, as arrays: the costs of their stages for their microbatches' lengths."""
+"""What the actions of a row cost, as arrays: the costs of their stages for their units' lengths."""
 
 from __future__ import annotations
 
@@ -33,14 +33,16 @@ class RowCosts:
     def __init__(self, costs: StageCosts) -> None:
         self._durations, self._delays = by_kind(costs.duration), np.array(costs.comm)
         self._memory, self._static = by_kind(costs.memory), np.array(costs.static)
+        self._past = _Past(costs) if any([*costs.past, *costs.past_gradients]) else None
         self._exchange = np.array(costs.exchange)
         self._quadratic = by_kind(costs.quadratic) if costs.quadratic else None
         self._lengths = np.array(costs.lengths) if costs.lengths else None
+        self._squares = np.array(costs.squares)
         self.has_exchange = any(costs.exchange)
 
     def times(self, row: Row) -> RowTimes:
         """How long the actions of a row take."""
-        durations, exposed = self._whole(row), np.zeros(0)
+        durations, exposed = self.durations(row), np.zeros(0)
         if self.has_exchange:
             durations, exposed = hide_in_exchanges(row, durations, self.exchange(row))
         return RowTimes(durations, self._scaled(self._delays[row.stages], row), exposed)
@@ -54,24 +56,48 @@ class RowCosts:
 
         inserted: {position in the row: changes of what the rank holds, before the action there}.
         """
-        changes = self._scaled(self._memory[kinds_of(row)], row)
+        changes = self.memory(row)
         if inserted:
             places = [place for place, each in inserted.items() for _ in each]
             changes = np.insert(changes, places, [change for each in inserted.values() for change in each])
         static = sum(self._static[np.unique(row.stages)].tolist())
         return float(np.cumsum(changes).max()) + float(static)
 
-    def _whole(self, row: Row) -> Floats:
+    def memory(self, row: Row) -> Floats:
+        """What each action adds to the memory that its rank holds; negative where it frees memory."""
+        changes = self._scaled(self._memory[kinds_of(row)], row)
+        return changes if self._past is None else changes + self._past.changes(row)
+
+    def durations(self, row: Row) -> Floats:
         """How long (ms) each action takes, of a W that runs in no exchange."""
         kinds = kinds_of(row)
         linear = self._scaled(self._durations[kinds], row)
         if self._quadratic is None or self._lengths is None:
             return linear
-        whole: Floats = linear + self._quadratic[kinds] * self._lengths[row.microbatches] ** 2
+        whole: Floats = linear + self._quadratic[kinds] * self._squares[row.microbatches]
         return whole
 
     def _scaled(self, own: Floats, row: Row) -> Floats:
         return own if self._lengths is None else own * self._lengths[row.microbatches]
+
+
+class _Past:
+    """What a whole microbatch holds while some of its slices have run."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self._keys_and_values, self._grads = np.array(costs.past), np.array(costs.past_gradients)
+        self._num_slices = costs.num_slices
+        self._lengths = np.array(costs.lengths).reshape(-1, costs.num_slices).sum(axis=1)  # of microbatches
+
+    def changes(self, row: Row) -> Floats:
+        microbatches, slices = np.divmod(row.microbatches, self._num_slices)
+        is_first, is_last = slices == 0, slices == self._num_slices - 1
+        is_f, is_b = row.ops == Op.F, (row.ops == Op.B) | (row.ops == Op.BW)
+        begins, ends, grads_begin = (is_f & is_first), (is_b & is_first), (is_b & is_last)
+        past = self._keys_and_values[row.stages] * (begins.astype(float) - ends)
+        grads = self._grads[row.stages] * (grads_begin.astype(float) - ends)
+        changes: Floats = (past + grads) * self._lengths[microbatches]
+        return changes
 
 
 def by_kind(per_stage: Mapping[Op, Sequence[float]]) -> Floats:

@@ -37,7 +37,7 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """
     check_actions(timetable)
     costs = costs or Costs()
-    stage_costs = costs.per_stage(timetable.num_stages, timetable.num_units)
+    stage_costs = costs.of_units(timetable)
     row_costs = RowCosts(stage_costs)
     times = [row_costs.times(row) for row in timetable.rows]
     starts, ends = _run(timetable, times)

@@ -60,7 +60,7 @@ class Timeline:
     unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
     too.
     message_ms: for each stage the time of a message that leaves it, of a microbatch of length 1; empty in a
-        measured timeline. lengths: of each microbatch; empty where all are 1.
+        measured timeline. lengths: of each unit; empty where all are 1.
     transfers: the messages of a measured timeline; `transfers_of` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.

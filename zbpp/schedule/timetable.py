@@ -79,7 +79,8 @@ class Unit(int):
     __repr__ = __str__
 
     def __format__(self, spec: str) -> str:
-        return format(str(self), spec)
+        """As the text, but for the codes of numbers: f"{unit:d}" is the number."""
+        return format(int(self) if spec[-1:] in {*"bcdeEfFgGnoxX%"} else str(self), spec)
 
 
 def unit_of(number: int, num_slices: int) -> int:
@@ -307,7 +308,8 @@ def read_rows(
 
     A microbatch has as many slices as the largest slice of all texts says.
     """
-    num_slices = 1 + max((_slice_in(word) for words in rows for word in words if "." in word), default=0)
+    with_dots = (words for words in rows if "." in "".join(words))
+    num_slices = 1 + max((_slice_in(word) for words in with_dots for word in words), default=0)
 
     def read(rank: int, position: int, word: str) -> Action:
         try:

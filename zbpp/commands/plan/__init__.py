@@ -20,7 +20,7 @@ from pathlib import Path
 from zbpp.commands.plan.arguments import CHOOSE, CLUSTER, COST_OPTIONS, Inputs, make_parser, parsed
 from zbpp.commands.plan.cluster import on_paper
 from zbpp.commands.plan.lengths import Orders, ordered, render_orders, timelines_of
-from zbpp.planning import SCHEDULES, Answer, PlanningRequest, choose, compare, takes_costs
+from zbpp.planning import SCHEDULES, Answer, PlanningRequest, balanced_shares, choose, compare, takes_costs
 from zbpp.ranges import ConfigError
 from zbpp.render import (
     render_choice,
@@ -118,6 +118,8 @@ def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
             f"--timetable {options.timetable}: there is no such file; zbpp plan NAME --text writes one"
         ) from None
     costs = inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
+    if timetable.num_slices > 1 and not costs.slice_bounds:
+        costs = costs.sliced(balanced_shares(timetable.num_slices, inputs.costs))
     return {Path(options.timetable).stem: simulate(timetable, costs)}
 
 
@@ -127,6 +129,7 @@ def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[fl
         options.ranks,
         options.microbatches,
         costs=inputs.costs,
+        num_slices=inputs.slices[0],
         memory_limit=inputs.memory_limit,
         placement=options.placement,
         time_limit=options.time_limit,
@@ -194,6 +197,7 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
         costs=inputs.costs,
         memory_limit=inputs.memory_limit,
         time_limit=options.time_limit,
+        slices=inputs.slices,
     )
     answer = choose(request, progress)
     timelines = {each.title: each.timeline for each in answer.ranked}
@@ -205,6 +209,8 @@ def _commands(options: argparse.Namespace, answer: Answer) -> str:
     """What to type to train with the best plan: its name, or the file of a plan that depends on costs."""
     best = answer.ranked[0]
     train, end = f"zbpp train -n {options.ranks}", f"num_microbatches={options.microbatches}"
+    if best.num_slices > 1:
+        end += f" schedule.slices={best.num_slices}"
     lines = [f"  {train} schedule={best.name} {end}"]
     if takes_costs(best.name):
         lines = [

@@ -10,7 +10,15 @@ from typing import NamedTuple, Self
 
 from zbpp.commands.plan import cluster
 from zbpp.commands.plan.lengths import read_lengths
-from zbpp.planning import SCHEDULES, About, RankCosts, about_in_words, read_costs, read_memory_limit
+from zbpp.planning import (
+    SCHEDULES,
+    About,
+    RankCosts,
+    about_in_words,
+    balanced_shares,
+    read_costs,
+    read_memory_limit,
+)
 from zbpp.schedule import PlanError
 
 _USAGE = "zbpp plan SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --cluster FILE   [options]"
@@ -31,6 +39,7 @@ examples:
   zbpp plan zb_h1 --text > mine.txt                    as text: edit it, then check and time it with
   zbpp plan --timetable mine.txt                       (.csv: as torch writes it)
   zbpp plan zb_v --ranks 4 --lengths tokens.txt        in which order do unequal microbatches go?
+  zbpp plan zb_v 1f1b --ranks 8 --slices 8             long sequences, in slices one after the other
   zbpp plan --cluster h100 --model llama_1b --batch 512               on which mesh, how fast?
 """
 
@@ -44,24 +53,29 @@ COST_OPTIONS = {
 
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"
 _MICROBATCHES = 8
+_TRIED = [1.0, 2.0, 4.0, 8.0]  # numbers of slices
 _COSTS = {"costs", *COST_OPTIONS, "memory_limit"}
 _DRAWN = {"picture", "html"}
 _SEARCH = {"ranks", "microbatches", "time_limit"}
 READ = {
-    NAMED: {"schedules", "placement", "form", "lengths", *_SEARCH, *_COSTS, *_DRAWN},
-    TIMETABLE: {"timetable", "form", *_COSTS, *_DRAWN},
-    CHOOSE: {"choose", *_SEARCH, *_COSTS, *_DRAWN},
+    NAMED: {"schedules", "placement", "form", "lengths", "slices", *_SEARCH, *_COSTS, *_DRAWN},
+    TIMETABLE: {"timetable", "form", "slices", *_COSTS, *_DRAWN},
+    CHOOSE: {"choose", "slices", *_SEARCH, *_COSTS, *_DRAWN},
     CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "sequence", "head_at_once"},
 }
 """The options that each form of the command reads; a form is named by the words that choose it."""
 
 
 class Inputs(NamedTuple):
-    """The costs, where they were measured, and the memory limit in the unit of costs.saved."""
+    """The costs, where they were measured, and the memory limit in the unit of costs.saved.
+
+    slices: the numbers of slices to plan; several only with --choose.
+    """
 
     costs: RankCosts
     about: About
     memory_limit: float | list[float] | None
+    slices: tuple[int, ...] = (1,)
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Self:
@@ -71,12 +85,54 @@ class Inputs(NamedTuple):
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
         if options.lengths:
             costs = costs.of_tokens(read_lengths(options.lengths, options.microbatches))
-        return cls(costs, about, read_memory_limit(options.memory_limit, costs))
+        costs, slices = _sliced(costs, options)
+        return cls(costs, about, read_memory_limit(options.memory_limit, costs), slices)
 
     @property
     def notes(self) -> list[str]:
-        """Where the costs were measured, in one line; nothing if they were not."""
-        return [text for text in [about_in_words(self.about)] if text]
+        """Where the costs were measured, and where slices begin, in one line each; nothing without them."""
+        return [text for text in [about_in_words(self.about), self._slices] if text]
+
+    @property
+    def _slices(self) -> str:
+        if not self.costs.slice_bounds:
+            return ""
+        if self.costs.shape is None:
+            bounds = ", ".join(f"{each:.3g}" for each in self.costs.slice_bounds)
+            return f"{self.slices[0]} slices, cut at these shares of a sequence: {bounds}"
+        bounds = ", ".join(f"{each * self.costs.shape[1]:.0f}" for each in self.costs.slice_bounds)
+        return f"{self.slices[0]} slices, cut at these tokens: {bounds}"
+
+
+def _sliced(costs: RankCosts, options: argparse.Namespace) -> tuple[RankCosts, tuple[int, ...]]:
+    """The costs with the bounds of --slices, and the numbers of slices.
+
+    One number: so many slices that take equally long. Numbers from 0 on: their bounds. Others, for --choose:
+    the numbers of slices to try; without --slices it tries some where attention's part of the time is known.
+    Raises PlanError.
+    """
+    given: list[float] = options.slices or ([] if not options.choose or costs.quadratic is None else _TRIED)
+    if not given:
+        return costs, (1,)
+    if given[0] == 0 and options.choose:
+        raise PlanError(f"--slices {_comma(given)}: --choose balances slices; write their numbers, as 1,2,4")
+    if given[0] == 0:
+        costs = costs.sliced(given)
+        return costs, (len(given) - 1,)
+    counts = tuple([int(each) for each in given])
+    if any(each < 1 or each != count for each, count in zip(given, counts, strict=True)):
+        raise PlanError(f"--slices {_comma(given)}: write whole numbers of slices, or bounds from 0 on")
+    if options.choose:
+        return costs, counts
+    if len(counts) > 1:
+        raise PlanError(
+            f"--slices {_comma(given)}: write one number, or bounds from 0 on; --choose tries several"
+        )
+    return (costs if counts == (1,) else costs.sliced(balanced_shares(counts[0], costs))), counts
+
+
+def _comma(numbers: Sequence[float]) -> str:
+    return ",".join(f"{each:g}" for each in numbers)
 
 
 def _read_costs(options: argparse.Namespace) -> tuple[RankCosts, About]:
@@ -121,6 +177,8 @@ def parsed(argv: Sequence[str] | None) -> tuple[str, argparse.Namespace]:
             parser.error(f"--{written} doesn't go with {chosen[0]}; it goes with {' and with '.join(others)}")
     if options.lengths and options.form:
         parser.error(f"--{options.form} doesn't go with --lengths: the timetable is the same in every order")
+    if options.lengths and options.slices:
+        parser.error("--slices doesn't go with --lengths, which orders whole microbatches")
     if options.microbatches is None and not options.lengths:
         options.microbatches = _MICROBATCHES
     return chosen[0], options
@@ -159,6 +217,11 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
     group.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="default 4")
     many = f"default {_MICROBATCHES}; with --lengths their number"
     group.add_argument("--microbatches", type=int, default=None, metavar="M", help=many)
+    slices = (
+        "cut sequences into S slices that take equally long, or at these tokens (0,4096,7168,8192); with "
+        "--choose: the numbers of slices to try (1,2,4)"
+    )
+    group.add_argument("--slices", type=_list_of_numbers, metavar="S", help=slices)
     limit = (
         "the most memory that a rank may hold, such as 8 (activations) or, with costs in bytes, 12GiB; "
         "N,N,...: one per rank"
@@ -192,13 +255,17 @@ def _add_outputs(group: argparse._ArgumentGroup) -> None:
 
 
 def _numbers(text: str) -> float | list[float]:
+    numbers = _list_of_numbers(text)
+    return numbers if len(numbers) > 1 else numbers[0]
+
+
+def _list_of_numbers(text: str) -> list[float]:
     try:
-        numbers = [float(word) for word in text.split(",")]
+        return [float(word) for word in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"{text!r} is neither a number nor a comma list of numbers"
         ) from None
-    return numbers if len(numbers) > 1 else numbers[0]
 
 
 def _picture(path: str) -> str:

@@ -59,12 +59,12 @@ def _warm_ups(relaxation: Relaxation, idles: Sequence[Idle], objective: str) -> 
     order = sorted(range(relaxation.problem.num_ranks), key=relaxation.highest, reverse=True)
     warm_ups = []
     for index, rank in enumerate(order):
-        first_f, first_b = relaxation.first_f(rank), relaxation.b_start[relaxation.highest(rank)]
         if objective == MAKESPAN:
-            fixed, opening, arrival = relaxation.work(rank) + first_f, first_f, first_b
+            first_f = relaxation.first_f(rank)
+            fixed, opening, arrival = relaxation.work(rank) + first_f, first_f, relaxation.first_b(rank)
             above = [index - 1] if index else []
         else:
-            fixed, opening, arrival = relaxation.work(rank), 0.0, first_b - first_f
+            fixed, opening, arrival = relaxation.work(rank), 0.0, relaxation.until_first_b(rank)
             above = _neighbours(relaxation, order, index)
         warm_ups.append(_WarmUp(fixed, opening, arrival, idles[rank], above))
     return warm_ups
@@ -99,7 +99,7 @@ def _first_b(warm_up: _WarmUp, arrival: float, spare: float) -> float | None:
     """The earliest start of the first B from `arrival` on if the rank may idle for `spare`; else None."""
     idle = warm_up.idle
     starts = []
-    if idle.number > 1:
+    if not idle.is_one_microbatch:
         starts.append(_between_forwards(idle, arrival - warm_up.opening, spare - idle.rest))
     if idle.may_run_all_forwards and idle.all_forwards_first <= spare:
         before = max(arrival - warm_up.opening, idle.forward_work)

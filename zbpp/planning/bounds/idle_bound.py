@@ -46,7 +46,8 @@ class Idle:
         """follows: the time X (ms) that must pass after the rank's last B."""
         problem = relaxation.problem
         self.rank, self.follows = rank, follows
-        self.number, self.limit = problem.num_microbatches, problem.ceilings[rank]
+        self.number, self.limit = problem.num_units, problem.ceilings[rank]
+        self.is_one_microbatch = problem.num_microbatches == 1
         self.stages = relaxation.stages_on(rank)
         self.alike = len(set(self.stages)) == 1  # then only the number of actions matters
         self.count = self.number * len(self.stages)  # of F's
@@ -64,7 +65,7 @@ class Idle:
     @cached_property
     def least(self) -> float:
         """Idle time of the rank up to its last B, plus what it loses after that B."""
-        if self.number == 1:  # the last F comes before the first B
+        if self.is_one_microbatch:  # the last F comes before the first B
             return self.all_forwards_first
         mixed = self.head + self.rest
         return min(mixed, self.all_forwards_first) if self.may_run_all_forwards else mixed

@@ -10,7 +10,7 @@ from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.bounds.round_trip_bound import round_trips
-from zbpp.planning.bounds.unequal_lengths import LengthBound, Microbatches
+from zbpp.planning.bounds.unequal_lengths import SizeBound, Units
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
 from zbpp.planning.options import EQUAL, MAKESPAN, ROUNDING, objective_value
 from zbpp.planning.problem import Problem
@@ -49,6 +49,7 @@ def lower_bound(
     *,
     rank_of: Sequence[int],
     num_microbatches: int,
+    num_slices: int = 1,
     costs: Costs = Costs(),
     memory_limit: MemoryLimit = None,
 ) -> Bound:
@@ -59,29 +60,34 @@ def lower_bound(
     number for all ranks, or a list with one number per rank; None: no limit.
     Raises PlanError for an unknown objective, and for a limit that can't hold one microbatch.
     """
-    return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective))
+    return bound_of(Problem(tuple(rank_of), num_microbatches, costs, memory_limit, objective, num_slices))
 
 
 def bound_of(problem: Problem) -> Bound:
     """`lower_bound` of a problem: for microbatches of different lengths, in their order."""
-    return _of_lengths(problem, Microbatches.in_order) if problem.costs.lengths else _of_equal(problem)
+    if problem.has_sizes:
+        return _of_sizes(problem, Units.in_order)
+    return _of_equal(problem)
 
 
 def bound_over_orders(problem: Problem) -> Bound:
     """The lower bound that holds whatever the order of the microbatches."""
-    return _of_lengths(problem, Microbatches.over_orders) if problem.costs.lengths else _of_equal(problem)
+    if not problem.costs.lengths:  # all microbatches are alike
+        return bound_of(problem)
+    return _of_sizes(problem, Units.over_orders)
 
 
-def _of_lengths(problem: Problem, largest: Callable[[Microbatches], LengthBound]) -> Bound:
-    """The larger of a bound by lengths, and the bound if all microbatches were as short as the shortest."""
-    found = largest(Microbatches(problem))
-    shortest = _of_equal(replace(problem, costs=problem.costs.of_length(min(problem.costs.lengths))))
+def _of_sizes(problem: Problem, largest: Callable[[Units], SizeBound]) -> Bound:
+    """The larger of a bound by sizes, and the bound if all units were as short as the shortest."""
+    units = Units(problem)
+    found = largest(units)
+    shortest = _of_equal(problem.of_units(units.smallest(range(problem.num_units))))
     value = found.value * (1 - ROUNDING) + problem.last_reduction
     return max(Bound(value, found.argument), shortest, key=lambda bound: bound.value)
 
 
 def _of_equal(problem: Problem) -> Bound:
-    relaxation = Relaxation(problem)
+    relaxation = Relaxation(problem.without_past)
     follows = after_last_b(relaxation, problem.objective)
     idles = [Idle(relaxation, rank, after) for rank, after in enumerate(follows)]
     bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]
@@ -118,7 +124,8 @@ def certificate(
     timetable makes none. Raises PlanError as `simulate` and `lower_bound` do, and for a timetable
     that exceeds the limit or has no backwards.
     """
-    problem = Problem(timetable.rank_of, timetable.num_microbatches, costs, memory_limit, objective)
+    counts = timetable.num_microbatches, timetable.num_slices
+    problem = Problem(timetable.rank_of, counts[0], costs, memory_limit, objective, counts[1])
     bound = bound_of(problem)
     timeline = simulate(timetable, costs)
     if all((row.ops == Op.F).all() for row in timetable.rows):

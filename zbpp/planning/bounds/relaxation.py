@@ -5,12 +5,18 @@ backward is a B of `min(b, bw)` and a W of the rest of `min(b + w, bw)`. Any pla
 relaxation: shorten each action at its end, and cut a BW into B and W. No span gets longer by that.
 Its memory is nowhere higher, either, provided that what is held after B counts as `min(deferred, saved)`.
 
-F's and B's of one microbatch follow each other through all stages, with a message wherever the rank changes:
+F's and B's of one unit follow each other through all stages, with a message wherever the rank changes:
 
-    F(0) -> F(1) -> ... -> F(S-1) -> B(S-1) -> ... -> B(1) -> B(0)
+    F(0) -> F(1) -> ... -> F(last) -> B(last) -> ... -> B(1) -> B(0)
 
 This chain comes from the data-flow table, see `earliest_starts`. Since it is one chain, two of its actions
 start at least as far apart as their earliest starts are.
+
+**Slices.** Give the j-th B and the j-th W of each stage to unit j. The plan is then one without slices, for
+as many microbatches as there are units: what B needs, F of all slices of the microbatch, has run before the
+first of these B's. So every bound without slices holds. Slices add two waits. Some stage runs F of all S
+slices between the rank's first F and its first B, which is that of slice S - 1. And some stage runs B of all
+S slices between the rank's last F, that of slice S - 1, and its last B, that of slice 0.
 
 With exchanges a W may take no time at its place, because it has run in exchanges before
 (zbpp/schedule/interpret/exchange.py). So the relaxation's W's take none, on every rank with exchanges. Only
@@ -45,7 +51,11 @@ class StageTerms(NamedTuple):
 
 
 class Relaxation:
-    """A problem with relaxed costs; per stage, when F, B and W of a lone microbatch start or end."""
+    """A problem of units that are alike, with relaxed costs.
+
+    Lists by stage: f_start, b_end and so on: when F, B and W of a lone unit start or end (ms).
+    slice_f, slice_b: the time (ms) of F, or B, of all slices of a microbatch but one.
+    """
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -55,7 +65,7 @@ class Relaxation:
             for terms, rank in zip(self.whole, problem.rank_of, strict=True)
         ]
         duration = [time for stage in self.stages for time in (stage.f, stage.b, stage.w, stage.b + stage.w)]
-        starts = earliest_starts(problem.num_stages, duration, problem.message)
+        starts = earliest_starts(problem.num_stages, duration, problem.first_message)
         self.f_start, self.b_start, self.w_start = (
             [starts[kind_of(stage, op)] for stage in range(problem.num_stages)] for op in (Op.F, Op.B, Op.W)
         )
@@ -65,9 +75,12 @@ class Relaxation:
             start + (self.whole if stage == self.lowest(rank) else self.stages)[stage].w
             for stage, (start, rank) in enumerate(zip(self.w_start, problem.rank_of, strict=True))
         ]
+        others = problem.num_slices - 1
+        self.slice_f = [others * stage.f for stage in self.stages]
+        self.slice_b = [others * stage.b for stage in self.stages]
 
     def _exchanges(self, rank: int) -> bool:
-        return any(self.problem.stage_costs.exchange[stage] > 0 for stage in self.problem.stages_of[rank])
+        return any(self.problem.unit_costs.exchange[stage] > 0 for stage in self.problem.stages_of[rank])
 
     def stages_on(self, rank: int) -> list[StageTerms]:
         return [self.stages[stage] for stage in self.problem.stages_of[rank]]
@@ -86,15 +99,15 @@ class Relaxation:
 
     def work(self, rank: int) -> float:
         """The least time (ms) of all actions of a rank."""
-        return self.problem.num_microbatches * sum(stage.work for stage in self.stages_on(rank))
+        return self.problem.num_units * sum(stage.work for stage in self.stages_on(rank))
 
     def work_with_exchanges(self, rank: int) -> float:
         """The least time (ms) of all actions of a rank, W's included that its exchanges can't hide.
 
         Nothing is pending in the exchanges up to the rank's first B. No exchange hides the W of its last B.
         """
-        number, stages = self.problem.num_microbatches, self.problem.stages_of[rank]
-        exchange = self.problem.stage_costs.exchange
+        number, stages = self.problem.num_units, self.problem.stages_of[rank]
+        exchange = self.problem.unit_costs.exchange
         up_to_first_b = sum(exchange[stage] for stage in stages) + exchange[self.highest(rank)]
         hides = 2 * number * sum(exchange[stage] for stage in stages) - up_to_first_b
         weights = number * sum(self.whole[stage].w for stage in stages)
@@ -103,19 +116,29 @@ class Relaxation:
 
     def until_first_b(self, rank: int) -> float:
         """The least time (ms) from the start of a rank's first F to the start of its first B."""
-        return self.b_start[self.highest(rank)] - self.f_start[self.lowest(rank)]
+        lowest = self.lowest(rank)
+        return self.b_start[self.highest(rank)] - self.f_start[lowest] + max(self.slice_f[lowest:])
+
+    def first_b(self, rank: int) -> float:
+        """The least time (ms) from the start of stage 0's first F to the start of a rank's first B."""
+        return self.b_start[self.highest(rank)] + max(self.slice_f)
 
     def after_last_f(self, rank: int) -> float:
         """The least time (ms) from the end of a rank's last F to the end of its last B."""
-        return self.b_end[self.lowest(rank)] - self.f_end[self.highest(rank)]
+        lowest = self.lowest(rank)
+        return self.b_end[lowest] - self.f_end[self.highest(rank)] + max(self.slice_b[lowest:])
 
     def round_trip(self, stage: int) -> float:
-        """The least time (ms) from the start of a stage's F to the end of its B of the same microbatch."""
+        """The least time (ms) from the start of a stage's F to the end of its B of the same unit."""
         return self.b_end[stage] - self.f_start[stage]
+
+    def mean_round_trip(self, stage: int) -> float:
+        """The least mean over all units: slice k waits for the F's and the B's of later slices, too."""
+        return self.round_trip(stage) + (self.slice_f[stage] + self.slice_b[stage]) / 2
 
 
 def _terms(problem: Problem, stage: int) -> StageTerms:
-    time, memory = problem.stage_costs.duration, problem.stage_costs.memory
+    time, memory = problem.unit_costs.duration, problem.unit_costs.memory
     f, b, w, whole = (time[op][stage] for op in (Op.F, Op.B, Op.W, Op.BW))
     saved, deferred = memory[Op.F][stage], -memory[Op.W][stage]
     b = min(b, whole)
@@ -125,7 +148,7 @@ def _terms(problem: Problem, stage: int) -> StageTerms:
 def after_last_b(relaxation: Relaxation, objective: str) -> list[float]:
     """Per rank, the time X (ms) that must pass from the end of its last B to the end of the clock.
 
-    Rank r's last B is that of the last microbatch on r's lowest stage s. That microbatch's B's follow on
+    Rank r's last B is that of the last unit of B's on r's lowest stage s. That unit's B's follow on
     s-1, ..., 0. Each stage j <= s ends with a W, so for the makespan
 
         X = max over j <= s of (from the end of B(s) to the end of W(j))

@@ -41,12 +41,13 @@ def round_trips(relaxation: Relaxation, rank: int) -> float:
     """The least time (ms) from the start of a rank's first F to the end of its last B."""
     problem, stages = relaxation.problem, relaxation.stages_on(rank)
     least, limit = min(stage.saved for stage in stages), problem.ceilings[rank]
-    if limit >= least * len(stages) * problem.num_microbatches:
+    if limit >= least * len(stages) * problem.num_units:
         return 0.0
-    number, trips = problem.num_microbatches, [relaxation.round_trip(s) for s in problem.stages_of[rank]]
+    number, own = problem.num_units, problem.stages_of[rank]
+    trips = [relaxation.mean_round_trip(stage) for stage in own]
     by_count = _little(stages, number, math.floor(limit / least), sum(trips))
     if len(stages) == 1 and problem.num_ranks * number <= _MOST_STEPS:
-        return max(by_count, _relay(stages[0], number, limit, trips[0]))
+        return max(by_count, _relay(stages[0], number, limit, relaxation.round_trip(own[0])))
     return max(by_count, _by_memory(stages, number, limit, trips))
 
 

@@ -1,28 +1,32 @@
-"""Lower bounds for microbatches of different lengths, in their order or over all orders.
+"""Lower bounds for units of different lengths: microbatches in their order, or over all orders.
 
-No cost falls with the length, so a shorter microbatch in place of another never makes a step longer. That
-gives three bounds; `first` and `last` are the first and the last microbatch of the order.
+No cost falls with the length or the square, so a unit with less of both in place of another never makes a
+step longer. That gives three bounds; `first` is the unit of a stage's first F, `last` that of its last B:
+without slices the first and the last microbatch of the order, with slices their first slices. The waits that
+slices add are those of relaxation.py, between F's of the first microbatch and B's of the last one.
 
 **Work.** A rank's first F waits for F's of `first` on the stages before it. Its own work does not depend on
 the order. What follows its last B is that of `last`, see `after_last_b`. Until its first B a rank runs F's
 only, from its last F to its last B only B's and W's; what they don't fill is idle time.
 
-**A microbatch's own path.** F's of a stage ascend in microbatch, and so do its B's. Before F of microbatch k
-the stage runs the F's of the microbatches before k, after B of k the B's of those after k:
+**A unit's own path.** Before F of unit k its stage runs the F's of the units before k, after B of k the B's
+of those whose B's come later:
 
-    F(s,0) .. F(s,k-1) | F(s,k) -> ... -> F(S-1,k) -> B(S-1,k) -> ... -> B(s,k) | B(s,k+1) .. B(s,m-1)
+    F(s,0) .. F(s,k-1) | F(s,k) -> ... -> F(S-1,k) -> B(S-1,k) -> ... -> B(s,k) | B(s,..) .. B(s,last)
 
 After B of k come the B's of `last` on the stages before s, too; or, on the stage's rank, the W's of k and of
 those after k.
 
-**Memory.** The bound for microbatches that are all as short as the shortest one, within the same limit.
+**Memory.** The bound for units that are all as short as the shortest one, within the same limit.
 
-Over all orders, `first` and `last` are the two shortest, and a microbatch beside k counts with the smaller of
-its F and its B (with its W), whichever side of k it is on.
+Over all orders, `first` and `last` are units of the two shortest microbatches. A unit of a microbatch beside
+k's counts with the smaller of its F and its B (with its W), whichever side of k it is on; an earlier slice of
+k's own microbatch counts with both.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -30,70 +34,91 @@ import numpy.typing as npt
 
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.options import MAKESPAN
-from zbpp.planning.problem import Problem
+from zbpp.planning.problem import Problem, Size
+from zbpp.schedule.timetable import turned, unit_of
 
 Floats = npt.NDArray[np.float64]
 
 
-class LengthBound(NamedTuple):
+class SizeBound(NamedTuple):
     """A bound (ms), and what it is made of."""
 
     value: float
     argument: str
 
 
-class Microbatches:
-    """The microbatches of a problem, each relaxed alone. Arrays by microbatch and stage."""
+class Units:
+    """The units of a problem, each relaxed alone. Arrays by unit and stage, in the order of F's."""
 
     def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        by_length: dict[float, Relaxation] = {}
-        for microbatch in range(problem.num_microbatches):
-            length = problem.length(microbatch)
-            if length not in by_length:
-                by_length[length] = Relaxation(problem.of_microbatch(microbatch))
-        self.alone = [by_length[problem.length(each)] for each in range(problem.num_microbatches)]
-        self.shortest = sorted(range(problem.num_microbatches), key=problem.length)[:2]
+        self.problem, self.num_slices = problem, problem.num_slices
+        self.sizes = [problem.size(unit) for unit in range(problem.num_units)]
+        self._of_size: dict[Size, Relaxation] = {}
+        self.alone = [self._relaxed(size) for size in self.sizes]
         self.f, self.b, self.w = (
             np.array([[getattr(stage, op) for stage in each.stages] for each in self.alone]) for op in "fbw"
         )
         stages = range(problem.num_stages)
         self.round_trips = np.array([[each.round_trip(stage) for stage in stages] for each in self.alone])
+        # The place of each unit's B among the B's of a stage.
+        self.place = turned(np.arange(problem.num_units, dtype=np.int32), self.num_slices)
 
-    def in_order(self) -> LengthBound:
+    def _relaxed(self, size: Size) -> Relaxation:
+        if size not in self._of_size:
+            self._of_size[size] = Relaxation(self.problem.alone(size))
+        return self._of_size[size]
+
+    def smallest(self, units: Iterable[int]) -> Size:
+        """The least length and the least square of these units."""
+        lengths, squares = zip(*(self.sizes[unit] for unit in units), strict=True)
+        return Size(min(lengths), min(squares))
+
+    def in_order(self) -> SizeBound:
         """The largest bound for the given order."""
-        work = self.b + self.w
-        before, after_b, after_w = (
-            np.cumsum(self.f, axis=0) - self.f,
-            self.b.sum(axis=0) - np.cumsum(self.b, axis=0),
-            work.sum(axis=0) - np.cumsum(work, axis=0),
-        )
-        paths = self._paths(before + after_b, before + after_w, self.alone[0], self.alone[-1])
-        return max(self._work(0, self.problem.num_microbatches - 1), paths)
-
-    def over_orders(self) -> LengthBound:
-        """The largest bound that holds for every order."""
-        one, other = self.shortest[0], self.shortest[-1]
-        either_b, either_w = np.minimum(self.f, self.b), np.minimum(self.f, self.b + self.w)
+        work, last = self.b + self.w, self.problem.num_units - self.num_slices
+        before = np.cumsum(self.f, axis=0) - self.f
         paths = self._paths(
-            either_b.sum(axis=0) - either_b,
-            either_w.sum(axis=0) - either_w,
-            self.alone[one],
-            self.alone[one],
+            before + self._after(self.b), before + self._after(work), self.alone[0], self.alone[last]
+        )
+        return max(self._work(0, last), paths)
+
+    def _after(self, times: Floats) -> Floats:
+        """By unit, the sum of the times of the units whose B's come later; turned(turned(u)) is u."""
+        in_place = times[self.place]
+        later: Floats = (in_place.sum(axis=0) - np.cumsum(in_place, axis=0))[self.place]
+        return later
+
+    def over_orders(self) -> SizeBound:
+        """The largest bound that holds for every order of the microbatches."""
+        by_length = sorted(range(0, len(self.sizes), self.num_slices), key=lambda unit: self.sizes[unit])
+        one, other = by_length[0], by_length[1 if len(by_length) > 1 else 0]
+        paths = self._paths(
+            self._beside(self.b), self._beside(self.b + self.w), self.alone[one], self.alone[one]
         )
         return max(min(self._work(one, other), self._work(other, one)), paths)
 
-    def _work(self, first: int, last: int) -> LengthBound:
-        """The largest bound by a rank's work."""
+    def _beside(self, times: Floats) -> Floats:
+        """By unit, what other units take before its F or after its B at least; times: of their B's."""
+        either, both = (
+            each.reshape(-1, self.num_slices, each.shape[1])
+            for each in (np.minimum(self.f, times), self.f + times)
+        )
+        others = either.sum(axis=(0, 1)) - either.sum(axis=1, keepdims=True)
+        earlier = np.cumsum(both, axis=1) - both
+        beside: Floats = (others + earlier).reshape(self.f.shape)
+        return beside
+
+    def _work(self, first: int, last: int) -> SizeBound:
+        """The largest bound by a rank's work. first, last: the first slices of these microbatches."""
         is_makespan = self.problem.objective == MAKESPAN
-        # The spans' clocks start at their own first F's: one microbatch that is no longer than both counts.
-        end = last if is_makespan else min(first, last, key=self.problem.length)
-        follows = after_last_b(self.alone[end], self.problem.objective)
+        # The spans' clocks start at their own first F's: a unit that is no longer than both counts.
+        end = self.alone[last] if is_makespan else self._relaxed(self.smallest((first, last)))
+        follows = after_last_b(end, self.problem.objective)
         bounds = []
         for rank in range(self.problem.num_ranks):
             begin = self.alone[first].first_f(rank) if is_makespan else 0.0
             idle = max(self._head(rank, first), self._rest(rank, last, follows[rank]))
-            bounds.append(LengthBound(begin + self._sum(rank, "fbw") + idle, f"work of rank {rank}"))
+            bounds.append(SizeBound(begin + self._sum(rank, "fbw") + idle, f"work of rank {rank}"))
         return max(bounds)
 
     def _sum(self, rank: int, ops: str) -> float:
@@ -101,22 +126,43 @@ class Microbatches:
         return float(sum(getattr(self, op)[:, stages].sum() for op in ops))
 
     def _head(self, rank: int, first: int) -> float:
-        return max(0.0, self.alone[first].until_first_b(rank) - self._sum(rank, "f"))
+        """The idle time before the first B: one stage runs F of all slices of the first microbatch."""
+        slices = slice(first, first + self.num_slices)
+        one, other = self.alone[slices][0], self.alone[slices][-1]
+        lowest, highest = one.lowest(rank), one.highest(rank)
+        until_first_b = max(
+            one.f_start[stage] - one.f_start[lowest]
+            + float(self.f[slices, stage].sum())
+            + other.b_start[highest] - other.f_end[stage]
+            for stage in range(lowest, self.problem.num_stages)
+        )  # fmt: skip
+        return max(0.0, until_first_b - self._sum(rank, "f"))
 
     def _rest(self, rank: int, last: int, follows: float) -> float:
         """The idle time from the last F on, at the best amount of W's left after the last B."""
         alone, weights = self.alone[last], self._sum(rank, "w")
         most = self._sum(rank, "bw")
-        needed = alone.after_last_f(rank)
+        needed = self._after_last_f(rank, last)
         least = min(alone.stages[alone.lowest(rank)].w, weights)
         tried = np.clip([least, weights, follows, most - needed], least, weights)
         return float((np.maximum(0.0, needed - most + tried) + np.maximum(0.0, follows - tried)).min())
 
-    def _paths(self, with_b: Floats, with_w: Floats, first: Relaxation, last: Relaxation) -> LengthBound:
-        """The largest bound by a microbatch's own path.
+    def _after_last_f(self, rank: int, last: int) -> float:
+        """The time from the last F to the last B: one stage runs B of all slices of the last microbatch."""
+        slices = slice(last, last + self.num_slices)
+        one, other = self.alone[slices][-1], self.alone[slices][0]
+        lowest, highest = one.lowest(rank), one.highest(rank)
+        return max(
+            one.b_start[stage] - one.f_end[highest]
+            + float(self.b[slices, stage].sum())
+            + other.b_end[lowest] - other.b_end[stage]
+            for stage in range(lowest, self.problem.num_stages)
+        )  # fmt: skip
 
-        with_b: the F's of the microbatches before it on each stage, and the B's of those after it; with_w:
-        the F's, B's and W's.
+    def _paths(self, with_b: Floats, with_w: Floats, first: Relaxation, last: Relaxation) -> SizeBound:
+        """The largest bound by a unit's own path.
+
+        with_b: the F's before it on each stage, and the B's after it; with_w: the F's, B's and W's.
         """
         b_end = np.array(last.b_end)
         if self.problem.objective == MAKESPAN:
@@ -124,7 +170,9 @@ class Microbatches:
         else:
             begin, below = np.zeros(len(b_end)), np.zeros(len(b_end))
         paths = begin + self.round_trips + np.maximum(with_b + np.maximum(0.0, below), with_w + self.w)
-        microbatch, stage = np.unravel_index(int(paths.argmax()), paths.shape)
-        return LengthBound(
-            float(paths[microbatch, stage]), f"path of microbatch {microbatch} from stage {stage} and back"
+        unit, stage = np.unravel_index(int(paths.argmax()), paths.shape)
+        name = unit_of(int(unit), self.num_slices)
+        return SizeBound(
+            float(paths[unit, stage]),
+            f"path of {'microbatch' if self.num_slices == 1 else 'slice'} {name} from stage {stage} and back",
         )

@@ -8,6 +8,7 @@ Reductions don't count, and W's take no time from exchanges (zbpp/schedule/inter
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,9 +18,9 @@ import numpy.typing as npt
 from zbpp.planning.options import ROUNDING
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import Values, kinds_of
-from zbpp.schedule.row_costs import by_kind
+from zbpp.schedule.row_costs import RowCosts, by_kind
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Timetable
+from zbpp.schedule.timetable import Row, Timetable
 
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -38,30 +39,38 @@ class PathTerms(NamedTuple):
 class BatchedTiming:
     """A timetable's actions in an order in which they can run; costs of lengths.
 
-    linear, quadratic, delay: by action, what it takes (ms), and its message's time, at length 1.
+    linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
+    1; with slices, what the action's slice of such a microbatch takes.
     previous, sender: by action, the action before it on its rank, and the one whose message it waits for;
     `none`, which ends at 0 ms, stands for "no such action".
     """
 
     def __init__(self, timetable: Timetable, costs: Costs) -> None:
         """Raises PlanError for a timetable that can't run, and for another number of lengths."""
-        own = costs.per_stage(timetable.num_stages, timetable.num_microbatches)
-        self.lengths = np.array(own.lengths)
+        costs.of_units(timetable)  # refuses another number of lengths
+        self.lengths, num_slices = np.array(costs.lengths), timetable.num_slices
         # An action's level is its start if every action takes 1. Simulating also checks the timetable.
-        levels = np.concatenate(simulate(timetable, Costs(bw=1.0)).starts)
+        levels = np.concatenate(simulate(timetable, Costs(bw=1.0).unit_slices(num_slices)).starts)
         order = np.argsort(levels, kind="stable")
         previous, sender = _links(timetable, order)
         rows = timetable.rows
         kinds = np.concatenate([kinds_of(row) for row in rows])[order]
-        self.place = np.concatenate([row.microbatches for row in rows])[order]
+        units = np.concatenate([row.microbatches for row in rows])[order]
+        own = replace(costs, lengths=(1.0,)).per_stage(timetable.num_stages, 1, num_slices)
+        length, square = (np.array(each)[units % num_slices] for each in (own.lengths, own.squares))
+        self.place = units // num_slices
         self.previous, self.sender, self.none = previous, sender, len(order)
-        self.linear = by_kind(own.duration)[kinds]
-        self.quadratic = by_kind(own.quadratic)[kinds] if own.quadratic else np.zeros(len(kinds))
+        self.linear = by_kind(own.duration)[kinds] * length
+        self.quadratic = by_kind(own.quadratic)[kinds] * square if own.quadratic else np.zeros(len(kinds))
         stages = np.concatenate([row.stages for row in rows])[order]
-        self.delay = np.where(sender == self.none, 0.0, np.append(np.array(own.comm)[stages], 0.0)[sender])
+        delay = np.append(np.array(own.comm)[stages] * length, 0.0)
+        self.delay = np.where(sender == self.none, 0.0, delay[sender])
         self.levels = _slices(levels[order])
-        changes = by_kind(own.memory)
-        self._memory = [(changes[kinds_of(row)], row.microbatches) for row in rows]
+        of_first = [Row(row.stages, row.ops, row.microbatches % num_slices, num_slices) for row in rows]
+        changes = map(RowCosts(own).memory, of_first)
+        self._memory = [
+            (each, row.microbatches // num_slices) for each, row in zip(changes, rows, strict=True)
+        ]
         self._static = [sum(own.static[stage] for stage in timetable.stages_of(r)) for r in range(len(rows))]
 
     def ends(self, in_order: Floats) -> Floats:

@@ -32,7 +32,9 @@ def order_bound(timetable: Timetable, costs: Costs, memory_limit: MemoryLimit = 
     """
     if not costs.lengths:
         return simulate(timetable, costs).makespan
-    problem = Problem(timetable.rank_of, timetable.num_microbatches, costs, memory_limit)
+    problem = Problem(
+        timetable.rank_of, timetable.num_microbatches, costs, memory_limit, num_slices=timetable.num_slices
+    )
     bound = bound_over_orders(problem).value
     if costs.has_exchange:  # a path then takes less of W's than their durations
         return bound

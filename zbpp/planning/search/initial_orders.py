@@ -76,7 +76,7 @@ def _later(problem: Problem, row: list[int], places: int) -> list[int]:
     new: list[int] = []
     waiting: list[int] = []
     for a in row:
-        if op_of(a // problem.num_microbatches) != Op.W:
+        if op_of(a // problem.num_units) != Op.W:
             new.append(a)
             continue
         waiting.append(a)
@@ -122,7 +122,7 @@ def _ranked(problem: Problem, deadline: Deadline) -> list[tuple[float, float, Ma
 
 def _by_paper_planner(problem: Problem) -> list[Plan]:
     """Empty where the paper's planner does not apply."""
-    if problem.placement != "one":
+    if problem.placement != "one" or problem.num_slices > 1:
         return []
     try:
         return [paper_plan(problem)]
@@ -160,19 +160,20 @@ def _own_families(problem: Problem) -> Iterator[Callable[..., Timetable]]:
 def _family_plan(family: Callable[..., Timetable], problem: Problem) -> Plan:
     """Empty if the family can't have these numbers of ranks and microbatches."""
     try:
-        return problem.plan_of(family(problem.num_ranks, problem.num_microbatches))
+        counts = problem.num_ranks, problem.num_microbatches
+        return problem.plan_of(family(*counts, num_slices=problem.num_slices))
     except PlanError:
         return []
 
 
 def _family_order(family: Callable[..., Timetable], problem: Problem) -> list[list[int]]:
     plan = split(problem, _family_plan(family, problem))
-    return [[a for a in row if op_of(a // problem.num_microbatches) != Op.W] for row in plan]
+    return [[a for a in row if op_of(a // problem.num_units) != Op.W] for row in plan]
 
 
 def split(problem: Problem, plan: Plan) -> Plan:
     """Each BW as B and W, one after the other."""
-    number = problem.num_microbatches
+    number = problem.num_units
     rows: Plan = []
     for row in plan:
         rows.append([])
@@ -204,7 +205,7 @@ class _Insertion:
 
     def __init__(self, problem: Problem, orders: list[list[int]], least_wait: float) -> None:
         self.problem, self.orders, self.least_wait = problem, orders, least_wait
-        self.number = problem.num_microbatches
+        self.number = problem.num_units
         messages = problem.messages
         # A gradient may come from a B or a BW, and go to either. Orders hold B's only; B stands first here.
         self.sender, self.receiver = (

@@ -5,10 +5,10 @@ arrive, and with it every rank after. But a rank that is to finish at a target X
 X less its work, less the waiting time at its end that no plan avoids. Here a rank may spend this time
 where waiting pays. Only when it is used up, the rank must run whatever it has.
 
-With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 microbatches are
-in flight: then F's and B's meet halfway. An F for which there is no memory lets a W run first. A BW runs
-where there is no memory for a B and no W is left over. How long ranks wait is set by `PriorityRules`.
-No rules are best everywhere: a `Population` of them is mutated and selected.
+With an F and a B both there, a rank runs the F, as long as fewer than 2(p - rank) - 1 + S - 1 units (of S
+slices a microbatch) are in flight: then F's and B's meet halfway. An F for which there is no memory lets a W
+run first. A BW runs where there is no memory for a B and no W is left over. How long ranks wait is set by
+`PriorityRules`. No rules are best everywhere: a `Population` of them is mutated and selected.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ from collections.abc import Iterator
 from heapq import heappop, heappush, heapreplace
 from typing import NamedTuple
 
+import numpy as np
+
 from zbpp.planning.dependencies import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
-from zbpp.schedule.timetable import Op
+from zbpp.schedule.timetable import Op, turned
 
 F, B, W, BW = map(int, Op)
 _WAIT = -1
@@ -67,7 +69,7 @@ def list_schedule(
         else:
             heappop(events)
             rank.asleep = True
-    complete = all(rank.num_w == problem.num_microbatches for rank in ranks)
+    complete = all(rank.num_w == problem.num_units for rank in ranks)
     value = max(rank.free - offset for rank, offset in zip(ranks, problem.offsets, strict=True))
     return value if complete else math.inf, [[kind_of(rank.index, op) for op in rank.ops] for rank in ranks]
 
@@ -87,18 +89,18 @@ class _Rank:
 
     def __init__(self, problem: Problem, index: int, patience: float, most_idle: float) -> None:
         self.index = index
-        number = problem.num_microbatches
-        own = [slice(kind * number, (kind + 1) * number) for kind in (kind_of(index, op) for op in Op)]
-        self.time = [problem.duration[ids] for ids in own]  # by op and microbatch, and so below
-        self.memory = [problem.memory[ids] for ids in own]
+        own = [[kind_of(index, op) * problem.num_units + unit for unit in _units(problem, op)] for op in Op]
+        # By op and number: the number of an F, a B or a W among those of the rank; and so below.
+        self.time = [[problem.duration[a] for a in ids] for ids in own]
+        self.memory = [[problem.memory[a] for a in ids] for ids in own]
         ceiling = problem.ceilings[index]
         self.most_before_f = [ceiling - change for change in self.memory[F]]  # of the memory level
         self.most_before_b = [ceiling - change for change in self.memory[B]]
-        self.cap = 2 * (problem.num_ranks - index) - 1  # of microbatches in flight
+        self.cap = 2 * (problem.num_ranks - index) - 1 + problem.num_slices - 1  # of units in flight
         self.patience, self.most_idle = patience, most_idle
         self.for_f: list[float] = []  # when the messages for F's arrive
         self.for_b: list[float] = []  # when the messages for B's and BW's arrive
-        self.outlets: list[tuple[_Rank, list[float], list[float]] | None] = [None] * len(Op)
+        self.outlets: list[tuple[_Rank, list[float] | _LastSlices, list[float]] | None] = [None] * len(Op)
         self.num_f = self.num_b = self.num_w = 0
         self.level = self.free = self.idle = self.wake = 0.0
         self.asleep = False
@@ -131,9 +133,9 @@ class _Rank:
         """Run an op; return the rank that gets its result."""
         if self.num_f:
             self.idle += now - self.free
-        microbatch = self.num_f if op == F else self.num_w if op == W else self.num_b
-        self.free = end = now + self.time[op][microbatch]
-        self.level += self.memory[op][microbatch]
+        number = self.num_f if op == F else self.num_w if op == W else self.num_b
+        self.free = end = now + self.time[op][number]
+        self.level += self.memory[op][number]
         self.ops.append(op)
         if op == F:
             self.num_f += 1
@@ -146,8 +148,27 @@ class _Rank:
         if outlet is None:
             return None
         receiver, arrivals, latencies = outlet
-        arrivals.append(end + latencies[microbatch])
+        arrivals.append(end + latencies[number])
         return receiver
+
+
+class _LastSlices:
+    """Arrivals at the last stage: F of a microbatch's last slice lets the B's of all its slices start."""
+
+    def __init__(self, arrivals: list[float], num_slices: int) -> None:
+        self.arrivals, self.num_slices, self.num_f = arrivals, num_slices, 0
+
+    def append(self, arrival: float) -> None:
+        self.num_f += 1
+        if self.num_f % self.num_slices == 0:
+            self.arrivals += [arrival] * self.num_slices
+
+
+def _units(problem: Problem, op: int) -> list[int]:
+    """The units of a stage's F's, B's or W's, in order."""
+    ascending = np.arange(problem.num_units, dtype=np.int32)
+    units: list[int] = (ascending if op == F else turned(ascending, problem.num_slices)).tolist()
+    return units
 
 
 def _connect(problem: Problem, ranks: list[_Rank]) -> None:
@@ -155,8 +176,8 @@ def _connect(problem: Problem, ranks: list[_Rank]) -> None:
 
     Stage r is on rank r, and the results of an op all go to one rank.
     """
-    messages, microbatches = problem.messages, range(problem.num_microbatches)
-    lengths = [problem.length(each) for each in microbatches]
+    messages, num_slices = problem.messages, problem.num_slices
+    lengths = [[problem.length(unit) for unit in _units(problem, op)] for op in Op]
     for rank in ranks:
         for op in Op:
             receivers = messages.receivers[kind_of(rank.index, op)]
@@ -164,11 +185,12 @@ def _connect(problem: Problem, ranks: list[_Rank]) -> None:
                 receiver = ranks[stage_of(receivers[0])]
                 arrivals = receiver.for_f if op_of(receivers[0]) == F else receiver.for_b
                 latency = messages.latency[receivers[0]]
-                rank.outlets[op] = receiver, arrivals, [latency * length for length in lengths]
+                rank.outlets[op] = receiver, arrivals, [latency * length for length in lengths[op]]
         if not messages.senders[kind_of(rank.index, F)]:
-            rank.for_f.extend([0.0] * problem.num_microbatches)
+            rank.for_f.extend([0.0] * problem.num_units)
         if not messages.senders[kind_of(rank.index, B)]:  # the last stage: its own F's let its B's start
-            rank.outlets[F] = rank, rank.for_b, [0.0] * problem.num_microbatches
+            of_f = rank.for_b if num_slices == 1 else _LastSlices(rank.for_b, num_slices)
+            rank.outlets[F] = rank, of_f, [0.0] * problem.num_units
 
 
 _PATIENCE = (0.0, 0.1, 0.3, 0.6, 1.0)
@@ -233,11 +255,11 @@ def spare_times(problem: Problem, target: float) -> list[float]:
     differ count by their mean: the rules say how much of this time is used.
     """
     problem = problem.uniform
-    starts = earliest_starts(problem.num_stages, problem.durations_of(0), problem.message)
+    starts = earliest_starts(problem.num_stages, problem.durations_of(0), problem.first_message)
     spare = []
     for rank in range(problem.num_ranks):
         begin = problem.fill[rank] - problem.offsets[rank]
-        time_f = problem.stage_costs.duration[Op.F][rank]
+        time_f = problem.unit_costs.duration[Op.F][rank]
         down_and_back = starts[kind_of(rank, Op.B)] - starts[kind_of(rank, Op.F)] - time_f
         idle_tail = max(0.0, down_and_back - _work_in_flight(problem, rank))
         spare.append(max(0.0, target - begin - problem.work_of(rank) - idle_tail))
@@ -247,10 +269,10 @@ def spare_times(problem: Problem, target: float) -> list[float]:
 def _work_in_flight(problem: Problem, rank: int) -> float:
     """The most work (ms) that a rank may have left between its last F and its last B, as memory allows.
 
-    When the last F ends, `a` microbatches wait for B. Before the last of their B's the rank can run the other
-    a - 1 with their W's, and the W's of `x` more microbatches.
+    When the last F ends, `a` units wait for B. Before the last of their B's the rank can run the other a - 1
+    with their W's, and the W's of `x` more units.
     """
-    times, memory, number = problem.stage_costs.duration, problem.stage_costs.memory, problem.num_microbatches
+    times, memory, number = problem.unit_costs.duration, problem.unit_costs.memory, problem.num_units
     time_b, time_w = times[Op.B][rank], times[Op.W][rank]
     saved, deferred, limit = memory[Op.F][rank], -memory[Op.W][rank], problem.ceilings[rank]
     most = 0.0

@@ -134,7 +134,7 @@ class LocalSearch:
             self.population, self.num_stale = Population(self.problem, self.bound, self.rng), 0
         population = self.population
         before = population.best.value if population.candidates else math.inf
-        num_runs = _SCHEDULED // (3 * self.problem.num_stages * self.problem.num_microbatches)
+        num_runs = _SCHEDULED // (3 * self.problem.num_stages * self.problem.num_units)
         population.advance(max(num_runs, 10), self.deadline, self.goal)
         if not population.candidates:
             return
@@ -150,6 +150,7 @@ def zb_auto(
     num_ranks: int,
     num_microbatches: int,
     *,
+    num_slices: int = 1,
     costs: Costs = Costs(),
     memory_limit: MemoryLimit = None,
     placement: str | None = None,
@@ -184,9 +185,11 @@ def zb_auto(
     search=False, is not "one".
     """
     rank_of = place_stages(num_ranks, placement or "one", stages_per_rank)
-    problem = Problem(rank_of, num_microbatches, costs, memory_limit, objective)
+    problem = Problem(rank_of, num_microbatches, costs, memory_limit, objective, num_slices)
     if search:
         return problem.timetable_of(LocalSearch(problem, Deadline(time_limit), seed, progress).run())
     if problem.placement != "one":
         raise PlanError(f"the paper's planner (search=False) has one stage per rank, not {placement!r}")
+    if num_slices > 1:
+        raise PlanError(f"the paper's planner (search=False) has no slices, and num_slices={num_slices}")
     return problem.timetable_of(paper_plan(problem))

@@ -62,7 +62,7 @@ def paper_plan(problem: Problem) -> Plan:
     than a rank has: this planner has no BW.
     """
     problem = problem.uniform
-    memory = problem.stage_costs.memory
+    memory = problem.unit_costs.memory
     problem.require([held + max(0.0, memory[Op.B][rank]) for rank, held in enumerate(memory[Op.F])])
     runs = [_Run(problem, *choices).run() for choices in itertools.product((False, True), repeat=3)]
     return min(runs, key=lambda run: run.max_span).plan()
@@ -76,8 +76,8 @@ class _Run:
         self.early, self.backward, self.lazy = early, backward, lazy
         ranks = range(problem.num_ranks)
         self.last, self.number = problem.num_ranks - 1, problem.num_microbatches
-        self.time = [[problem.stage_costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
-        self.change = [[problem.stage_costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.time = [[problem.unit_costs.duration[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
+        self.change = [[problem.unit_costs.memory[op][rank] for rank in ranks] for op in (Op.F, Op.B, Op.W)]
         after_b = problem.ceilings
         after_f = [most - max(0.0, added) for most, added in zip(after_b, self.change[B], strict=True)]
         self.most = [after_f, after_b]  # the highest memory level: after an F a B must still fit

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.dataflow_arrays import op_of
-from zbpp.schedule.timetable import Op, PlanError
+from zbpp.schedule.timetable import Integers, Op, PlanError, turned
 
 F, B, W, BW = map(int, Op)
 
@@ -46,7 +48,7 @@ class PlanGraph:
     def __init__(self, problem: Problem, plan: Plan) -> None:
         """Raises PlanError if the plan can't run."""
         self.problem, self.rows = problem, [list(row) for row in plan]
-        number = problem.num_microbatches
+        number = problem.num_units
         self.none = none = len(problem.duration)
         size = none + 1 + problem.num_ranks
         self.duration = [*problem.times_in(plan), *[0.0] * (size - none)]
@@ -60,8 +62,11 @@ class PlanGraph:
         for rank, offset in enumerate(problem.offsets):
             self.to_end.length[none + 1 + rank] = -offset
         self.backward, self.weight = [none] * none, [none] * none
-        # Per op, what ascends together with it: BW counts as B and as W.
-        self.ascending = ([list(range(none))], [self.backward], [self.weight], [self.backward, self.weight])
+        # Per op, what has an order together with it: BW counts as B and as W.
+        self.ordered = ([list(range(none))], [self.backward], [self.weight], [self.backward, self.weight])
+        ascending = np.arange(number, dtype=np.int32)
+        backwards = turned(ascending, problem.num_slices)
+        self.neighbours = [_neighbours(backwards if op != F else ascending) for op in (F, B, W, BW)]
         self.levels: list[list[float]] = [[] for _ in plan]  # memory after each action of a row
         self.order = self._link()
 
@@ -94,7 +99,7 @@ class PlanGraph:
 
     def _link_messages(self, actions: Iterable[int]) -> None:
         """Connect each action with the sender of its message: B or BW, whichever the plan contains."""
-        number, index = self.problem.num_microbatches, self.index
+        number, index = self.problem.num_units, self.index
         senders, latency = self.problem.messages.senders, self.problem.latency
         for a in actions:
             kind = a // number
@@ -105,7 +110,7 @@ class PlanGraph:
                     self.from_start.latency[a] = self.to_end.latency[sender] = latency(a)
 
     def _note_backwards(self, actions: Iterable[int]) -> None:
-        number = self.problem.num_microbatches
+        number = self.problem.num_units
         for a in actions:
             op = op_of(a // number)
             if op in (B, BW):
@@ -141,11 +146,11 @@ class PlanGraph:
     def feasible_range(self, a: int) -> tuple[int, int]:
         """The first and the last index in its row that an action may take, by what its own rank knows.
 
-        Microbatches ascend; F, B, W of one microbatch stay in order; so do the two ends of a message
+        Units keep the order of their op; F, B, W of one unit stay in order; so do the two ends of a message
         that stays on the rank. (A move may still be impossible by way of other ranks.)
         """
-        number, index, rank = self.problem.num_microbatches, self.index, self.rank_of_action[a]
-        kind, microbatch = divmod(a, number)
+        number, index, rank = self.problem.num_units, self.index, self.rank_of_action[a]
+        kind, unit = divmod(a, number)
         op = op_of(kind)
         f = a - op * number
         earlier, later = [], []
@@ -153,11 +158,12 @@ class PlanGraph:
             earlier.append(f if op != W else self.backward[f])
         if op in (F, B):
             later.append(self.backward[f] if op == F else self.weight[f])
-        for of_forward in self.ascending[op]:
-            if microbatch > 0:
-                earlier.append(of_forward[f - 1])
-            if microbatch < number - 1:
-                later.append(of_forward[f + 1])
+        before, after = self.neighbours[op]
+        for of_forward in self.ordered[op]:
+            if before[unit] >= 0:
+                earlier.append(of_forward[f - unit + before[unit]])
+            if after[unit] >= 0:
+                later.append(of_forward[f - unit + after[unit]])
         sender, receiver = self.from_start.partner[a], self.to_end.partner[a]
         if self.rank_of_action[sender] == rank:
             earlier.append(sender)
@@ -165,3 +171,11 @@ class PlanGraph:
             later.append(receiver)
         low = max([index[b] for b in earlier], default=-1) + 1
         return low, min([index[b] for b in later], default=len(self.rows[rank])) - 1
+
+
+def _neighbours(units: Integers) -> tuple[list[int], list[int]]:
+    """(the unit before each unit, the unit after it) in this order of all units; -1 at the ends."""
+    before, after = [-1] * len(units), [-1] * len(units)
+    for one, other in pairwise(units.tolist()):
+        after[one], before[other] = other, one
+    return before, after

@@ -128,9 +128,9 @@ class Drawing {
 
   /** A box per action; boxes wide enough get a gap to the next one and their microbatch. */
   paintBoxes(pen, rank, first, end) {
-    const { fills, inks, microbatches: count } = this.timeline;
-    const { kinds, microbatches, starts, ends } = this.timeline.ranks[rank];
-    const [top, digits] = [this.y(rank), String(count - 1).length];
+    const { fills, inks, units: count } = this.timeline;
+    const { kinds, units, starts, ends } = this.timeline.ranks[rank];
+    const [top, digits] = [this.y(rank), this.timeline.unitName(count - 1).length];
     pen.textAlign = "center";
     let written = 0; // px, the font's size
     for (let index = first; index < end; index++) {
@@ -143,7 +143,7 @@ class Drawing {
       if (size < 7) continue;
       if (size !== written) pen.font = this.view.theme.font((written = size));
       pen.fillStyle = inks[kinds[index]];
-      pen.fillText(microbatches[index], (from + to) / 2, this.middle(rank) + 0.5);
+      pen.fillText(this.timeline.unitName(units[index]), (from + to) / 2, this.middle(rank) + 0.5);
     }
   }
 

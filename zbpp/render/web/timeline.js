@@ -45,16 +45,29 @@ class Timeline {
   /** The memory level after each action, and the index of the highest. static: what is held all the time. */
   addLevels(rank, level) {
     rank.static = level;
-    const change = (kind, index) => this.changes[kind] * this.lengths[rank.microbatches[index]];
+    const change = (kind, index) => {
+      const unit = rank.units[index];
+      return this.changes[kind] * this.lengths[unit] + (this.past ? this.pastChange(kind, unit) : 0);
+    };
     rank.levels = Float64Array.from(rank.kinds, (kind, index) => (level += change(kind, index)));
     rank.highest = rank.levels.indexOf(rank.levels.reduce((one, other) => Math.max(one, other)));
+  }
+
+  /** What an action changes of what the slices of its microbatch share: see _Past in row_costs.py. */
+  pastChange(kind, unit) {
+    const [stage, op, slice] = [Math.floor(kind / NUM_OPS), DATA.ops[kind % NUM_OPS], unit % this.slices];
+    const isB = op === "B" || op === "BW";
+    const whole = this.lengths.slice(unit - slice, unit - slice + this.slices).reduce((one, other) => one + other);
+    const keys = slice === 0 ? (op === "F") - isB : 0;
+    const grads = isB ? (slice === this.slices - 1) - (slice === 0) : 0;
+    return (this.past[stage] * keys + this.pastGradients[stage] * grads) * whole;
   }
 
   /** value -> [rank, index] of the action that produces it. Made when first asked for. */
   get producers() {
     const producers = new Map();
-    this.ranks.forEach(({ kinds, microbatches }, rank) => kinds.forEach((kind, index) => {
-      for (const value of this.produced[kind]) producers.set(value + microbatches[index], [rank, index]);
+    this.ranks.forEach(({ kinds, units }, rank) => kinds.forEach((kind, index) => {
+      for (const value of this.produced[kind]) producers.set(value + units[index], [rank, index]);
     }));
     Object.defineProperty(this, "producers", { value: producers });
     return producers;
@@ -64,17 +77,22 @@ class Timeline {
     return Math.floor(this.ranks[rank].kinds[index] / NUM_OPS);
   }
 
+  /** A unit as text: its microbatch `5`, or its microbatch and slice `5.3`. */
+  unitName(unit) {
+    return this.slices === 1 ? `${unit}` : `${Math.floor(unit / this.slices)}.${unit % this.slices}`;
+  }
+
   /** An action as text, `2F5`. */
   name(rank, index) {
-    const { kinds, microbatches } = this.ranks[rank];
-    return `${this.stage(rank, index)}${DATA.ops[kinds[index] % NUM_OPS]}${microbatches[index]}`;
+    const { kinds, units } = this.ranks[rank];
+    return `${this.stage(rank, index)}${DATA.ops[kinds[index] % NUM_OPS]}${this.unitName(units[index])}`;
   }
 
   /** A value as text, `x(2,5)`. */
   valueName(value) {
-    const kindAndStage = Math.floor(value / this.microbatches);
+    const kindAndStage = Math.floor(value / this.units);
     const [kind, stage] = [Math.floor(kindAndStage / this.stages), kindAndStage % this.stages];
-    return `${DATA.values[kind]}(${stage},${value % this.microbatches})`;
+    return `${DATA.values[kind]}(${stage},${this.unitName(value % this.units)})`;
   }
 
   /** When an action could have started at the earliest: the end of the one before it on its rank. */
@@ -84,11 +102,11 @@ class Timeline {
 
   /** What an action consumes, the latest arrival last: {value, rank, index, arrival} of its producer. */
   needs(receiver, place) {
-    const { kinds, microbatches } = this.ranks[receiver];
-    const values = this.consumed[kinds[place]].map((value) => value + microbatches[place]);
+    const { kinds, units } = this.ranks[receiver];
+    const values = this.consumed[kinds[place]].map((value) => value + units[place]);
     return values.map((value) => {
       const [rank, index] = this.producers.get(value);
-      const length = this.lengths[microbatches[place]];
+      const length = this.lengths[units[place]];
       const message = rank === receiver ? 0 : this.comm[this.stage(rank, index)] * length;
       return { value, rank, index, arrival: this.ranks[rank].ends[index] + message };
     }).sort((one, other) => one.arrival - other.arrival);

@@ -31,6 +31,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import Values
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Action, Integers, Op, StageOp, Timetable, turned
@@ -102,7 +103,8 @@ def _squeezed(
     values = Values(2 * num_ranks, len(units))
     most = 4 * (limit + num_slices - 1)  # a unit is one activation, or two halves, on each of two stages
     found = [_run(orders, values, most, w_last=w_last, num_slices=num_slices) for w_last in (False, True)]
-    return min(found, key=lambda timetable: simulate(timetable).max_span)
+    costs = Costs().unit_slices(num_slices)
+    return min(found, key=lambda timetable: simulate(timetable, costs).max_span)
 
 
 def _order(stages: tuple[int, int], block: Block, units: Integers, num_slices: int) -> list[Action]:

@@ -59,7 +59,7 @@ def program_timeline(
     timetable = Timetable(
         [[each for each in program.instructions if isinstance(each, Action)] for program in programs]
     )
-    stage_costs = costs.per_stage(timetable.num_stages, timetable.num_units)
+    stage_costs = costs.of_units(timetable)
     row_costs = RowCosts(stage_costs)
     values = Values.of(timetable)
     ranks = [_RankRun(program, timetable, row_costs, stage_costs, values) for program in programs]

@@ -1,0 +1,66 @@
+"""Where the slices of sequences begin: so that all slices take equally long.
+
+In causal attention a later slice reads more keys. Of a sequence of length 1 the first x take linear * x +
+quadratic * x * x (zbpp/schedule/costs.py). Equal slices would leave every rank waiting for the last one:
+bounds are those that cut this time into equal parts, so later slices have fewer tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+from zbpp.planning.options import check_count
+from zbpp.schedule.costs import CostNumbers, PerStage
+from zbpp.schedule.timetable import PlanError
+
+
+def balanced_bounds(num_slices: int, length: int, costs: CostNumbers, multiple: int = 1) -> list[int]:
+    """The tokens at which each slice begins, and the length: F, B and W of every slice take equally long.
+
+    length: tokens of a sequence. costs: of a whole sequence of this length (`RankCosts`, or `Costs`), with
+    the part that grows with the square of the length as `quadratic`; lists are added up, so slices are
+    balanced over the whole model. multiple: all bounds but the last are multiples of it, which kernels may
+    like.
+
+    Raises PlanError for numbers that are not whole, and for more slices than there are multiples.
+    """
+    check_count("num_slices", num_slices)
+    check_count("length", length)
+    check_count("multiple", multiple)
+    inner = [
+        multiple * round(share * length / multiple) for share in balanced_shares(num_slices, costs)[1:-1]
+    ]
+    bounds = [0, *inner, length]
+    if any(end <= start for start, end in pairwise(bounds)):
+        unit = "tokens" if multiple == 1 else f"multiples of {multiple} tokens"
+        raise PlanError(
+            f"num_slices={num_slices} leaves a slice of {length} tokens without {unit}: write fewer slices"
+        )
+    return bounds
+
+
+def balanced_shares(num_slices: int, costs: CostNumbers) -> list[float]:
+    """The same bounds as shares of a sequence, from 0 to 1."""
+    linear, squared = _time(costs), 0.0 if costs.quadratic is None else _time(costs.quadratic)
+    whole = linear + squared
+
+    def share(part: float) -> float:
+        """The x with linear * x + squared * x * x = part * whole."""
+        if whole == 0:
+            return part
+        return 2 * part * whole / (linear + math.sqrt(linear**2 + 4 * squared * part * whole))
+
+    return [0.0, *(share(k / num_slices) for k in range(1, num_slices)), 1.0]
+
+
+def _time(costs: CostNumbers) -> float:
+    """F, B and W of all stages together (ms)."""
+    f, b, w = (_numbers(each) for each in (costs.f, costs.b, costs.w))
+    longest = max(map(len, (f, b, w)))
+    return math.fsum(math.fsum(each) * longest / len(each) for each in (f, b, w))
+
+
+def _numbers(value: PerStage) -> list[float]:
+    return list(value) if isinstance(value, Sequence) else [value]
