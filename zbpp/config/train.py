@@ -89,7 +89,7 @@ class OptimizerConfig(Checked):
 
 @dataclass(kw_only=True)
 class ParallelConfig(Checked):
-    """The pipeline gets num_processes / (replicate x shard x tensor) ranks."""
+    """The pipeline gets num_processes / (replicate x shard x context x tensor) ranks."""
 
     prefix: ClassVar[str] = "parallel."
     num_processes: int | None = ranged(
@@ -97,13 +97,19 @@ class ParallelConfig(Checked):
     )
     replicate: int = ranged(1, least=1, help="copies of each stage, which see different data")
     shard: int = ranged(1, least=1, help="copies with other data and a part of the weights each (FSDP2)")
+    context: int = ranged(1, least=1, help="parts of each sequence; attention exchanges heads for tokens")
     tensor: int = ranged(1, least=1, help="parts of each layer")
     expert: int = ranged(1, least=1, help="processes that share a layer's experts; divides replicate x shard")
-    overlap_exchange: bool = described(False, "W's run while experts exchange rows, as far as any is pending")
+    overlap_exchange: bool = described(False, "W's run while rows are exchanged, as far as any is pending")
     reshard: str = one_of("step", "microbatch", help="shards free gathered weights after each of these")
     device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
+
+    @property
+    def num_shards(self) -> int:
+        """Over how many processes FSDP2 splits a weight: those that share sequences have other parts, too."""
+        return self.shard * self.context if self.shard > 1 else 1
 
 
 @dataclass(kw_only=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.past import SequenceSlice
 from zbpp.models.attention import causal_attention
 from zbpp.models.layers import (
@@ -123,6 +123,7 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocab_size, hidden_size)
         self.position = nn.Embedding(sequence_length, hidden_size)
         self.dropout = nn.Dropout(dropout)
+        self.context = Context()
 
     def forward(
         self,
@@ -130,12 +131,11 @@ class Embedding(nn.Module):
         position_ids: Tensor | None = None,
         sequence_slice: SequenceSlice | None = None,
     ) -> Tensor:
-        start = 0 if sequence_slice is None else sequence_slice.start
-        end = start + tokens.shape[1]
+        start, time = 0 if sequence_slice is None else sequence_slice.start, tokens.shape[1]
         if position_ids is None:  # a row of several documents may be longer than each of them
-            check_length(end, self.sequence_length)
-        positions = torch.arange(start, end, device=tokens.device) if position_ids is None else position_ids
-        embedded: Tensor = self.dropout(self.token(tokens) + self.position(positions))
+            check_length(start + time * self.context.num_processes, self.sequence_length)
+            position_ids = start + self.context.positions(time, tokens.device)
+        embedded: Tensor = self.dropout(self.token(tokens) + self.position(position_ids))
         return embedded
 
 
@@ -154,6 +154,7 @@ class Attention(nn.Module):
         self.query_key_value = nn.Linear(hidden_size, 3 * hidden_size)
         self.output = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
+        self.context = Context(num_heads=num_heads)
 
     def forward(
         self,
@@ -163,12 +164,12 @@ class Attention(nn.Module):
         sequence_slice: SequenceSlice | None = None,
     ) -> Tensor:
         heads = split_heads(self.query_key_value(x), 3 * self.head_size)
-        query, key, value = heads.chunk(3, dim=-1)
+        query, key, value = self.context.to_heads(heads)[0].chunk(3, dim=-1)
         if sequence_slice is not None:
             key = sequence_slice.whole((self, "key"), key)
             value = sequence_slice.whole((self, "value"), value)
         mixed = causal_attention(query, key, value, mask, self.dropout.p if self.training else 0.0)
-        projected: Tensor = self.dropout(self.output(merge_heads(mixed)))
+        projected: Tensor = self.dropout(self.output(merge_heads(self.context.to_tokens(mixed))))
         return projected
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.linear_cross_entropy import linear_cross_entropy, logits_cross_entropy
 from zbpp.autograd.models.past import SequenceSlice
 from zbpp.partition import split_layers
@@ -324,17 +325,23 @@ class DocumentStage(nn.Sequential):
     ) -> Tensor | tuple[Tensor, Tensor]:
         x = input_ids
         is_plain = position_ids is None and sequence_slice is None
-        mask = None if position_ids is None else document_mask(position_ids, sequence_slice)
+        positions = None if position_ids is None else self._whole(position_ids)
+        mask = None if positions is None else document_mask(positions, sequence_slice)
         for name, module in self.named_children():
             if name == "head" and not head:
                 continue
             if not is_plain and getattr(module, "takes_mask", False):
-                x = module(x, position_ids, mask, sequence_slice)
+                x = module(x, positions, mask, sequence_slice)
             elif not is_plain and getattr(module, "takes_positions", False):
                 x = module(x, position_ids, sequence_slice)
             else:
                 x = module(x)
         return x if position_ids is None or "head" in self._modules else (x, position_ids)
+
+    def _whole(self, position_ids: Tensor) -> Tensor:
+        """The positions of all tokens of each sequence: other processes may have some of them."""
+        context = next((each for each in self.modules() if isinstance(each, Context)), None)
+        return position_ids if context is None else context.whole(position_ids)
 
 
 class LastStage(DocumentStage):

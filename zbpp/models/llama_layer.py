@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.past import SequenceSlice
 from zbpp.models.attention import causal_attention
 from zbpp.models.layers import check_divides, check_length, check_positive, merge_heads, split_heads
@@ -62,6 +63,7 @@ class Attention(nn.Module):
         self.value = nn.Linear(hidden_size, kv_size, bias=False)
         self.output = nn.Linear(hidden_size, hidden_size, bias=False)
         self.rotary = rotary
+        self.context = Context(num_heads=num_heads, num_kv_heads=num_kv_heads)
 
     def forward(
         self,
@@ -70,14 +72,16 @@ class Attention(nn.Module):
         mask: Tensor | None = None,
         sequence_slice: SequenceSlice | None = None,
     ) -> Tensor:
+        layers = (self.query, self.key, self.value)
+        heads = (split_heads(layer(x), self.head_size) for layer in layers)
+        query, key, value = self.context.to_heads(*heads)
         start = 0 if sequence_slice is None else sequence_slice.start
-        query = self.rotary(split_heads(self.query(x), self.head_size), position_ids, start)
-        key = self.rotary(split_heads(self.key(x), self.head_size), position_ids, start)
-        value = split_heads(self.value(x), self.head_size)
+        query, key = (self.rotary(each, position_ids, start) for each in (query, key))
         if sequence_slice is not None:
             key = sequence_slice.whole((self, "key"), key)
             value = sequence_slice.whole((self, "value"), value)
-        projected: Tensor = self.output(merge_heads(causal_attention(query, key, value, mask)))
+        mixed = causal_attention(query, key, value, mask)
+        projected: Tensor = self.output(merge_heads(self.context.to_tokens(mixed)))
         return projected
 
 

@@ -67,7 +67,9 @@ def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> S
     if config.memory.offload_weights:
         stage = weights_on_host(stage, parameters=weights.all, block=weights.block)
     if config.memory.gradient_release != "off":
-        stage = released(stage, is_shared=config.parallel.shard * config.parallel.replicate > 1)
+        parallel = config.parallel
+        is_shared = parallel.shard * parallel.replicate * parallel.context > 1
+        stage = released(stage, is_shared=is_shared)
     if config.optimizer.validation == "after":
         copies_gradients = weights.changes_gradients or PRECISIONS[config.precision].is_scaled
         stage = validated_later(stage, trained=weights.trained, copies_gradients=copies_gradients)

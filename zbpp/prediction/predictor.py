@@ -91,11 +91,12 @@ class Predictor:
     def _measured(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
-        mesh = parallel.replicate, parallel.shard, parallel.tensor, parallel.expert, parallel.reshard
+        degrees = parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.expert
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
         key = (
             *sizes,
-            *mesh,
+            *degrees,
+            parallel.reshard,
             memory.head_at_once,
             memory.recompute,
             config.precision,

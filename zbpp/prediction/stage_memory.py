@@ -33,7 +33,9 @@ from zbpp.runtime.memory.restricted_update import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
 from zbpp.runtime.mesh import is_spread, local_of
 from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.parallel.context import as_if_divided
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
+from zbpp.runtime.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded
@@ -156,9 +158,12 @@ class _Stages:
         args, target = batch_for(ends, last + 1, train, 0, cpu, target_dtype=widened)
         self.batch_bytes = _nbytes(args), _nbytes(target)
         num_slices = self._timetable.num_slices
+        if (context := self._config.parallel.context) > 1:  # one process's part
+            args, target = sequence_part((args, target), args[0].shape[1], 0, context, self._slice_bounds)
+        bounds = [each // context for each in self._slice_bounds]
 
         def first(name: str, value: Any) -> list[Any]:
-            return into_microbatches(name, value, num, self._slice_bounds)[:num_slices]
+            return into_microbatches(name, value, num, bounds)[:num_slices]
 
         slices = [*zip(*[first("the input", each) for each in args], strict=True)]
         return slices, [None] * num_slices if target is None else first("target", target)
@@ -170,6 +175,8 @@ class _Stages:
         with naming("model"):
             parallelize(self._model, {index: stage}, self._mesh)
             self._has_experts |= as_if_spread(stage, self._mesh)
+            if self._config.parallel.context > 1:
+                as_if_divided(stage, self._config.parallel.context)
         return stage
 
     def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]]) -> Any:
@@ -305,7 +312,7 @@ def _shard_numel(parameter: Tensor, parallel: ParallelConfig) -> int:
     """The number of elements of the largest shard: FSDP2 cuts dimension 0, and pads."""
     if not parameter.dim():
         return 1
-    shards = parallel.shard
+    shards = parallel.num_shards
     if is_spread(parameter):  # experts are cut evenly
         return local_of(parameter).numel() * parallel.expert // (parallel.replicate * shards)
     return -(-len(parameter) // shards) * (parameter.numel() // max(1, len(parameter)))

@@ -8,6 +8,7 @@ from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime.parallel.context import ContextParallel
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.update.validation import Validation
 from zbpp.training.optim.precision import PRECISIONS
@@ -34,8 +35,8 @@ def check_together(config: TrainConfig) -> None:
 
 
 _EXTRAS = (
-    ActivationOffload, CudaGraphs, ExpertParallel, GradientRelease, OffloadedWeights, OverlapExchange,
-    Validation,
+    ActivationOffload, ContextParallel, CudaGraphs, ExpertParallel, GradientRelease, OffloadedWeights,
+    OverlapExchange, Validation,
 )  # fmt: skip
 # (one switch, another one, what to write instead): those that are no matter of a pipeline's extras alone.
 _OF_SWITCHES = (
@@ -45,6 +46,7 @@ _OF_SWITCHES = (
     ("activation_offload", "no costs", "write schedule.costs=costs.json, the file of zbpp measure"),
     ("budget", "eager", "write compile=stage or layer, or memory.recompute=block to hold less"),
     ("compile", "shard", "write parallel.replicate"),
+    ("compile", "context", "write compile=none"),
     ("compile", "recompute", "write a memory.budget below 1 to hold less"),
     ("whole stage", "shard", "write memory.recompute=block"),
     ("weight_offload", "compile", "write compile=none"),
@@ -84,6 +86,8 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "post_validation": (f"optimizer.validation={validation}", validation == "after"),
         "replicate": (f"parallel.replicate={parallel.replicate}", parallel.replicate > 1),
         "shard": (f"parallel.shard={parallel.shard}", parallel.shard > 1),
+        "context": (f"parallel.context={parallel.context}", parallel.context > 1),
+        "context_parallel": (f"parallel.context={parallel.context}", parallel.context > 1),
         "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
         "dynamic_shapes": (dynamic, config.has_dynamic_shapes),
         "tokens": ("data.batching=tokens", config.batching.is_tokens),

@@ -19,6 +19,7 @@ from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
+from zbpp.runtime.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import agree_on_ties
 from zbpp.schedule import Timetable
@@ -52,13 +53,16 @@ def prepare_stages(
         spread_experts(stages.values(), Place(mesh))  # before they are moved: the device need not hold all
     move_stages(stages, device, PRECISIONS[config.precision], stay_on_host=config.memory.offload_weights)
     with naming("model"):
-        parallelize(model, stages, mesh)
-        agree_on_ties(stages, timetable.rank_of, Place(mesh), model)
+        place = Place(mesh)
+        parallelize(model, stages, place.mesh)
+        agree_on_ties(stages, timetable.rank_of, place, model)
     if config.memory.offload_weights:
         with naming("memory.offload_weights=true"):
             OffloadedWeights(stages, device)
     with naming("data"):
         for inputs in _first_inputs(data, stages, timetable, device):
+            if (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
+                inputs = sequence_part(inputs, inputs[0].shape[1], 0, context)
             check_data_fit(stages, inputs)
         if data.is_shared:
             check_lengths_may_differ(stages)
@@ -146,4 +150,5 @@ def build_mesh(parallel: ParallelConfig, device_type: str) -> DeviceMesh | None:
 
 
 def _degrees(parallel: ParallelConfig) -> dict[str, int]:
-    return {"replicate": parallel.replicate, "shard": parallel.shard, "tensor": parallel.tensor}
+    names = "replicate", "shard", "context", "tensor"
+    return {name: getattr(parallel, name) for name in names}

@@ -17,6 +17,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
+    sequence_parts  the part of each sequence that this process computes, and results of whole sequences
     restored      random numbers, training mode, buffers of a step that begins again
     mesh          make_mesh; a process's place in a mesh; DTensors. groups: process groups, one for each link
     ties          parameters that are one parameter of the model, in several places of its stages

@@ -337,7 +337,7 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
             f"stage {index} has experts that are spread over processes, and the pipeline's mesh does not say "
             "over which: write Pipeline(..., mesh=zbpp.make_mesh(..., expert=2)) with the number they have"
         )
-    if place.num_data_parts > 1:
+    if place.num_token_parts > 1:
         _check_dense(index, module)
 
 

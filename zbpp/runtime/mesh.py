@@ -4,10 +4,17 @@
     pipeline     different stages (outermost dimension)           the same batch
     replicate    copies of the same stages                        different data; gradients are averaged
     shard        a part of each weight of the same stages, FSDP2  different data; gradients are averaged
+    context      copies of the same stages                        another part of each sequence; gradients are
+                                                                  averaged
     tensor       a part of each layer (innermost dimension)       the same batch
 
 A process belongs to one process group per dimension, together with the processes that differ from it in this
 dimension alone.
+
+Parameters know no dimension "context". Its processes see different tokens, and that is all that a reduction,
+a norm or a checkpoint needs: to them they are shards, if there are shards, else replicas. So the runtime
+works on a mesh in which the dimension is a part of "shard" or of "replicate" (`parameter_mesh`). Who reads
+which rows, and what the user sees, is said by the mesh that was given.
 
 The experts of a layer may be spread over the processes that see different data. For experts alone replicate
 x shard is then divided otherwise, in a mesh of its own (EXPERT below):
@@ -34,48 +41,91 @@ from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast, gather
 from zbpp.schedule import PlanError, Timetable
 
-PIPELINE, REPLICATE, SHARD, TENSOR = DIMENSIONS = ("pipeline", "replicate", "shard", "tensor")
+PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = DIMENSIONS = (
+    "pipeline",
+    "replicate",
+    "shard",
+    "context",
+    "tensor",
+)
 EXPERT, EXPERT_COPIES = "expert", "expert_copies"
 Reshard = Literal["step", "microbatch"]
 """When gathered weights of sharded stages are freed, see Pipeline."""
 RESHARD: tuple[str, ...] = get_args(Reshard)
-_EXPERTS = "_zbpp_experts"  # an attribute of a DeviceMesh: the mesh with the dimensions of experts
+# Attributes of a DeviceMesh: the mesh with the dimensions of experts, and the one that parameters lie on.
+_EXPERTS, _PARAMETERS = "_zbpp_experts", "_zbpp_parameters"
 
 
 def make_mesh(
-    *, replicate: int = 1, shard: int = 1, tensor: int = 1, expert: int = 1, device_type: str | None = None
+    *,
+    replicate: int = 1,
+    shard: int = 1,
+    context: int = 1,
+    tensor: int = 1,
+    expert: int = 1,
+    device_type: str | None = None,
 ) -> DeviceMesh:
     """A mesh over all processes of the job. Collective.
 
-    Each pipeline has (number of processes) / (replicate x shard x tensor) ranks; ValueError is raised if that
-    is no whole number. expert: over how many processes the experts of a layer are spread; it divides
-    replicate x shard. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else "cpu".
+    Each pipeline has (number of processes) / (replicate x shard x context x tensor) ranks; ValueError is
+    raised if that is no whole number. context: how many processes share each sequence, see
+    zbpp/runtime/parallel/context.py. expert: over how many processes the experts of a layer are spread; it
+    divides replicate x shard. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else
+    "cpu".
     """
-    check_expert_degree(replicate=replicate, shard=shard, tensor=tensor, expert=expert)
+    check_expert_degree(replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert)
     if not dist.is_initialized():
         raise ValueError(
             "a mesh needs a process group: start the job with torchrun and call "
             "torch.distributed.init_process_group"
         )
-    num_ranks = num_pipeline_ranks(dist.get_world_size(), replicate=replicate, shard=shard, tensor=tensor)
+    degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
+    num_ranks = num_pipeline_ranks(dist.get_world_size(), **degrees)
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
-    mesh = init_device_mesh(device_type, (num_ranks, replicate, shard, tensor), mesh_dim_names=DIMENSIONS)
+    mesh = init_device_mesh(device_type, (num_ranks, *degrees.values()), mesh_dim_names=DIMENSIONS)
+    parameter_mesh(mesh)  # made here, since not all processes come to a Place at the same point
     if expert > 1:
         shape = num_ranks, replicate * shard // expert, expert
         names = PIPELINE, EXPERT_COPIES, EXPERT
-        setattr(mesh, _EXPERTS, init_device_mesh(device_type, shape, mesh_dim_names=names))
+        setattr(parameter_mesh(mesh), _EXPERTS, init_device_mesh(device_type, shape, mesh_dim_names=names))
     return mesh
 
 
-def check_expert_degree(*, replicate: int, shard: int, tensor: int, expert: int) -> None:
+def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh without a dimension "context", which is a part of "shard" there, or of "replicate".
+
+    The mesh itself if the dimension has one process. The first call for a mesh is collective.
+    """
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
+    if sizes.get(CONTEXT, 1) == 1:
+        return mesh
+    if not hasattr(mesh, _PARAMETERS):
+        if mesh.size() != dist.get_world_size():
+            raise ValueError(
+                f"the mesh has a dimension context and {mesh.size()} of {dist.get_world_size()} processes: a "
+                "mesh with this dimension is over all processes of the job"
+            )
+        pipeline, replicate, shard, context, tensor = (sizes.get(name, 1) for name in DIMENSIONS)
+        if shard > 1:
+            shard *= context
+        else:
+            replicate *= context
+        shape, names = (pipeline, replicate, shard, tensor), (PIPELINE, REPLICATE, SHARD, TENSOR)
+        setattr(mesh, _PARAMETERS, init_device_mesh(mesh.device_type, shape, mesh_dim_names=names))
+    made: DeviceMesh = getattr(mesh, _PARAMETERS)
+    return made
+
+
+def check_expert_degree(*, replicate: int, shard: int, context: int, tensor: int, expert: int) -> None:
     """Raises ValueError unless experts can be spread over `expert` of the replicas and shards."""
     if type(expert) is not int or expert < 1:
         raise ValueError(f"expert={expert!r}: write a number of processes, 1 or more")
-    if expert > 1 and tensor > 1:
-        raise ValueError(
-            f"expert={expert} doesn't go with tensor={tensor}: write tensor=1, with replicate= or shard="
-        )
+    for name, degree in (("context", context), ("tensor", tensor)):
+        if expert > 1 and degree > 1:
+            raise ValueError(
+                f"expert={expert} doesn't go with {name}={degree}: write {name}=1, with replicate= or shard="
+            )
     if replicate * shard % expert:
         step = expert // math.gcd(expert, shard)
         raise ValueError(
@@ -109,27 +159,24 @@ class Place:
     """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
 
     group: the pipeline's group, if there is no mesh. Raises ValueError for a mesh that zbpp can't use.
-    groups: of each dimension but the pipeline, if it has more than one process. expert_groups: the same for
-    expert and expert_copies.
+
+    given: the mesh that was given. dimensions: {dimension of it: number of processes} of those with more than
+    one, without the pipeline. context: the group of that dimension; None for one process. mesh: the one that
+    parameters lie on, see above. groups: of each dimension of `mesh` but the pipeline, if it has more than
+    one process. expert_groups: the same for expert and expert_copies.
     """
 
     def __init__(self, mesh: DeviceMesh | None, group: dist.ProcessGroup | None = None) -> None:
         if mesh is not None:
             _check(mesh, group)
-        self.mesh = mesh
-        names = (mesh.mesh_dim_names or ()) if mesh is not None else ()
-        self.groups: dict[str, dist.ProcessGroup] = {
-            name: mesh.get_group(name)  # type: ignore[union-attr]  # names is empty without a mesh
-            for name in names
-            if name != PIPELINE and mesh.size(names.index(name)) > 1  # type: ignore[union-attr]
-        }
-        self.pipeline = group if mesh is None else mesh.get_group(PIPELINE)
-        experts = experts_mesh(mesh)
-        self.expert_groups: dict[str, dist.ProcessGroup] = {
-            name: experts.get_group(name)  # type: ignore[union-attr]  # no names without it
-            for name in (() if experts is None else (EXPERT, EXPERT_COPIES))
-            if experts[name].size() > 1  # type: ignore[index]
-        }
+        self.given = mesh
+        given = _groups_in(mesh)
+        self.dimensions = {name: dist.get_world_size(each) for name, each in given.items()}
+        self.context = given.get(CONTEXT)
+        self.mesh = None if mesh is None else parameter_mesh(mesh)
+        self.groups = _groups_in(self.mesh)
+        self.pipeline = group if self.mesh is None else self.mesh.get_group(PIPELINE)
+        self.expert_groups = _groups_in(experts_mesh(self.mesh))
 
     def has(self, name: str) -> bool:
         """Whether the mesh has this dimension, be it of one process."""
@@ -147,12 +194,14 @@ class Place:
 
     def group(self, name: str) -> dist.ProcessGroup | None:
         """The group of a dimension; None for one process. `name` is any dimension but "pipeline"."""
+        if name == CONTEXT:
+            return self.context
         return self.groups.get(name) or self.expert_groups.get(name)
 
     def mesh_groups(self) -> list[dist.ProcessGroup]:
         """The groups of all dimensions of the mesh; none without a mesh."""
-        meshes = [each for each in (self.mesh, experts_mesh(self.mesh)) if each is not None]
-        return [group for each in meshes for group in each.get_all_groups()]
+        meshes = dict.fromkeys([self.given, self.mesh, experts_mesh(self.mesh)])
+        return [group for each in meshes if each is not None for group in each.get_all_groups()]
 
     @property
     def rank(self) -> int:
@@ -161,12 +210,25 @@ class Place:
 
     @property
     def num_data_parts(self) -> int:
-        """Into how many parts a step's data are divided: each replica and each shard reads one."""
-        return self.size(REPLICATE) * self.size(SHARD)
+        """Into how many parts a step's rows are divided: each replica and each shard reads one.
+
+        The processes of one context group read the same.
+        """
+        return self.num_token_parts // self.size(CONTEXT)
 
     @property
     def data_part(self) -> int:
-        """Which part of a step's data this process reads, from 0."""
+        """Which part of a step's rows this process reads, from 0."""
+        return self.token_part // self.size(CONTEXT)
+
+    @property
+    def num_token_parts(self) -> int:
+        """Into how many parts a step's tokens are divided: parts of rows, and of these parts of sequences."""
+        return self.size(REPLICATE) * self.size(SHARD)
+
+    @property
+    def token_part(self) -> int:
+        """Which part of a step's tokens this process computes, from 0."""
         return self.coordinate(REPLICATE) * self.size(SHARD) + self.coordinate(SHARD)
 
     @property
@@ -186,7 +248,7 @@ class Place:
                 dist.all_reduce(values, group=self.groups[name])
 
     def sum_over_data(self, values: torch.Tensor) -> None:
-        """Sum the values, in place, over the processes that see different data. Collective."""
+        """Sum the values, in place, over the processes that see different tokens. Collective."""
         for name in (SHARD, REPLICATE):
             if name in self.groups:
                 dist.all_reduce(values, group=self.groups[name])
@@ -222,6 +284,14 @@ class Place:
         for group in self.groups.values():
             value = broadcast(value, group)
         return value
+
+
+def _groups_in(mesh: DeviceMesh | None) -> dict[str, dist.ProcessGroup]:
+    """{dimension: its group}, of those with more than one process, without the pipeline."""
+    if mesh is None:
+        return {}
+    sizes = zip(mesh.mesh_dim_names or (), mesh.shape, strict=True)
+    return {name: mesh.get_group(name) for name, size in sizes if name != PIPELINE and size > 1}
 
 
 def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:

@@ -63,9 +63,11 @@ class Pipeline:
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
-    mesh: a DeviceMesh with a dimension "pipeline", and "replicate", "shard", "tensor" as wanted, instead of
-    group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone. Replicas and
-    shards are given different rows; all that hold a copy of a parameter get the mean of its gradients. If
+    mesh: a DeviceMesh with a dimension "pipeline", and "replicate", "shard", "context", "tensor" as wanted,
+    instead of group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone.
+    Replicas and shards are given different rows; all that hold a copy of a parameter get the mean of its
+    gradients. Processes of one context group are given the same rows, whole, of which each computes a part of
+    each sequence (zbpp/runtime/parallel/context.py); losses and outputs are those of whole sequences. If
     the mesh was made with expert=, experts are spread here (zbpp/runtime/parallel/experts.py). With shards,
     plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
@@ -225,10 +227,10 @@ class Pipeline:
 
         Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
         (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
-        gives no losses, and metrics gets None as the target.
-        outputs: what the last stage returned, microbatches concatenated along dim 0; None on other ranks.
-        metrics(output, target) -> {name: number}, called per microbatch; the means over all rows, {} on other
-        ranks.
+        gives no losses, and metrics gets None as the target. outputs: what the last stage returned,
+        microbatches concatenated along dim 0; None on other ranks. metrics(output, target) -> {name: number},
+        called per microbatch; the means over all rows, {} on other ranks. With a context dimension it is
+        called for this process's part of each sequence, and the means are over all parts.
         """
         return self._evaluate("evaluate", args, target, kwargs, return_outputs, metrics)
 
@@ -260,9 +262,10 @@ class Pipeline:
             return losses
         found: list[Any] = [losses]
         if return_outputs:
-            found.append(seen.concatenated())
+            found.append(self._whole(seen.concatenated(), is_sliced=kind == "evaluate"))
         if metrics:
-            found.append(seen.metrics())
+            means = seen.metrics()
+            found.append(means if self._rank.parts is None else self._rank.parts.mean_of(means))
         return tuple(found)
 
     def forward(
@@ -290,7 +293,12 @@ class Pipeline:
         seen = Outputs(is_kept=True, metrics=None)
         with self._evaluating():
             self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self.seeds())
-        return seen.concatenated()
+        return self._whole(seen.concatenated(), is_sliced=False)
+
+    def _whole(self, output: Any, *, is_sliced: bool) -> Any:
+        """An output of the last stage, of whole sequences; None on other ranks."""
+        parts = self._rank.parts
+        return output if parts is None or output is None else parts.whole(output, is_sliced=is_sliced)
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -316,8 +324,8 @@ class Pipeline:
 
     def seeds(self) -> dict[int, int]:
         """Per stage, the seed of its unit 0 in the next step."""
-        # Processes that see different data draw different numbers.
-        part = [self.place.data_part] if self.place.data_part else []
+        # Processes that see different tokens draw different numbers.
+        part = [self.place.token_part] if self.place.token_part else []
         return {stage: seed_of(self.seed, self.num_steps, stage, *part) for stage in self.stages}
 
     @property
@@ -473,7 +481,7 @@ class Pipeline:
             timetable,
             self._loss_fn,
             self._given_group,
-            mesh=self.place.mesh,
+            mesh=self.place.given,
             slice_bounds=self.slice_bounds,
             seed=self.seed,
             timeout=self._timeout,

@@ -41,6 +41,7 @@ from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.resolve import StageMethod
+from zbpp.runtime.sequence_parts import SequenceParts
 from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.sizes import Announcer, Sizes, is_empty
 from zbpp.runtime.stage import Loss, StageWorker
@@ -98,13 +99,13 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set five more. lost: for error messages, what a failed call has destroyed beside its
+    An extra may set six more. lost: for error messages, what a failed call has destroyed beside its
     messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
     those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
     next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
     sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. sum_over_data: a
-    function that sums numbers, in place, over the processes that see different data; if one of these fails,
-    the others stop waiting.
+    function that sums numbers, in place, over the processes that see different tokens; if one of these fails,
+    the others stop waiting. parts: of the sequences, if processes share them.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class Rank:
         self.name_of_step = "step"
         self.released: Mapping[int, Tensor] | None = None
         self.sum_over_data: Callable[[Tensor], None] = place.sum_over_data
+        self.parts: SequenceParts | None = None
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
         self.count: Count | None = mark_of(loss_fn, "num_targets")
@@ -195,7 +197,8 @@ class Rank:
 
     def check(self, extra: Extra) -> None:
         """Raise ValueError if the extra excludes something that this pipeline has, or is excluded."""
-        self.extras.check(extra, [*self.place.groups, *(["dynamic_shapes"] if self.dynamic_shapes else [])])
+        others = [*self.place.dimensions, *(["dynamic_shapes"] if self.dynamic_shapes else [])]
+        self.extras.check(extra, others)
 
     def leave(self, extra: Extra) -> None:
         """From the next call on, run without this extra."""
@@ -228,6 +231,8 @@ class Rank:
         self.check_not_over()
         executor = self.executors[call.kind]
         try:
+            if self.parts is not None:
+                call = self.parts.part_of(call)
             if call.kind != "step":  # its shapes may differ from the last evaluation's
                 executor.forget_layouts()
             # A backward that runs inside of a stage adds where W adds.
@@ -237,6 +242,8 @@ class Rank:
             cutter.backward()
             losses = _per_microbatch([loss for each in ended for loss in each.losses], cutter.num_slices)
             losses = in_callers_order(losses, sizes)
+            if self.parts is not None:
+                losses = self.parts.mean(losses)
             result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
             self.extras.end(call, result)
         except BaseException as error:
@@ -264,7 +271,8 @@ class Rank:
         """Give the stages their parts of a call, and run its program, again if the step begins again."""
         self._shared_hooks.begin()
         is_whole = call.kind == "predict"
-        cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, self.slice_bounds)
+        bounds = self.slice_bounds if self.parts is None else self.parts.bounds
+        cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, bounds)
         feeds = call.feeds(cutter, seeds, last_stage=self.timetable.num_stages - 1)
         call = call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
         self.extras.announce(call)
@@ -353,12 +361,15 @@ class Rank:
                 )
 
     def _weights(self, call: Call, targets: Sequence[Any], num_microbatches: int) -> Weights:
-        """Return the weights of the losses. A step calls this on all processes that see different data."""
+        """Return the weights of the losses. A step calls this on all processes that see different tokens."""
         assert self.count is not None
-        if call.kind != "step":
-            return weights_of(targets, self.count, self.device, num_microbatches)
-        num_parts = self.place.num_data_parts
-        return weights_of(targets, self.count, self.device, num_microbatches, num_parts, self.sum_over_data)
+        sizes = self.device, num_microbatches
+        if call.kind == "step":
+            num_parts = self.place.num_token_parts
+            return weights_of(targets, self.count, *sizes, num_parts, self.sum_over_data)
+        if self.parts is not None:
+            return weights_of(targets, self.count, *sizes, self.parts.num, self.parts.sum)
+        return weights_of(targets, self.count, *sizes)
 
     # ---- Timetables
 

@@ -13,6 +13,7 @@ from zbpp.runtime.extra import Extra, extras_of
 from zbpp.runtime.graphs.compile_ahead import CompileAhead
 from zbpp.runtime.memory.sequence_slices import SequenceSlices
 from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
+from zbpp.runtime.parallel.context import ContextParallel
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.parallel.reductions import Reductions
 from zbpp.runtime.rank import Rank
@@ -34,6 +35,8 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
         yield [CompileAhead()]
     if EXPERT in rank.place.expert_groups:
         yield [ExpertParallel()]
+    if rank.place.context is not None:
+        yield [ContextParallel()]
     yield [Reductions(reshard=reshard, mp_policy=mp_policy)]
     if TENSOR in rank.place.groups:
         yield [LossesAlike()]

@@ -1,12 +1,13 @@
 """The weight of each microbatch's loss in the loss of a step, if all targets of the step weigh the same.
 
-The loss of such a step is the mean over the targets of all microbatches, replicas and shards. Its loss
-function says how many targets a microbatch has (`mean_over` in zbpp/stage_api.py). Before B starts, a
-microbatch's loss is multiplied by
+The loss of such a step is the mean over the targets of all microbatches, on all processes that see different
+tokens. Its loss function says how many targets a microbatch has (`mean_over` in zbpp/stage_api.py). Before B
+starts, a microbatch's loss is multiplied by
 
-    targets of the microbatch x number of microbatches x number of replicas and shards / targets of the step
+    targets of the microbatch x number of microbatches x number of parts / targets of the step
 
-Gradients are averaged over microbatches, replicas and shards, as without weights. So the plain mean of the
+where the parts are those of the step's tokens, one for each process that sees different ones. Gradients are
+averaged over microbatches and parts, as without weights. So the plain mean of the
 weighted losses is the step's loss. If all microbatches have the same number of targets, the factor is exactly
 1. A slice of a microbatch has the formula with its own targets: the weighted losses of a microbatch's slices
 add up to the microbatch's. The rank that computes the loss counts the targets before its first F.
@@ -41,12 +42,12 @@ def weights_of(
     device: torch.device,
     num_microbatches: int,
     num_parts: int = 1,
-    sum_over_parts: Callable[[Tensor], None] = lambda total: None,
+    sum_over_parts: Callable[[Tensor], object] = lambda total: None,
 ) -> Weights:
     """The weights of the losses of units with these targets.
 
     count: the number of targets of one unit. num_microbatches: to which the units belong, with the empty
-    ones. num_parts: how many processes see different data. sum_over_parts: sums a tensor over these
+    ones. num_parts: how many processes see different tokens. sum_over_parts: sums a tensor over these
     processes, in place; collective.
     """
     with torch.no_grad():

@@ -22,7 +22,7 @@ from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
 from zbpp.runtime.measure import measured_costs_of_lengths
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.mesh import EXPERT, REPLICATE, SHARD, TENSOR, local_of
+from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE, local_of
 from zbpp.runtime.parallel.experts import has_experts
 from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
@@ -283,7 +283,8 @@ def _figures(
     return {
         "num_processes": here.size,
         "num_ranks": pipeline.timetable.num_ranks,
-        **{name: pipeline.place.size(name) for name in (REPLICATE, SHARD, TENSOR, EXPERT)},
+        **{name: pipeline.place.dimensions.get(name, 1) for name in DIMENSIONS if name != PIPELINE},
+        EXPERT: pipeline.place.size(EXPERT),
         "num_stages": pipeline.timetable.num_stages,
         "num_microbatches": pipeline.timetable.num_microbatches,
         "num_parameters": parameters_in_all(pipeline),

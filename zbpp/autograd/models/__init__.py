@@ -10,6 +10,7 @@
     linear_cross_entropy.py  a language model's head and its loss, without logits in float32
     loss_kernels.py       the loss as one compiled kernel per pass, for 16-bit logits on a GPU
     exchange.py           a layer of experts that are spread over processes: rows sent there and back
+    context.py            attention over sequences that are divided over processes: heads exchanged for tokens
 
 A recompute is an autograd Function, which finds the B around it by the collector (../collector.py). Sharded
 weights are captured by a function that is registered with `register_subclass` (../rules.py).

@@ -38,10 +38,9 @@ Transfer = Callable[[Tensor, list[int], list[int]], Pending]
 """(rows, how many go to each process of the group, how many come from each) -> the transfer under way."""
 
 
-class Exchange(nn.Module):
-    """Moves rows [n, ...] between processes that have different experts of one layer; has no parameters.
+class RowExchange(nn.Module):
+    """Moves rows [n, ...] between the processes of a group, in forward and in backward; has no parameters.
 
-    A layer holds one in a module beside the parameters of its experts, whose first dimension is the expert.
     transfer: None for one process. num_processes: in the group. meanwhile: called between the start of a
     transfer and the wait for its end, in forward and in backward.
     """
@@ -58,6 +57,21 @@ class Exchange(nn.Module):
             return rows
         return _apply(_Exchanged, rows, self, send_counts, receive_counts)
 
+    def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
+        """`forward` without autograd."""
+        assert self.transfer is not None
+        pending = self.transfer(rows.contiguous(), send_counts, receive_counts)
+        if self.meanwhile is not None:
+            self.meanwhile(pending)
+        return pending.wait()
+
+
+class Exchange(RowExchange):
+    """Moves rows between processes that have different experts of one layer.
+
+    A layer holds one in a module beside the parameters of its experts, whose first dimension is the expert.
+    """
+
     def sizes(self, mine: Tensor, num_rows: int) -> tuple[Tensor, list[int], list[int]]:
         """(rows for each expert here from each process, how many rows to send, how many to receive).
 
@@ -69,14 +83,6 @@ class Exchange(nn.Module):
         send, receive = torch.stack([mine.sum(1), theirs.sum(1)]).tolist()
         return theirs, send, receive
 
-    def move(self, rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> Tensor:
-        """`forward` without autograd."""
-        assert self.transfer is not None
-        pending = self.transfer(rows.contiguous(), send_counts, receive_counts)
-        if self.meanwhile is not None:
-            self.meanwhile(pending)
-        return pending.wait()
-
 
 class BalancedExchange(Exchange):
     """Moves nothing, as if each process sent to each as many rows as it receives: to measure memory with.
@@ -87,13 +93,18 @@ class BalancedExchange(Exchange):
     def __init__(self, num_processes: int) -> None:
         super().__init__()
         self.num_processes = num_processes
-        self.transfer = lambda rows, send_counts, receive_counts: _Arrived(rows)
+        self.transfer = stays
 
     def sizes(self, mine: Tensor, num_rows: int) -> tuple[Tensor, list[int], list[int]]:
         """See Exchange."""
         ends = [num_rows * n // self.num_processes for n in range(self.num_processes + 1)]
         parts = [end - begin for begin, end in pairwise(ends)]
         return mine, parts, parts
+
+
+def stays(rows: Tensor, send_counts: list[int], receive_counts: list[int]) -> _Arrived:
+    """A Transfer that moves nothing, to measure memory with."""
+    return _Arrived(rows)
 
 
 class _Arrived(NamedTuple):
@@ -108,13 +119,13 @@ class _Arrived(NamedTuple):
         return self.rows
 
 
-def exchanges_in(modules: Iterable[nn.Module]) -> list[Exchange]:
+def exchanges_in(modules: Iterable[nn.Module]) -> list[RowExchange]:
     """The exchanges inside these modules that move rows between processes."""
     return [
         each
         for module in modules
         for each in module.modules()
-        if isinstance(each, Exchange) and each.transfer is not None
+        if isinstance(each, RowExchange) and each.transfer is not None
     ]
 
 
@@ -126,13 +137,13 @@ class _Exchanged(torch.autograd.Function):
     changes_no_gradient = True  # see node_roles.py
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: Exchange, send: list[int], receive: list[int]) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, send: list[int], receive: list[int]) -> Tensor:
         ctx.exchange, ctx.send, ctx.receive = exchange, send, receive
         return exchange.move(rows, send, receive)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_create_graph("an exchange of experts", "leave create_graph out")
+        refuse_create_graph("an exchange between processes", "leave create_graph out")
         return ctx.exchange.move(dy, ctx.receive, ctx.send), None, None, None
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.profiler import record_function
 
-from zbpp.autograd.models.exchange import Exchange, Pending, Transfer, exchanges_in
+from zbpp.autograd.models.exchange import Pending, RowExchange, Transfer, exchanges_in
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Background, Observer
 from zbpp.runtime.layout import Message, Run
@@ -36,7 +36,7 @@ class Recorder(Observer):
         """See Extra."""
         self._rank = rank
         self.record = StepRecord(rank.device) if self._given is None else self._given
-        self._transfers: list[tuple[Exchange, Transfer]] = []
+        self._transfers: list[tuple[RowExchange, Transfer]] = []
         for exchange in exchanges_in(worker.module for worker in rank.workers.values()):
             assert exchange.transfer is not None
             self._transfers.append((exchange, exchange.transfer))

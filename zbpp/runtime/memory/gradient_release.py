@@ -44,6 +44,7 @@ NOT_WITH_ACCUMULATION = MappingProxyType(
         "new_timetables": "the number of microbatches may change; write gradient_release=step",
         "replicate": "gradients would be reduced in each microbatch; write gradient_release=step",
         "shard": "gradients would be reduced in each microbatch; write gradient_release=step",
+        "context": "gradients would be reduced in each microbatch; write gradient_release=step",
         "head_at_once": "its W's would mix microbatches; write gradient_release=step",
         "overlap_exchange": "its W's would mix microbatches; write gradient_release=step",
         "slices": "each W has a part of a microbatch's gradients; write gradient_release=step",

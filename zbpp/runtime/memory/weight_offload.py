@@ -73,7 +73,8 @@ class OffloadedWeights(Feature):
     excludes = MappingProxyType(
         {
             **dict.fromkeys(
-                ("replicate", "shard", "tensor"), "leave it at 1, with more ranks of the pipeline"
+                ("replicate", "shard", "context", "tensor"),
+                "leave it at 1, with more ranks of the pipeline",
             ),
             "new_timetables": "its copies are planned for one timetable: leave it out",
         }

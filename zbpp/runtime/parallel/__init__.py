@@ -6,6 +6,7 @@ tied_gradients    copies of one parameter on several ranks
 shard_stages      which stages FSDP2 shards: wraps them, or takes those that are wrapped
 fully_shard       stages that FSDP2 shards, driven microbatch by microbatch
 experts           a feature: experts of a layer that are spread over processes
-overlap_exchange  a feature: W's run while experts exchange rows
+context           a feature: sequences that are divided over processes
+overlap_exchange  a feature: W's run while rows are exchanged
 norm              clip_grad_norm_ over all ranks
 """

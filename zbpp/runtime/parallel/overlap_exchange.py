@@ -1,4 +1,5 @@
-"""W's in the shadow of exchanges: while experts exchange rows, the rank computes weight gradients.
+"""W's in the shadow of exchanges: while experts or attention exchange rows, the rank computes weight
+gradients.
 
     0F3   products | dispatch ----> | products | combine ----> |
                    | W1  W1  W1     |          | W1            |      tasks of 0W1, one per parameter
@@ -35,8 +36,9 @@ from zbpp.schedule.program import Instruction
 
 
 class OverlapExchange(Feature):
-    """Runs pending W's during the exchanges of experts. Losses and gradients stay equal, to the last bit.
+    """Runs pending W's during exchanges. Losses and gradients stay equal, to the last bit.
 
+    The exchanges are those of experts, and those of attention over divided sequences.
     With reshard="microbatch" a W that reads weights does not run there: they would have to be gathered first.
     A parameter's hook that draws random numbers then draws them inside an F or B, and changes what a dropout
     there draws.
@@ -61,8 +63,8 @@ class OverlapExchange(Feature):
         refuse_together(refusal and f"{self.name} doesn't go with {refusal}", rank.place.gather)
         if not any(rank.place.gather(bool(self._exchanges))):
             raise ValueError(
-                f"{self.name}: no stage exchanges rows of experts; leave it out, or spread experts by "
-                "make_mesh(..., expert=2)"
+                f"{self.name}: no stage exchanges anything; leave it out, spread experts by make_mesh(..., "
+                "expert=2), or divide sequences by make_mesh(..., context=2)"
             )
         self._workers, self._device = rank.workers, rank.device.type
         row = rank.timetable.rows[rank.index]

@@ -1,0 +1,207 @@
+"""Sequences divided over processes: losses, gradients and outputs are those of one process."""
+
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from helpers.processes import run_ranks
+from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, plan
+from zbpp.autograd import backward_input
+from zbpp.models.gpt import Gpt
+from zbpp.models.llama import Llama
+from zbpp.runtime.mesh import whole_of
+
+M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32
+SCHEDULES = ("1f1b", "zb_h1", "zb_v")
+SLICED = ("1f1b in slices", "zb_h1 in slices")  # their sums have the slices' order
+BOUNDS = [0, 8, 12]
+SIZES = {"vocab_size": VOCABULARY, "num_layers": 4, "hidden_size": 16, "num_heads": 4}
+SIZES["sequence_length"] = TIME
+
+
+class _Float64:
+    """A model whose stages compute in float64."""
+
+    def build_stage(self, index, num_stages):
+        return super().build_stage(index, num_stages).double()
+
+
+class Llama64(_Float64, Llama):
+    pass
+
+
+class Gpt64(_Float64, Gpt):
+    pass
+
+
+MODELS = {
+    "llama": lambda: Llama64(**SIZES, num_kv_heads=2),
+    "gpt": lambda: Gpt64(**SIZES, tie_embeddings=True),
+}
+
+
+def data(kind, rows=ROWS):
+    """(arguments of stage 0, target). Parts of sequences have different numbers of targets."""
+    generator = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCABULARY, (rows, TIME + 1), generator=generator)
+    x, target = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    target[0, :7] = -100
+    target[3] = -100
+    if kind == "documents":
+        positions = torch.cat([torch.arange(5), torch.arange(TIME - 5)]).expand(rows, -1)
+        return (x, positions.contiguous()), target
+    return (x,), target
+
+
+def alone(name, kind):
+    """{name: gradient}, loss and output in one process, by plain autograd."""
+    model = MODELS[name]()
+    whole = model.build_stage(0, 1)
+    args, target = data(kind)
+    output = whole(*args)
+    loss = F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100)
+    loss.backward()
+    grads = {n: p.grad for n, p in whole.named_parameters(remove_duplicate=False)}
+    return grads, loss.item(), output.detach()
+
+
+def num_tasks(name, num_stages):
+    """Per stage, how many gradients wait for W in one process."""
+    model, found = MODELS[name](), []
+    received = (torch.randint(VOCABULARY, (2, TIME)),)
+    for index in range(num_stages):
+        output = model.build_stage(index, num_stages)(*received)
+        inputs = [each for each in received if each.requires_grad]
+        _, weight_grads = backward_input([output], [torch.ones_like(output)], inputs)
+        found.append(len(weight_grads._tasks))
+        received = (output.detach().requires_grad_(),)
+    return found
+
+
+CASES = [*product(MODELS, ("ignored", "documents"), SCHEDULES + SLICED)]
+
+
+def planned(schedule):
+    """Options of a Pipeline of two ranks."""
+    if schedule in SCHEDULES:
+        return {"timetable": schedule, "num_microbatches": M}
+    return {"timetable": plan(schedule.split()[0], 2, M, num_slices=2), "slice_bounds": BOUNDS}
+
+
+def in_context(rank, degrees, cases):
+    """Per case: losses, gradients, norm, numbers of tasks in each W, the evaluation's losses and outputs."""
+    found = {}
+    for case in cases:
+        name, kind, schedule = case
+        model, mesh, seen = MODELS[name](), make_mesh(**degrees), {}
+        with Pipeline(model, **planned(schedule), mesh=mesh) as pipeline:
+            for stage, worker in pipeline._rank.workers.items():
+                count_tasks(worker, seen.setdefault(stage, set()))
+            args, target = data(kind)
+            part = slice(pipeline.place.data_part, None, pipeline.place.num_data_parts)
+            args, target = [each[part] for each in args], target[part]
+            losses = pipeline.step(*args, target=target)
+            grads = {n: p.grad.clone() for n, p in pipeline.named_parameters()}
+            norm = clip_grad_norm_(pipeline, 1e9).item()
+            evaluated, outputs, metrics = pipeline.evaluate(
+                *args, target=target, return_outputs=True, metrics=lambda output, target: {"one": 1.0}
+            )
+            predicted = pipeline.predict(*args)
+            found[case] = losses, grads, norm, seen, evaluated, outputs, metrics, predicted
+    return found
+
+
+def count_tasks(worker, seen):
+    """Note how many gradients wait in each W of a stage."""
+    accumulate = worker.accumulate
+
+    def count(weight_grads):
+        seen.add(len(weight_grads._tasks))
+        accumulate(weight_grads)
+
+    worker.accumulate = count
+
+
+def close(found, expected, scale=None):
+    scale = expected.abs().max().item() if scale is None else scale
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12 * max(scale, 1e-9))
+
+
+@pytest.fixture(scope="module")
+def everyone():
+    return run_ranks(in_context, 4, {"context": 2}, CASES)
+
+
+@pytest.mark.parametrize("name, kind", [*product(MODELS, ("ignored", "documents"))])
+def test_context_has_the_losses_gradients_and_outputs_of_one_process(everyone, name, kind):
+    """Pipeline of 2 x context of 2, under three schedules; a process returns those of whole sequences."""
+    grads, loss, output = alone(name, kind)
+    norm = torch.stack([each.norm() for each in set(grads.values())]).norm().item()
+    for schedule, found in product(SCHEDULES + SLICED, everyone):
+        losses, mine, some_norm, _, evaluated, outputs, metrics, predicted = found[name, kind, schedule]
+        for parameter, grad in mine.items():
+            close(grad, grads[parameter], max(grads[parameter].abs().max().item(), 1e-6))
+        assert some_norm == pytest.approx(norm, rel=1e-12)
+        if losses:
+            assert sum(losses).item() / M == pytest.approx(loss, rel=1e-12)
+            assert sum(evaluated).item() / M == pytest.approx(loss, rel=1e-12)
+            close(outputs, output)
+            close(predicted, output)
+            assert metrics == {"one": 1.0}
+        else:
+            assert outputs is None
+            assert predicted is None
+            assert not metrics
+    by_name = {}
+    for schedule, found in product(SCHEDULES + SLICED, everyone):
+        for parameter, grad in found[name, kind, schedule][1].items():
+            if schedule == "zb_v" and parameter in MODELS[name]().tied().values():
+                continue  # two stages of one rank add to it, in the timetable's order
+            key = schedule in SLICED, parameter
+            assert torch.equal(by_name.setdefault(key, grad), grad), (schedule, parameter)
+
+
+def test_every_linear_waits_for_w_as_without_context(everyone):
+    for (name, kind, schedule), found in product(CASES, everyone):
+        expected = num_tasks(name, 4 if schedule == "zb_v" else 2)
+        for stage, seen in found[name, kind, schedule][3].items():
+            assert seen == {expected[stage]}, (name, kind, schedule, stage)
+
+
+COMPOSED = {
+    "replicate": ({"context": 2, "replicate": 2}, ()),
+    "shard": ({"context": 2, "shard": 2}, ()),
+    "tensor": ({"context": 2, "tensor": 2}, ()),  # gpt alone: llama has two key heads
+    "overlap": ({"context": 2}, (OverlapExchange,)),
+    "context of 4": ({"context": 4}, ()),
+}
+
+
+@pytest.mark.parametrize("what", COMPOSED)
+def test_context_goes_with_other_dimensions(what):
+    degrees, extras = COMPOSED[what]
+    names = ["gpt"] if what in ("context of 4", "tensor") else MODELS  # llama has two key heads
+    cases = [(name, "ignored", "zb_h1") for name in names]
+    everyone = run_ranks(in_composed, 4, degrees, cases, extras)
+    for case, found in product(cases, everyone):
+        grads, _, _ = alone(case[0], "ignored")
+        for parameter, grad in found[case].items():
+            close(grad, grads[parameter], max(grads[parameter].abs().max().item(), 1e-6))
+
+
+def in_composed(rank, degrees, cases, extras):
+    """Per case, the whole gradients."""
+    found = {}
+    for name, kind, schedule in cases:
+        model, mesh = MODELS[name](), make_mesh(**degrees)
+        extra = [each() for each in extras]
+        with Pipeline(model, schedule, num_microbatches=M, mesh=mesh, extras=extra) as pipeline:
+            args, target = data(kind)
+            part = slice(pipeline.place.data_part, None, pipeline.place.num_data_parts)
+            pipeline.step(*[each[part] for each in args], target=target[part])
+            found[name, kind, schedule] = {
+                name: whole_of(each.grad).clone() for name, each in pipeline.named_parameters()
+            }
+    return found

@@ -1,0 +1,145 @@
+"""Batches whose sequences are divided over the processes of a group: what a call takes and gives back.
+
+Every process of the group is given the whole batch, and computes a contiguous part of each sequence:
+dimension 1 of the tensors. A call's results are those of the whole sequences, equal on all processes of the
+group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from zbpp.job.errors import communicating
+from zbpp.runtime.call import Call
+from zbpp.runtime.microbatch import PerMicrobatch, Replicated
+
+
+class SequenceParts:
+    """The parts of the sequences that the processes of a group compute.
+
+    slice_bounds: as in Pipeline, each a multiple of the group's size: each process has a part of each slice.
+    bounds: of the slices in a process's part.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, slice_bounds: Sequence[int] = ()) -> None:
+        self._group, self._whole_bounds = group, slice_bounds
+        self.index, self.num = dist.get_rank(group), dist.get_world_size(group)
+        self.bounds = tuple(bound // self.num for bound in slice_bounds)
+
+    def part_of(self, call: Call) -> Call:
+        """The call with this process's part of each sequence in its tensors.
+
+        The length is dimension 1 of the first argument; of the target, on a rank without arguments; on other
+        ranks the largest one of a keyword. Tensors with another dimension 1 stay whole, and
+        `replicate(tensor)` does. Raises ValueError for a length that doesn't split, a target without the
+        sequence's dimension, and `per_microbatch`.
+        """
+        given = (call.args, call.target, dict(call.kwargs))
+        if any(isinstance(each, PerMicrobatch) for each in _leaves(given)):
+            raise ValueError(
+                "per_microbatch(...) doesn't go with a mesh's dimension context, which divides the "
+                "sequences of one batch: give one tensor of the whole batch"
+            )
+        time = self._time(*given)
+        if time is None:
+            return call
+        if any(_length(each) != time for each in tree_leaves(call.target) if isinstance(each, Tensor)):
+            raise ValueError(
+                f"the sequences have {time} tokens, and the target has no dimension 1 of this size: with a "
+                f"mesh's dimension context a loss is a mean over tokens, so give a target for each, [batch, "
+                f"time]"
+            )
+        bounds = () if call.kind == "predict" else self._whole_bounds
+        args, target, kwargs = sequence_part(given, time, self.index, self.num, bounds)
+        return call._replace(args=args, target=target, kwargs=kwargs)
+
+    def _time(self, args: Any, target: Any, kwargs: Any) -> int | None:
+        """The length of the sequences; None on a rank that is given no tensors."""
+        for some in (args, target):
+            if lengths := [*_lengths(_leaves(some))]:
+                return lengths[0]
+        return max(_lengths(_leaves(kwargs)), default=None)
+
+    def mean(self, losses: Sequence[Tensor]) -> list[Tensor]:
+        """The means of losses over the processes: the losses of whole sequences. Collective."""
+        if not losses:
+            return []
+        return list((self.sum(torch.stack([*losses])) / self.num).unbind())
+
+    def mean_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The means of metrics over the processes. Collective."""
+        if not metrics:
+            return {}
+        total = self.sum(torch.tensor([*metrics.values()], dtype=torch.float64))
+        return dict(zip(metrics, (total / self.num).tolist(), strict=True))
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum the values, in place, over the processes; returns them. Collective."""
+        with communicating("summing over the processes that share sequences"):
+            dist.all_reduce(values, group=self._group)
+        return values
+
+    def whole(self, output: Any, *, is_sliced: bool) -> Any:
+        """An output of the whole sequences: its tensors are joined along dimension 1. Collective.
+
+        is_sliced: whether the call had slices.
+        """
+        return tree_map(partial(self._joined, is_sliced), output)
+
+    def _joined(self, is_sliced: bool, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.num)]
+        with communicating("joining outputs of the processes that share sequences"):
+            dist.all_gather(parts, value.contiguous(), group=self._group)
+        bounds = self.bounds if is_sliced and self.bounds else (0, value.shape[1])
+        return torch.cat([part[:, start:end] for start, end in pairwise(bounds) for part in parts], 1)
+
+
+def sequence_part(given: Any, time: int, index: int, num: int, slice_bounds: Sequence[int] = ()) -> Any:
+    """Part `index` of `num` of the sequences: of the tensors whose dimension 1 has `time` entries.
+
+    With slices it is the part of each of them, one behind the other. Raises ValueError for a length that
+    doesn't split.
+    """
+    if time % num:
+        raise ValueError(
+            f"a sequence of {time} tokens doesn't split over context={num} processes: give "
+            f"{time // num * num or num} or {-(-time // num) * num} tokens"
+        )
+    bounds = slice_bounds if slice_bounds and slice_bounds[-1] == time else (0, time)
+
+    def part(value: Any) -> Any:
+        if not isinstance(value, Tensor) or _length(value) != time:
+            return value
+        slices = [value[:, start:end].chunk(num, dim=1)[index] for start, end in pairwise(bounds)]
+        return torch.cat(slices, 1)
+
+    return tree_map(part, given, is_leaf=_is_replicated)
+
+
+def _leaves(value: Any) -> Iterable[Any]:
+    return tree_leaves(value, is_leaf=lambda each: isinstance(each, Replicated | PerMicrobatch))
+
+
+def _is_replicated(value: Any) -> bool:
+    return isinstance(value, Replicated)
+
+
+def _length(value: Tensor) -> int | None:
+    """The size of dimension 1; None without one."""
+    is_plain = value.layout is torch.strided and not value.is_nested
+    return value.shape[1] if is_plain and value.dim() > 1 else None
+
+
+def _lengths(values: Iterable[Any]) -> Iterator[int]:
+    lengths = (_length(each) for each in values if isinstance(each, Tensor))
+    return (each for each in lengths if each is not None)
