@@ -112,9 +112,10 @@ def parameter_mesh(mesh: DeviceMesh) -> DeviceMesh:
         else:
             replicate *= context
         shape, names = (pipeline, replicate, shard, tensor), (PIPELINE, REPLICATE, SHARD, TENSOR)
-        setattr(mesh, _PARAMETERS, init_device_mesh(mesh.device_type, shape, mesh_dim_names=names))
-    made: DeviceMesh = getattr(mesh, _PARAMETERS)
-    return made
+        made = DeviceMesh(mesh.device_type, mesh.mesh.view(shape), mesh_dim_names=names)
+        setattr(mesh, _PARAMETERS, made)
+    folded: DeviceMesh = getattr(mesh, _PARAMETERS)
+    return folded
 
 
 def check_expert_degree(*, replicate: int, shard: int, context: int, tensor: int, expert: int) -> None:

@@ -27,11 +27,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from zbpp.autograd.models.past import SequenceSlice
 from zbpp.models.hf.masks import NONE, Given, Kind, keywords, kind_of, merged, own_part, refuse, seen_by
 from zbpp.models.hf.ties import names_of
+from zbpp.models.hf.whole_masks import whole_sequences
 from zbpp.models.layers import Head, head_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from zbpp.models.hf.context import Connect
     from zbpp.models.hf.slices import Slices
 
 
@@ -158,6 +160,7 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
         self._cut, self._index = cut, index
+        self._not_in_parts: Mapping[Kind, str] = {}  # batches refused where processes share sequences
         others = [name for name in names_above_layers(model, cut.path) if cut.owners[name] != index]
         head = cut.head if index == len(cut.layers) - 1 else ""
         self._patched = PatchedModel(model, cut.path, others, head)
@@ -220,6 +223,7 @@ class Stage(nn.Module):
         is_given, kind = given != NONE, type(self._patched.model).__name__
         if is_given:
             refuse(kind_of(given), self._cut.refused, kind)
+            refuse(kind_of(given), self._not_in_parts, kind)
         options: dict[str, Any] = {}
         if place is not None:
             given = own_part(given, place)
@@ -228,14 +232,15 @@ class Stage(nn.Module):
         like = self._like() if first else received[0]
         tokens = received[0] if first else self._tokens(received[0])
         try:
-            output = self._patched.run(
-                tokens,
-                layers,
-                like,
-                training=self.training,
-                ends_at_head=not head,
-                **(keywords(given) | options),
-            )
+            with whole_sequences(self, tokens, given) as batch:
+                output = self._patched.run(
+                    tokens,
+                    layers,
+                    like,
+                    training=self.training,
+                    ends_at_head=not head,
+                    **(batch | options),
+                )
         except HeadReached as reached:
             (output,) = reached.args
         except StageDone as done:
@@ -249,6 +254,12 @@ class Stage(nn.Module):
                 "write config.layerdrop=0, if it has one"
             )
         return output
+
+    def hold_contexts(self, connect: Connect | None) -> None:
+        """See zbpp/runtime/parallel/context.py. The first stage of a process tries a small copy."""
+        from zbpp.models.hf.context import hold_contexts
+
+        self._not_in_parts = hold_contexts(self.library_model, connect)
 
     def check_slices(self) -> None:
         """See zbpp/stage_api.py. The first stage of a process tries slices on a small copy."""

@@ -1,0 +1,76 @@
+"""Masks and positions of whole sequences, for a library's model that is given a part of each.
+
+The library makes masks of the tokens that it is given. The function that is registered here makes them for
+whole sequences instead, by the library's own function, from the padding and the documents of all processes.
+Positions are always given, since a part does not begin at 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.autograd.models.context import Context
+from zbpp.models.hf.masks import Given, keywords
+
+
+class _Whole(NamedTuple):
+    """What masks are made of: the length of whole sequences, their padding mask, and their documents."""
+
+    time: int
+    padding: Tensor | None
+    documents: Tensor | None
+
+
+_whole: ContextVar[_Whole] = ContextVar("whole sequences")  # set while the library makes masks
+
+
+@contextmanager
+def whole_sequences(model: nn.Module, tokens: Tensor, given: Given) -> Iterator[dict[str, Tensor]]:
+    """Within the block masks are those of whole sequences; yields the mask and positions for the model.
+
+    model: a library's model or a stage of it. tokens and given: this process's part of the batch, its mask
+    and its positions.
+    """
+    context = next((each for each in model.modules() if isinstance(each, Context)), None)
+    if context is None or context.transfer is None:
+        yield keywords(given)
+        return
+    from transformers.masking_utils import find_packed_sequence_indices
+
+    mask, positions = given
+    padding = context.whole(mask).bool() if mask is not None and mask.dim() == 2 else None
+    documents = None
+    if positions is not None and mask is None:
+        documents = find_packed_sequence_indices(context.whole(positions))
+    if mask is None:  # so that the library looks for no documents in a part
+        mask = torch.ones_like(tokens)
+    if positions is None:
+        positions = context.positions(tokens.shape[1], tokens.device).unsqueeze(0)
+    before = _whole.set(_Whole(tokens.shape[1] * context.num_processes, padding, documents))
+    try:
+        yield {"attention_mask": mask, "position_ids": positions}
+    finally:
+        _whole.reset(before)
+
+
+def whole_mask(own: str, /, **kwargs: Any) -> Any:
+    """The library's mask of whole sequences. own: the library's name of the kind of mask; kwargs: its own."""
+    from transformers.masking_utils import (
+        ALL_MASK_ATTENTION_FUNCTIONS,
+        and_masks,
+        packed_sequence_mask_function,
+    )
+
+    whole = _whole.get()
+    kwargs |= {"q_length": whole.time, "kv_length": whole.time, "attention_mask": whole.padding}
+    if whole.documents is not None:
+        same = packed_sequence_mask_function(whole.documents)
+        kwargs["mask_function"] = and_masks(kwargs["mask_function"], same)
+        kwargs["allow_is_causal_skip"] = False
+    return ALL_MASK_ATTENTION_FUNCTIONS[own](**kwargs)
