@@ -103,7 +103,7 @@ def test_the_drawing_of_placement_is_torchs_numbering():
 
     page = (ROOT / "docs/parallel.md").read_text()
     with fake_world(8):
-        mesh = init_device_mesh("cpu", (2, 2, 1, 2), mesh_dim_names=DIMENSIONS).mesh
+        mesh = init_device_mesh("cpu", (2, 2, 1, 1, 2), mesh_dim_names=DIMENSIONS).mesh
     tensor = ["-".join(map(str, group)) for group in mesh.reshape(-1, 2).tolist()]
     pipelines = ["-".join(map(str, group)) for group in mesh.reshape(2, -1).T.tolist()]
     assert f"tensor groups {', '.join(tensor)}: inside a node" in page

@@ -63,7 +63,7 @@ class OverlapExchange(Feature):
         refuse_together(refusal and f"{self.name} doesn't go with {refusal}", rank.place.gather)
         if not any(rank.place.gather(bool(self._exchanges))):
             raise ValueError(
-                f"{self.name}: no stage exchanges anything; leave it out, spread experts by make_mesh(..., "
+                f"{self.name}: no stage exchanges rows; leave it out, spread experts by make_mesh(..., "
                 "expert=2), or divide sequences by make_mesh(..., context=2)"
             )
         self._workers, self._device = rank.workers, rank.device.type
