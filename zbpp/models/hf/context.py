@@ -42,15 +42,17 @@ _ALONE = "write parallel.context=1"
 _TOLERANCE = 1e-5  # many norms compute in float32 in a float64 model
 
 
-def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> dict[Kind, str]:
-    """Let each attention of a library's model exchange heads; returns the kinds of batches that are refused.
+def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> tuple[list[Context], dict[Kind, str]]:
+    """Let each attention of a library's model exchange heads.
+
+    Returns the attentions' Contexts, and the kinds of batches that are refused.
 
     connect: connects a Context to the processes that share sequences, on which a small copy is tried, once
     for a config. None: nothing is tried. Raises ValueError, on all of them, for a family that fails.
     """
     contexts = _hold(model)
     if connect is None:
-        return {}
+        return contexts, {}
     for context in contexts:
         connect(context)
     num = contexts[0].num_processes
@@ -64,7 +66,7 @@ def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> dict[Kind,
         _tried[key] = with_small_copy(config, lambda small: _try_out(small, connect))
         seconds = time.perf_counter() - start
         _log.info("%s, context=%d: tried on a small copy, %.1f s", config.model_type, num, seconds)
-    return _tried[key]
+    return contexts, _tried[key]
 
 
 _tried: dict[tuple[str, int], dict[Kind, str]] = {}
@@ -151,7 +153,7 @@ def _try_out(config: PretrainedConfig, connect: Connect) -> dict[Kind, str]:
     def run(tokens: Tensor, *given: Tensor | None) -> Tensor:
         mine = _part(context, tokens)
         part = tuple([each if each is None or each.dim() == 4 else _part(context, each) for each in given])
-        with whole_sequences(divided, mine, part) as options:  # type: ignore[arg-type]  # mask, positions
+        with whole_sequences(context, mine, part) as options:  # type: ignore[arg-type]  # mask, positions
             logits: Tensor = divided(input_ids=mine, **options, return_dict=True).logits
         return logits
 

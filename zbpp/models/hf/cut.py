@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.past import SequenceSlice
 from zbpp.models.hf.masks import NONE, Given, Kind, keywords, kind_of, merged, own_part, refuse, seen_by
 from zbpp.models.hf.ties import names_of
@@ -160,7 +161,8 @@ class Stage(nn.Module):
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
         self._cut, self._index = cut, index
-        self._not_in_parts: Mapping[Kind, str] = {}  # batches refused where processes share sequences
+        self._contexts: list[Context] = []  # of the attentions, where processes share sequences
+        self._not_in_parts: Mapping[Kind, str] = {}  # batches that are refused there
         others = [name for name in names_above_layers(model, cut.path) if cut.owners[name] != index]
         head = cut.head if index == len(cut.layers) - 1 else ""
         self._patched = PatchedModel(model, cut.path, others, head)
@@ -232,7 +234,7 @@ class Stage(nn.Module):
         like = self._like() if first else received[0]
         tokens = received[0] if first else self._tokens(received[0])
         try:
-            with whole_sequences(self, tokens, given) as batch:
+            with whole_sequences(next(iter(self._contexts), None), tokens, given) as batch:
                 output = self._patched.run(
                     tokens,
                     layers,
@@ -259,7 +261,7 @@ class Stage(nn.Module):
         """See zbpp/runtime/parallel/context.py. The first stage of a process tries a small copy."""
         from zbpp.models.hf.context import hold_contexts
 
-        self._not_in_parts = hold_contexts(self.library_model, connect)
+        self._contexts, self._not_in_parts = hold_contexts(self.library_model, connect)
 
     def check_slices(self) -> None:
         """See zbpp/stage_api.py. The first stage of a process tries slices on a small copy."""

@@ -13,7 +13,7 @@ from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from zbpp.autograd.models.context import Context
 from zbpp.models.hf.masks import Given, keywords
@@ -31,13 +31,12 @@ _whole: ContextVar[_Whole] = ContextVar("whole sequences")  # set while the libr
 
 
 @contextmanager
-def whole_sequences(model: nn.Module, tokens: Tensor, given: Given) -> Iterator[dict[str, Tensor]]:
+def whole_sequences(context: Context | None, tokens: Tensor, given: Given) -> Iterator[dict[str, Tensor]]:
     """Within the block masks are those of whole sequences; yields the mask and positions for the model.
 
-    model: a library's model or a stage of it. tokens and given: this process's part of the batch, its mask
-    and its positions.
+    context: of one of the model's attentions; None: the sequences come whole. tokens and given: this process's
+    part of the batch, its mask and its positions.
     """
-    context = next((each for each in model.modules() if isinstance(each, Context)), None)
     if context is None or context.transfer is None:
         yield keywords(given)
         return
