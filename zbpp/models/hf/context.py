@@ -42,17 +42,15 @@ _ALONE = "write parallel.context=1"
 _TOLERANCE = 1e-5  # many norms compute in float32 in a float64 model
 
 
-def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> tuple[list[Context], dict[Kind, str]]:
-    """Let each attention of a library's model exchange heads.
-
-    Returns the attentions' Contexts, and the kinds of batches that are refused.
+def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> dict[Kind, str]:
+    """Let each attention of a library's model exchange heads; returns the kinds of batches that are refused.
 
     connect: connects a Context to the processes that share sequences, on which a small copy is tried, once
     for a config. None: nothing is tried. Raises ValueError, on all of them, for a family that fails.
     """
     contexts = _hold(model)
     if connect is None:
-        return contexts, {}
+        return {}
     for context in contexts:
         connect(context)
     num = contexts[0].num_processes
@@ -66,7 +64,7 @@ def hold_contexts(model: PreTrainedModel, connect: Connect | None) -> tuple[list
         _tried[key] = with_small_copy(config, lambda small: _try_out(small, connect))
         seconds = time.perf_counter() - start
         _log.info("%s, context=%d: tried on a small copy, %.1f s", config.model_type, num, seconds)
-    return contexts, _tried[key]
+    return _tried[key]
 
 
 _tried: dict[tuple[str, int], dict[Kind, str]] = {}

@@ -261,7 +261,8 @@ class Stage(nn.Module):
         """See zbpp/runtime/parallel/context.py. The first stage of a process tries a small copy."""
         from zbpp.models.hf.context import hold_contexts
 
-        self._contexts, self._not_in_parts = hold_contexts(self.library_model, connect)
+        self._not_in_parts = hold_contexts(self.library_model, connect)
+        self._contexts = [each for each in self.modules() if isinstance(each, Context)]
 
     def check_slices(self) -> None:
         """See zbpp/stage_api.py. The first stage of a process tries slices on a small copy."""

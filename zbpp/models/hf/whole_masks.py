@@ -34,8 +34,8 @@ _whole: ContextVar[_Whole] = ContextVar("whole sequences")  # set while the libr
 def whole_sequences(context: Context | None, tokens: Tensor, given: Given) -> Iterator[dict[str, Tensor]]:
     """Within the block masks are those of whole sequences; yields the mask and positions for the model.
 
-    context: of one of the model's attentions; None: the sequences come whole. tokens and given: this process's
-    part of the batch, its mask and its positions.
+    context: of one of the model's attentions; None: the sequences come whole. tokens and given: the part of
+    the batch that this process has, its mask and its positions.
     """
     if context is None or context.transfer is None:
         yield keywords(given)
