@@ -9,6 +9,7 @@ check        the proof, on the small model, that its stages compute what the who
 init         initial values for the tensors of one stage
 cut          a stage: the library's model with the layers of other stages skipped
 masks        attention masks and positions
+slices       sequences in slices: the library's cache over a Past, and its trial
 ties         tied parameters
 parallel     tensor parallelism by the library's plan
 experts      experts that are spread over processes, and the loss that balances them
