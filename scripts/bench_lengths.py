@@ -99,8 +99,7 @@ class Way:
             self.args = tuple(map(per_microbatch, zip(*inputs, strict=True)))
         is_last = timetable.num_stages - 1 in stages
         self.target = per_microbatch([labels for _, labels in parts]) if is_last else None
-        shapes = {(size.rows, size.length) for size in sizes}
-        self.pipeline = Pipeline(stages, timetable, model.loss, dynamic_shapes=len(shapes) > 1, timeout=300.0)
+        self.pipeline = Pipeline(stages, timetable, model.loss, timeout=300.0)
         self.recorder, self.timelines = Recorder(), list[Timeline]()
 
     def step(self) -> list[Tensor]:

@@ -53,7 +53,7 @@ def trainer_of(rank, num_ranks, schedule, num_microbatches, *, mesh=None, kind="
         for index in timetable.stages_of(rank % num_ranks)
     }
     parallelize(model, stages, mesh)
-    pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh, dynamic_shapes=True)
+    pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh)
     place = pipeline.place
     costs = Costs(f=3, b=3, w=2, quadratic=Costs(f=1, b=2, w=0))
     parts = {"part": place.data_part, "num_parts": place.num_data_parts}

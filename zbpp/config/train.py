@@ -276,11 +276,6 @@ class TrainConfig(RunConfig):
         return batching_of(self.data)
 
     @property
-    def has_dynamic_shapes(self) -> bool:
-        """Whether microbatches may differ in shape."""
-        return self.parallel.dynamic_shapes or self.batching.is_tokens
-
-    @property
     def profiled_steps(self) -> range:
         """The steps of `profile`, counted from 1 as in metrics.jsonl. Raises ConfigError."""
         start, colon, stop = (self.profile or "").partition(":")

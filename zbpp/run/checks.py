@@ -53,6 +53,7 @@ _OF_SWITCHES = (
     ("weight_offload", "mixed", "write precision=float32 or bfloat16"),
     ("lora", "tensor", "write parallel.tensor=1"),
     ("tokens", "replan", "name a schedule, and give the times that zbpp measure found as schedule.costs"),
+    ("cuda_graphs", "tokens", "graphs have fixed shapes; leave one of them out"),
     ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
 )
 
@@ -73,7 +74,6 @@ def _switches(config: TrainConfig) -> dict[str, str]:
     )
     recompute, compiled = f"memory.recompute={memory.recompute}", f"compile={config.compile}"
     is_mixed = PRECISIONS[precision].is_mixed
-    dynamic = "data.batching=tokens" if config.batching.is_tokens else "parallel.dynamic_shapes=true"
     typed = {
         "activation_offload": (f"memory.offload={memory.offload}", memory.offload != "none"),
         "cuda_graphs": ("cuda_graphs=true", config.cuda_graphs),
@@ -89,7 +89,7 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "context": (f"parallel.context={parallel.context}", parallel.context > 1),
         "context_parallel": (f"parallel.context={parallel.context}", parallel.context > 1),
         "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
-        "dynamic_shapes": (dynamic, config.has_dynamic_shapes),
+        "dynamic_shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
         "tokens": ("data.batching=tokens", config.batching.is_tokens),
         "replan": (f"schedule.replan={config.schedule.replan}", config.schedule.replan is not None),
         "recompute": (recompute, memory.recompute != "none"),

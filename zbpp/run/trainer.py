@@ -76,7 +76,7 @@ def build_pipeline(
             mp_policy=policy,
             seed=config.seed,
             timeout=parallel.timeout,
-            dynamic_shapes=config.has_dynamic_shapes,
+            dynamic_shapes=parallel.dynamic_shapes,
             extras=[*switched, *extras],
         )
         check_pipeline(model, pipeline)
