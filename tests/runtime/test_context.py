@@ -7,11 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from helpers.processes import run_ranks
-from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, plan
+from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, plan
 from zbpp.autograd import backward_input
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.mesh import whole_of
+from zbpp.stage_api import mean_over
 
 M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32
 SCHEDULES = ("1f1b", "zb_h1", "zb_v")
@@ -205,3 +206,54 @@ def in_composed(rank, degrees, cases, extras):
                 name: whole_of(each.grad).clone() for name, each in pipeline.named_parameters()
             }
     return found
+
+
+class Still(torch.nn.Linear):
+    mixes_time = False
+
+
+def tokenwise(output, target):
+    return (output - target).square().mean()
+
+
+counted = mean_over(lambda target: target[..., 0].numel())
+
+
+def refusals(rank):
+    """What a Pipeline or a step says, by the case."""
+    mesh, found = make_mesh(context=2), {}
+    x = torch.randn(4, 6, 8)
+    cases = {
+        "no context": (torch.nn.Linear(8, 8), counted(tokenwise), x, x),
+        "no mark": (Still(8, 8), lambda output, target: output.mean(), x, x),
+        "odd length": (Still(8, 8), counted(tokenwise), x[:, :5], x[:, :5]),
+        "flat target": (Still(8, 8), counted(tokenwise), x, x[:, 0]),
+        "per_microbatch": (Still(8, 8), counted(tokenwise), per_microbatch([x, x]), x),
+        "fine": (Still(8, 8), counted(tokenwise), x, x),
+    }
+    for name, (stage, loss_fn, args, target) in cases.items():
+        found[name] = ""
+        try:
+            pipeline = Pipeline({0: stage}, "zb_h1", loss_fn, num_microbatches=2, mesh=mesh)
+            pipeline.step(args, target=target)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+WORDS = {
+    "no context": "holds no Context",
+    "no mark": "mark it by zbpp.stage_api.mean_over_tokens",
+    "odd length": "a sequence of 5 tokens doesn't split over context=2 processes: give 4 or 6 tokens",
+    "flat target": "the target has no dimension 1 of this size",
+    "per_microbatch": "per_microbatch(...) doesn't go with",
+    "fine": "",
+}
+
+
+def test_what_context_cant_go_with_is_refused_in_one_line():
+    for found in run_ranks(refusals, 2):
+        assert found.keys() == WORDS.keys()
+        for name, text in found.items():
+            assert WORDS[name] in text if WORDS[name] else not text, (name, text)
+            assert "\n" not in text

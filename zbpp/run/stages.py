@@ -61,7 +61,7 @@ def prepare_stages(
             OffloadedWeights(stages, device)
     with naming("data"):
         for inputs in _first_inputs(data, stages, timetable, device):
-            if (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
+            if inputs and (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
                 inputs = sequence_part(inputs, inputs[0].shape[1], 0, context)
             check_data_fit(stages, inputs)
         if data.is_shared:
