@@ -5,6 +5,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     pipeline      Pipeline: what a user calls
     arguments     a schedule's name becomes a timetable, a model stages; do the ranks fit together?
     parameters    names and state_dict of the parameters
+    lowering      timetables with this rank's programs, made ahead in any thread
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
     call          what one call gives to each stage (inputs, keywords, targets, seeds), and what it returns
     executor      one rank's program: sends, receives and actions, run in the plan's order
@@ -13,6 +14,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
     shared_hooks  hooks of parameters that several stages of a rank have
     boundary      what passes between two stages, with or without a message; BoundaryError
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
+    buffers       the memory that messages are received into
+    layouts       what messages look like, by the size of their microbatch; sizes: all ranks know them
     host_links    the same through host memory, for GPUs in a job on gloo
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
