@@ -30,9 +30,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lengths_eval import costs_of, lengths_of
 
-from zbpp import Pipeline, order_microbatches, per_microbatch, plan, simulate
 from zbpp.models.emulated import SlowBackward, sleep
-from zbpp.schedule import Costs, Op, Timetable
+from zbpp.planning import order_microbatches, plan
+from zbpp.runtime import Pipeline, per_microbatch
+from zbpp.schedule import Costs, Op, Timetable, simulate
 
 NAMES = ("1f1b", "zb_h1", "zb_v")
 UNIT = 100  # tokens of a microbatch of length 1
