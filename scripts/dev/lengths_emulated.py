@@ -12,17 +12,14 @@ should be at most 1.05, and `gain` at least that of scripts/results/lengths.txt.
 from __future__ import annotations
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -30,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from lengths_eval import costs_of, lengths_of
 
+from zbpp.job.world import world
+from zbpp.launch import on_ranks
 from zbpp.models.emulated import SlowBackward, sleep
 from zbpp.planning import order_microbatches, plan
 from zbpp.runtime import Pipeline, per_microbatch
@@ -83,10 +82,13 @@ def stage_of(rank: int, timetable: Timetable, costs: Costs) -> dict[int, nn.Modu
     return {s: Sleeping(costs, s, timetable.num_stages) for s in timetable.stages_of(rank)}
 
 
-def measure(rank: int, store: str, options: argparse.Namespace, draw: int) -> None:
+def run(given: tuple[argparse.Namespace, int]) -> None:
+    with world(device="cpu") as here:
+        measure(here.rank, *given)
+
+
+def measure(rank: int, options: argparse.Namespace, draw: int) -> None:
     """Run all schedules in both orders; rank 0 prints a line for each schedule."""
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.ranks)
-    torch.set_num_threads(1)
     lengths = quantized(options.microbatches, options.cv, draw)
     x = [torch.ones(1, round(UNIT * each), 4) for each in lengths]
     steps, predicted, pipelines = {}, {}, []
@@ -116,7 +118,6 @@ def measure(rank: int, store: str, options: argparse.Namespace, draw: int) -> No
             report(f"draw {draw} {name:6s}", medians, {what: predicted[name, what] for what in medians})
     for pipeline in pipelines:
         pipeline.close()
-    dist.destroy_process_group()
 
 
 def report(what: str, measured: dict[str, float], predicted: dict[str, float]) -> None:
@@ -138,11 +139,9 @@ def main() -> None:
     parser.add_argument("--draws", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     options = parser.parse_args()
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     print(f"EMULATED stages, {options.ranks} ranks, {options.microbatches} microbatches, cv {options.cv:g}")
     for draw in range(options.draws):
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(measure, (f"{folder}/store", options, draw), nprocs=options.ranks)
+        on_ranks(options.ranks, run, (options, draw))
 
 
 if __name__ == "__main__":
