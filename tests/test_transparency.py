@@ -8,6 +8,7 @@ model's largest if that is more: a key's bias has gradient zero in theory.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 
 from helpers.host_links import through_host_memory
 from helpers.processes import run_ranks
+from helpers.split import assert_close
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -27,6 +29,9 @@ NUM_STEPS = 6
 # The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps
 # keeps the first update from dividing a gradient of zero (a key's bias) by its own rounding error.
 COMPARED = 2
+BOUNDS = {"two": (0, 6, 12), "four": (0, 3, 6, 9, 12), "unequal": (0, 5, 8, 11, 12)}
+"""Where the slices of a sequence begin."""
+SLICED = [name for name, made in SCHEDULES.items() if "num_slices" in inspect.signature(made).parameters]
 MODELS = {
     "gpt": lambda: Gpt(vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=2, sequence_length=TIME),
     "llama": lambda: Llama(
@@ -57,13 +62,15 @@ def parameters_of(stages: dict[int, nn.Module]) -> dict[str, nn.Parameter]:
     return {name: p for stage in stages.values() for name, p in stage.named_parameters()}
 
 
-def train(rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: int) -> Run:
-    """What this rank has of a run."""
+def train(
+    rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: int, bounds: tuple[int, ...] = ()
+) -> Run:
+    """What this rank has of a run. bounds: of the slices that its sequences come in; (): they come whole."""
     torch.set_default_dtype(torch.float64)
     model = MODELS[model_name]()
-    timetable = plan(schedule, num_ranks, M)
+    timetable = plan(schedule, num_ranks, M, num_slices=max(1, len(bounds) - 1))
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-    pipeline = Pipeline(stages, timetable, loss_fn=model.loss)
+    pipeline = Pipeline(stages, timetable, loss_fn=model.loss, slice_bounds=bounds)
     parameters = parameters_of(stages)
     optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
     losses, grads = [], {}
@@ -82,6 +89,15 @@ def train(rank: int, model_name: str, schedule: str, num_ranks: int, num_steps: 
 def train_all(rank: int, model_name: str, schedules: list[str], num_ranks: int, num_steps: int) -> list[Run]:
     """One run after the other in the same processes."""
     return [train(rank, model_name, schedule, num_ranks, num_steps) for schedule in schedules]
+
+
+def train_sliced(rank: int, schedules: list[str], num_ranks: int) -> list[Run]:
+    """One run after the other of a Gpt whose sequences come in slices."""
+    return [
+        train(rank, "gpt", schedule, num_ranks, COMPARED, bounds)
+        for schedule in schedules
+        for bounds in BOUNDS.values()
+    ]
 
 
 def plain(model_name: str, num_steps: int) -> Run:
@@ -173,8 +189,28 @@ def test_gradients_are_those_of_plain_autograd(
 ) -> None:
     found, expected = piped(model, schedule, num_ranks, COMPARED), plain(model, COMPARED)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
-    assert found.grads.keys() == expected.grads.keys()
-    floor = 1e-6 * max(grad.abs().max().item() for grad in expected.grads.values())
-    for name, grad in expected.grads.items():
-        scale = max(grad.abs().max().item(), floor)
-        assert (found.grads[name] - grad).abs().max().item() <= 1e-12 * scale, name
+    assert_close(found.grads, expected.grads)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "schedules"),
+    [
+        (1, ["1f1b", "zb_v"]),
+        (2, SLICED),
+        pytest.param(4, SLICED, marks=pytest.mark.slow),
+    ],
+)
+def test_sequences_in_slices_have_the_gradients_of_whole_ones(num_ranks: int, schedules: list[str]) -> None:
+    """Those of plain autograd; and with one set of slices, equal to the last bit to those of one rank."""
+    expected = plain("gpt", COMPARED)
+    alone = dict(zip(BOUNDS, train_sliced(0, ["1f1b"], 1), strict=True))
+    torch.set_default_dtype(torch.float32)
+    ranks = run_ranks(train_sliced, num_ranks, schedules, num_ranks, timeout=220)
+    runs = iter([merged([*parts]) for parts in zip(*ranks, strict=True)])
+    for schedule in schedules:
+        for name in BOUNDS:
+            found, same = next(runs), alone[name]
+            assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0), (schedule, name)
+            assert_close(found.grads, expected.grads)
+            assert found.losses == same.losses, (schedule, name)
+            assert all(torch.equal(found.grads[each], grad) for each, grad in same.grads.items())

@@ -22,6 +22,7 @@ from zbpp.autograd.compiled.dynamo import CaptureError, ForwardFunction, Guards,
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.autograd.explain import NOT_COMPILED
 from zbpp.autograd.leaf_grad import sum_dtype
+from zbpp.autograd.models.past import SequenceSlice
 
 _log = logging.getLogger(__name__)
 
@@ -192,7 +193,9 @@ class CompiledForward:
         if self._is_paused or not torch.is_grad_enabled():
             return self.eager(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
-        bound = self._bound((spec, *map(signature, leaves)), args, kwargs)
+        is_slice = any(isinstance(each, SequenceSlice) for each in leaves)
+        key = SequenceSlice if is_slice else (spec, *map(signature, leaves))  # all slices stay eager
+        bound = self._bound(key, args, kwargs)
         if bound is None:
             return self.eager(*args, **kwargs)
         outputs = run(bound.split, bound.tensors_of(self.module), leaves)
@@ -239,6 +242,8 @@ class CompiledForward:
             return None
         try:
             _refuse_selective_checkpoint()
+            if key is SequenceSlice:
+                raise CaptureError("its attention reads what earlier slices of the sequence have written")
             if known and self.function is not None:
                 variables = self.function.variables(args, kwargs)
                 for bound in reversed(known):
