@@ -16,7 +16,7 @@ OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
 
 @pytest.mark.parametrize(
     "page",
-    ["pipeline", "split", "memory", "planning", "optimizer"],
+    ["pipeline", "split", "memory", "planning", "optimizer", "long_context"],
 )
 def test_the_code_of_a_page_runs_from_top_to_bottom(page: str) -> None:
     namespace: dict[str, object] = {}
@@ -136,6 +136,13 @@ def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
         run_command(f"set -e\n{block}", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png"}
+
+
+@pytest.mark.slow
+def test_the_command_of_the_page_about_long_sequences_trains(tmp_path: Path) -> None:
+    (command,) = blocks("docs/long_context.md", "bash")
+    assert "slices of a sequence begin at tokens: 0 " in run_command(command, tmp_path)
+    assert (tmp_path / "runs/slices/stage-0-of-2.safetensors").exists()
 
 
 @pytest.mark.slow

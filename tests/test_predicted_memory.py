@@ -13,7 +13,7 @@ from zbpp.autograd.storages import bytes_of
 from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.programs import step_programs
 from zbpp.run import app
-from zbpp.run.plan import build_timetable, costs_of
+from zbpp.run.plan import build_timetable, costs_of, slice_bounds_of
 from zbpp.run.stages import build_mesh, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime.memory.activation_offload import offload_plan_of
@@ -53,10 +53,15 @@ CASES = {
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],
+    "slices": ["schedule=zb_h1", "model=llama_tiny", *TINY, "schedule.slices=[0,26,46,64]"],
+    "slices again": [*GPT, "schedule.slices=[0,32,64]", "memory.recompute=block", AT_ONCE],
     # Every update is redone: no rank's gradients are within the norm.
     "redone": [*GPT, *LATER, "optimizer.clip_norm=1.0e-3"],
 }
 PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
+# Gradients of a slice's keys and values pass through buffers of their own, which are freed one by one.
+PEAKS |= {"slices": 0.01, "slices again": 0.01}
+CURVES = {"slices": 0.05, "slices again": 0.05}
 UPPER_BOUNDS = ("offload", "redone")
 # Each token goes to all experts: a prediction takes equal numbers of rows on all processes.
 EXPERTS = [
@@ -78,7 +83,8 @@ REPORTED = [
 
 def trainer_of(rank, config):
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
-    plan = Plan(timetable, costs_of(config.schedule, timetable))
+    bounds = slice_bounds_of(config, timetable)
+    plan = Plan(timetable, costs_of(config.schedule, timetable), slice_bounds=bounds)
     mesh = build_mesh(config.parallel, "cpu")
     parts = app.build_parts(config, timetable, rank if mesh is None else mesh.get_local_rank("pipeline"))
     prepare_stages(config, parts, timetable, mesh, torch.device("cpu"))
@@ -120,10 +126,14 @@ def levels_of(report):
 
 @pytest.mark.parametrize("name", [name for name in CASES if name not in UPPER_BOUNDS])
 def test_the_predicted_curve_is_the_measured_one(measured, name):
-    """Within .1 % of the peak after every action, and for the peak itself: a few losses are not predicted."""
+    """Within .1 % of the peak after every action, and for the peak itself: a few losses are not predicted.
+
+    In slices within 5 % and 1 %.
+    """
     reports, plans = zip(*(found[name] for found in measured), strict=True)
     for rank, report in zip(predicted(name, reports, plans[0]), reports, strict=True):
-        assert list(rank.totals) == pytest.approx(levels_of(report), abs=0.001 * report.highest)
+        tolerance = CURVES.get(name, 0.001) * report.highest
+        assert list(rank.totals) == pytest.approx(levels_of(report), abs=tolerance)
         assert max(rank.during) == pytest.approx(report.highest, rel=PEAKS.get(name, 0.001))
 
 

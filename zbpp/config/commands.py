@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 from omegaconf import MISSING, DictConfig
@@ -36,6 +38,30 @@ class ScheduleConfig(Checked):
         None, "of each rank, in activations; where the costs are in bytes, with a unit: 12GiB"
     )
     replan: str | None = described(None, "the schedule to go on with, planned for the first steps' times")
+    slices: Any = field(
+        default=None,
+        metadata={"help": "cut sequences along time: into 8 slices of equal time, or at [0,4096,8192]"},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        given = self.slices
+        if given is None or (type(given) is int and given >= 1):
+            return
+        bounds = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else []
+        if len(bounds) < 2 or any(type(each) is not int for each in bounds) or bounds[0] != 0:
+            raise ConfigError(
+                f"schedule.slices={given}: write how many, as 8; or the tokens at which slices begin, from 0 "
+                "to the length of a sequence, as [0,4096,7168,8192]"
+            )
+        if any(end <= start for start, end in pairwise(bounds)):
+            raise ConfigError(f"schedule.slices={bounds} leaves a slice without tokens: let them ascend")
+        self.slices = bounds
+
+    @property
+    def num_slices(self) -> int:
+        """Into how many slices `slices` cuts a sequence; 1 where it is null."""
+        return len(self.slices) - 1 if isinstance(self.slices, list) else self.slices or 1
 
     @property
     def options(self) -> dict[str, Any]:
@@ -114,6 +140,11 @@ class MeasureConfig(JobConfig):
             raise ConfigError(
                 f"lengths={self.lengths}: write shares of a row above 0 and below 1, as [0.25,0.5]; whole "
                 "rows are measured anyway"
+            )
+        if self.schedule.slices is not None:
+            raise ConfigError(
+                f"schedule.slices={self.schedule.slices}: costs are those of whole sequences, from which "
+                "zbpp train and zbpp plan compute those of slices; leave it out"
             )
 
 

@@ -45,7 +45,7 @@ class MeasuredStages(NamedTuple):
         whole = sum(each.f for each in self.products)
         if not whole:
             return Costs()
-        f, b, w = ([number / whole for number in numbers] for numbers in zip(*self.products, strict=True))
+        f, b, w = ([getattr(each, op) / whole for each in self.products] for op in ("f", "b", "w"))
         return Costs(f=f, b=b, w=w)
 
     def mixed(self, other: MeasuredStages, chosen: Collection[int]) -> MeasuredStages:

@@ -16,7 +16,7 @@ from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.programs import step_programs
 from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, measure_stages
-from zbpp.run.plan import build_offload, costs_of, planned
+from zbpp.run.plan import build_offload, costs_of, planned, slice_bounds_of
 from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Costs, Op, Program, Timetable
 from zbpp.schedule.interpret.memory import RankMemory
@@ -59,6 +59,7 @@ class Predictor:
     """
 
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
+    _slice_bounds: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
         """The predicted memory of a run. Raises ConfigError or PlanError."""
@@ -88,12 +89,21 @@ class Predictor:
         chosen = choose_recompute(config, timetable, plain, recomputed)
         return plain.mixed(recomputed, chosen), chosen
 
+    def _bounds(self, config: TrainConfig, timetable: Timetable) -> tuple[int, ...]:
+        """The bounds of the timetable's slices; computed once for all configs of one model and cut."""
+        key = str(config.schedule.slices), timetable.num_slices, timetable.num_stages, str(config.model)
+        if key not in self._slice_bounds:
+            self._slice_bounds[key] = slice_bounds_of(config, timetable)
+        return self._slice_bounds[key]
+
     def _measured(self, config: TrainConfig, timetable: Timetable) -> MeasuredStages:
         sizes = timetable.num_stages, timetable.num_microbatches, config.microbatch_size
         parallel, memory = config.parallel, config.memory
         degrees = parallel.replicate, parallel.shard, parallel.context, parallel.tensor, parallel.expert
         optimizer = str(replace(config.optimizer, validation="before", clip_norm=None))
+        bounds = self._bounds(config, timetable)
         key = (
+            bounds,
             *sizes,
             *degrees,
             parallel.reshard,
@@ -105,7 +115,7 @@ class Predictor:
             str(config.data),
         )
         if key not in self._known:
-            self._known[key] = measure_stages(config, timetable)
+            self._known[key] = measure_stages(config, timetable, bounds)
         return self._known[key]
 
 

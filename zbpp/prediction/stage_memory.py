@@ -37,7 +37,7 @@ from zbpp.runtime.parallel.context import as_if_divided
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
 from zbpp.runtime.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.schedule import Timetable
+from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for
@@ -83,6 +83,31 @@ def measure_stages(
                 return MeasuredStages(*run.measured(None), run.batch_bytes, reason)
 
 
+def computed_costs(config: TrainConfig, timetable: Timetable) -> tuple[int, Costs]:
+    """(the tokens of a sequence, costs of each stage for a whole sequence) by the stages' products.
+
+    Times are in floating-point operations. Attention is causal: half of its products are needed. Raises
+    ConfigError for data whose rows are no sequences.
+    """
+    with _inner_mesh(config.parallel) as mesh:
+        run = _Stages(config, timetable, mesh)
+        try:
+            found = run.products(FakeTensorMode())
+        except ConfigError:
+            raise
+        except Exception:  # as in measure_stages
+            with naming("model"), explained_as_data("the forward failed"):
+                found = run.products(None)
+    f, b, w, attention = zip(*found, strict=True)
+    linear = Costs(
+        f=[whole - each for whole, each in zip(f, attention, strict=True)],
+        b=[whole - 2 * each for whole, each in zip(b, attention, strict=True)],
+        w=[*w],
+        quadratic=Costs(f=[each / 2 for each in attention], b=[*attention], w=0.0),
+    )
+    return run.sequence_length, linear
+
+
 @contextmanager
 def _inner_mesh(parallel: ParallelConfig) -> Iterator[Any]:
     """A mesh with the config's tensor or expert dimension, over processes that don't exist; None without."""
@@ -114,7 +139,7 @@ class _Stages:
             keeps_apart = keeps_documents_apart(self._model, timetable.num_stages)
             self._data = batched_by_tokens(self._data, config.batching, keeps_apart=keeps_apart)
         self._is_sharded = config.parallel.shard > 1
-        self.batch_bytes = 0, 0
+        self.batch_bytes, self.sequence_length = (0, 0), 0
         self._has_experts = False
 
     def measured(
@@ -140,6 +165,26 @@ class _Stages:
         if self._config.parallel.expert > 1 and not self._has_experts:
             raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
         return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
+
+    def products(self, fake: FakeTensorMode | None) -> list[Products]:
+        """The products of each stage, and `sequence_length`. fake: as in `measured`."""
+        inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
+        args, target = self._microbatch(inside)
+        first = next((each for each in args[0] if isinstance(each, Tensor)), None)
+        if first is None or first.dim() < 2:
+            raise ConfigError("schedule.slices cuts dimension 1 of the inputs, and the data's have none")
+        self.sequence_length = first.shape[1]
+        if fake is not None:
+            args, target = tree_map(lambda value: _faked(fake, value), (args, target))
+        found, last = list[Products](), self._timetable.num_stages - 1
+        with inside, torch.random.fork_rng([]):
+            for index in range(last + 1):
+                stage = self._built(index)
+                loss_fn = self._precision.widened(self._model.loss) if index == last else None
+                run: dict[str, Any] = {"is_last": index == last, "loss_fn": loss_fn, "target": target}
+                each, args = products(index, stage, args, **run)
+                found.append(each)
+        return found
 
     def _microbatch(self, inside: AbstractContextManager[Any]) -> tuple[list[tuple[Any, ...]], list[Any]]:
         """The inputs and the target of the first microbatch, or of a longest one: of each of its slices."""
@@ -225,7 +270,7 @@ class _Stages:
         if self._is_sharded:
             found = self._in_shards(found, stage, states, largest)
             weights = weights._replace(trained=trained * found.weights / max(1, parameters))
-        return found, weights, products(index, stage, args, **run, **sliced), memory.outputs
+        return found, weights, products(index, stage, args, **run, **sliced)[0], memory.outputs
 
     def _of_microbatch(self, memory: MicrobatchMemory) -> dict[str, Any]:
         """The fields of StageBytes that belong to a microbatch, or to its slices."""

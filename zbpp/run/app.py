@@ -33,7 +33,15 @@ from zbpp.run.model import (
     keeps_documents_apart,
     layers_per_stage,
 )
-from zbpp.run.plan import check_plan, costs_of, note_on_microbatches, planned, shape_of, title_of
+from zbpp.run.plan import (
+    check_plan,
+    costs_of,
+    note_on_microbatches,
+    planned,
+    shape_of,
+    slice_bounds_of,
+    title_of,
+)
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
@@ -84,7 +92,7 @@ def train(composed: Composed) -> dict[str, Any]:
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure")
 
-        prepare_stages(config, parts, plan.timetable, mesh, here.device, plan.recomputed)
+        prepare_stages(config, parts, plan.timetable, mesh, here.device, plan.recomputed, plan.slice_bounds)
         pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh, [recorder])
         trainer = build_trainer(config, parts, plan, pipeline)
         saving = build_saving(config, settings, path, trainer, folder)
@@ -150,7 +158,8 @@ def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
     """
     check_config(config)
     timetable = planned(config, num_ranks)
-    plan = Plan(timetable, costs_of(config.schedule, timetable), shape=shape_of(config.schedule))
+    bounds, shape = slice_bounds_of(config, timetable), shape_of(config.schedule)
+    plan = Plan(timetable, costs_of(config.schedule, timetable), shape=shape, slice_bounds=bounds)
     if config.memory.recompute != "auto":
         return plan
     from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds
@@ -201,6 +210,8 @@ def _print_facts(config: TrainConfig, parts: Parts, plan: Plan, trained: str) ->
     """Print what was chosen for this run. trained: how many of the parameters are."""
     for note in parts.data.notes:
         print(note, flush=True)
+    if plan.slice_bounds:
+        print("slices of a sequence begin at tokens:", *plan.slice_bounds, flush=True)
     cut = layers_per_stage(parts.model, plan.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)

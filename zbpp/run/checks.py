@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
+from zbpp.runtime.memory.sequence_slices import SequenceSlices
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.parallel.context import ContextParallel
 from zbpp.runtime.parallel.experts import ExpertParallel
@@ -36,7 +37,7 @@ def check_together(config: TrainConfig) -> None:
 
 _EXTRAS = (
     ActivationOffload, ContextParallel, CudaGraphs, ExpertParallel, GradientRelease, OffloadedWeights,
-    OverlapExchange, Validation,
+    OverlapExchange, SequenceSlices, Validation,
 )  # fmt: skip
 # (one switch, another one, what to write instead): those that are no matter of a pipeline's extras alone.
 _OF_SWITCHES = (
@@ -55,6 +56,8 @@ _OF_SWITCHES = (
     ("tokens", "replan", "name a schedule, and give the times that zbpp measure found as schedule.costs"),
     ("cuda_graphs", "tokens", "graphs have fixed shapes; leave one of them out"),
     ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
+    ("slices", "replan", "its steps would be measured by the microbatch; write schedule.costs=costs.json"),
+    ("slices", "tokens", "all sequences of a step have one length; leave schedule.slices out"),
 )
 
 
@@ -104,6 +107,7 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         ),
         "clip": (f"optimizer.clip_norm={clip}", clip is not None),
         "no costs": ("schedule.costs=null", config.schedule.costs is None),
+        "slices": (f"schedule.slices={config.schedule.slices}", config.schedule.num_slices > 1),
         "lora": ("finetune.lora", config.finetune.adapters is not None),
     }
     return {name: text for name, (text, is_on) in typed.items() if is_on}

@@ -21,6 +21,7 @@ from zbpp.planning import (
     takes_costs,
 )
 from zbpp.planning.plan import check_shape, stages_per_rank
+from zbpp.planning.slices import balanced_bounds, balanced_shares
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
@@ -62,12 +63,13 @@ def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: 
 def _plan_options(schedule: ScheduleConfig, num_ranks: int) -> dict[str, Any]:
     """The keyword arguments of `plan`. Raises PlanError or ConfigError."""
     with _naming_files():
-        costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
+        costs = _rank_costs(schedule)
     shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
     check_shape(schedule.name, num_ranks, **shape)
     num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
     limit = read_memory_limit(schedule.memory_limit, costs)
-    return {"costs": costs.per_stage(num_stages, num_ranks), "memory_limit": limit, **shape}
+    options = {"costs": costs.per_stage(num_stages, num_ranks), "memory_limit": limit, **shape}
+    return options | {"num_slices": schedule.num_slices}
 
 
 @contextmanager
@@ -80,8 +82,35 @@ def _naming_files() -> Iterator[None]:
 
 def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
     """The times in schedule.costs, or else F, B and W of equal length."""
-    whole = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
-    return whole.per_stage(timetable.num_stages, timetable.num_ranks)
+    return _rank_costs(schedule).per_stage(timetable.num_stages, timetable.num_ranks)
+
+
+def _rank_costs(schedule: ScheduleConfig) -> RankCosts:
+    """The costs in schedule.costs, or equal ones; of sequences in slices, if schedule.slices cuts them."""
+    costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
+    given = schedule.slices
+    if schedule.num_slices == 1:
+        return costs
+    return costs.sliced(given if isinstance(given, list) else balanced_shares(given, costs))
+
+
+def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...]:
+    """The tokens at which the slices of a timetable begin, and the length of a sequence; () without slices.
+
+    A number in schedule.slices leaves the bounds to the costs: those in schedule.costs, or computed ones of
+    the model's stages. Raises ConfigError for data that such slices don't fit.
+    """
+    if timetable.num_slices == 1:
+        return ()
+    if isinstance(config.schedule.slices, list):
+        return tuple(config.schedule.slices)
+    from zbpp.prediction.stage_memory import computed_costs  # imports torch's fake tensors: seconds
+
+    length, computed = computed_costs(config, timetable)
+    measured = None if config.schedule.costs is None else read_costs(config.schedule.costs)[0]
+    costs = computed if measured is None or measured.quadratic is None else measured
+    with naming(f"schedule.slices={timetable.num_slices}"):
+        return tuple(balanced_bounds(timetable.num_slices, length, costs))
 
 
 def shape_of(schedule: ScheduleConfig) -> tuple[int, int] | None:
@@ -177,6 +206,10 @@ def plan_from_file(schedule: ScheduleConfig, num_ranks: int, num_microbatches: i
             f"{file} is a plan for {timetable.num_ranks} ranks, not for {num_ranks}: write "
             f"-n {timetable.num_ranks}, or torchrun --nproc-per-node {timetable.num_ranks} (times replicate, "
             "shard and tensor)"
+        )
+    if schedule.slices is not None and schedule.num_slices != timetable.num_slices:
+        raise PlanError(
+            f"{file} is a plan for {timetable.num_slices} slices, not for schedule.slices={schedule.slices}"
         )
     if num_microbatches not in (None, timetable.num_microbatches):
         raise PlanError(

@@ -17,7 +17,7 @@ from zbpp.data.token_batches import TokenBatches
 from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
-from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.microbatch import Cutter, into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.runtime.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
@@ -43,10 +43,11 @@ def prepare_stages(
     mesh: DeviceMesh | None,
     device: torch.device,
     recomputed: Collection[int] = (),
+    slice_bounds: Sequence[int] = (),
 ) -> None:
     """Move, split and tie the stages, try the data on them, then have them recompute or compile. Collective.
 
-    recomputed: with memory.recompute=auto, the stages that recompute.
+    recomputed: with memory.recompute=auto, the stages that recompute. slice_bounds: as in Pipeline.
     """
     model, stages, data = parts
     with naming("parallel"):
@@ -64,6 +65,7 @@ def prepare_stages(
             if inputs and (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
                 inputs = sequence_part(inputs, inputs[0].shape[1], 0, context)
             check_data_fit(stages, inputs)
+            _check_sequences(inputs, slice_bounds)
         if data.is_shared:
             check_lengths_may_differ(stages)
     recompute_stages(stages, config.memory.recompute, recomputed)
@@ -81,6 +83,13 @@ def _first_inputs(
     cut = data.train.cut(0, timetable.num_microbatches)
     for group, _ in (cut[0], cut[-1]):
         yield part_for(stages, timetable.num_stages, data.train.microbatch(group), device)[0]
+
+
+def _check_sequences(inputs: Sequence[Any], slice_bounds: Sequence[int]) -> None:
+    """Raise ConfigError for inputs of a microbatch that these slices don't fit."""
+    with naming("schedule.slices"):
+        named = {f"input {i}": each for i, each in enumerate(inputs)}
+        Cutter(1, slice_bounds).check_sequences(named)
 
 
 def move_stages(

@@ -31,13 +31,15 @@ class Plan(NamedTuple):
     """What rank 0 has decided for all ranks. costs: those in schedule.costs, or equal F, B and W.
 
     shape: (rows, tokens of a row) of the microbatch that the costs hold for; None: not known.
-    recomputed: with memory.recompute=auto, the numbers of the stages that recompute.
+    recomputed: with memory.recompute=auto, the numbers of the stages that recompute. slice_bounds: as in
+    Pipeline.
     """
 
     timetable: Timetable
     costs: Costs
     recomputed: frozenset[int] = frozenset()
     shape: tuple[int, int] | None = None
+    slice_bounds: tuple[int, ...] = ()
 
 
 def build_pipeline(
@@ -72,6 +74,7 @@ def build_pipeline(
             plan.timetable,
             precision.widened(model.loss),
             mesh=mesh,
+            slice_bounds=plan.slice_bounds,
             reshard=cast(Reshard, parallel.reshard),
             mp_policy=policy,
             seed=config.seed,

@@ -30,11 +30,15 @@ _ON_CPUS = {
 
 
 class Products(NamedTuple):
-    """The floating-point operations of F, B and W of one microbatch on one stage."""
+    """The floating-point operations of F, B and W of one microbatch on one stage.
+
+    attention: those of F's products without weights, which grow with the square of a sequence's length.
+    """
 
     f: float
     b: float
     w: float
+    attention: float = 0.0
 
 
 def products(
@@ -46,27 +50,27 @@ def products(
     loss_fn: Loss | None = None,
     target: Sequence[Any] = (None,),
     slice_bounds: Sequence[int] = (),
-) -> Products:
-    """Run F of one microbatch and count. On real tensors, or in FakeTensorMode.
+) -> tuple[Products, list[tuple[Any, ...]]]:
+    """Run F of one microbatch and count; returns F's outputs, too. On real tensors, or in FakeTensorMode.
 
-    inputs, target: of F of each slice; one entry without slices.
+    inputs, target, and the outputs: of each slice; one entry without slices.
     """
     worker, num = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn), len(inputs)
     keywords = slice_keywords(past_of(index, module, slice_bounds), num)
     worker.begin(Feed([*inputs] if index == 0 else (), keywords, [*target], range(num), LossGradients()))
     messages = [tuple(map(received, each)) if index else () for each in inputs]
     with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
-        for unit, message in enumerate(messages):
-            worker.forward(unit, message)
+        outputs = [worker.forward(unit, message) for unit, message in enumerate(messages)]
     worker.abandon()
-    return _of_forward(counter.get_flop_counts().get("Global", {}), _trained_share(module))
+    found = _of_forward(counter.get_flop_counts().get("Global", {}), _trained_share(module))
+    return found, outputs
 
 
 def _of_forward(counts: Mapping[Any, int], trained: float) -> Products:
     """counts: {operation: the floating-point operations of all its calls in F}. trained: of the weights."""
     f = float(sum(counts.values()))
     with_weight = float(sum(count for operation, count in counts.items() if _has_weight(operation)))
-    return Products(f, 2 * f - with_weight, trained * with_weight)
+    return Products(f, 2 * f - with_weight, trained * with_weight, f - with_weight)
 
 
 def _trained_share(module: nn.Module) -> float:
