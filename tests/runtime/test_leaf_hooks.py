@@ -11,7 +11,8 @@ from torch.autograd.graph import register_multi_grad_hook
 from helpers.leaf_hooks import KINDS, Seen, assert_same, assert_same_calls, total_of
 from helpers.processes import run_ranks
 from helpers.split import double, float64
-from zbpp import Pipeline, plan
+from zbpp import HeadAtOnce, Pipeline, plan
+from zbpp.models.llama import Llama
 
 M = 3
 CASES = [*itertools.product(KINDS, (False, True))]  # kind of hook, main_grad
@@ -95,6 +96,49 @@ def test_hooks_see_one_gradient_per_microbatch_of_all_stages_of_a_rank(num_ranks
         for one, other in zip(found, expected, strict=True):
             assert_same_calls(one[0], other[0], kind, has_main_grad=has_main_grad)
             assert_same(one[1], other[1], has_main_grad=has_main_grad)
+
+
+WORDS = 50
+
+
+def tied_llama():
+    sizes = {"num_layers": 2, "hidden_size": 8, "num_heads": 2, "sequence_length": 4}
+    with float64():
+        return Llama(vocab_size=WORDS, tie_embeddings=True, **sizes)
+
+
+def tokens():
+    return torch.randint(WORDS, (2 * M, 5), generator=torch.Generator().manual_seed(0))
+
+
+def seen_by_a_hook(weight):
+    """The gradients that a hook sees, which it clamps."""
+    seen = []
+    weight.register_hook(lambda grad: seen.append(grad.clone()) or grad.clamp(-1e-2, 1e-2))
+    return seen
+
+
+@pytest.mark.parametrize("extras", [(), (HeadAtOnce,)])
+@pytest.mark.parametrize("schedule", ["zb_v", "interleaved_1f1b", "looped_bfs"])
+def test_hooks_of_a_head_that_is_tied_on_one_rank_see_what_plain_autograd_shows(schedule, extras):
+    """In B and W, in BW, and where the head's W runs at the end of its B."""
+    model = tied_llama()
+    whole = model.build_stage(0, 1)
+    options = {} if schedule == "zb_v" else {"stages_per_rank": 2}
+    pipeline = Pipeline(
+        tied_llama(), plan(schedule, 1, M, **options), extras=[each() for each in extras], device="cpu"
+    )
+    assert len(pipeline.stages) == 2
+    pipeline.load_state_dict(whole.state_dict())
+    weights = [dict(each.named_parameters())["embedding.weight"] for each in (whole, pipeline)]
+    expected, found = map(seen_by_a_hook, weights)
+    for _ in range(2):
+        pipeline.step(tokens()[:, :-1], target=tokens()[:, 1:])
+        for chunk in tokens().chunk(M):
+            (model.loss(whole(chunk[:, :-1]), chunk[:, 1:]) / M).backward()
+    assert len(found) == len(expected) == 2 * M
+    for one, other in zip([*found, weights[1].grad], [*expected, weights[0].grad], strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
 
 
 def tied_across_ranks(rank, kind, hooked_rank):

@@ -250,23 +250,27 @@ class WeightGrads:
     @property
     def held_bytes(self) -> int:
         """Bytes of the distinct storages kept alive for W, without those of the leaves; 0 after W."""
-        tasks = self._tasks or ()
         storages = {
             storage.data_ptr(): storage.nbytes()
-            for task in tasks
+            for task in self.tasks
             for tensor in task.tensors()
             for storage in storages_of(tensor)
         }
-        own = {storage.data_ptr() for task in tasks for storage in storages_of(task.leaf)}
+        own = {storage.data_ptr() for task in self.tasks for storage in storages_of(task.leaf)}
         return sum(count for start, count in storages.items() if start not in own)
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """The tasks that are left."""
+        return self._tasks or ()
 
     def tensors(self) -> Iterator[Tensor]:
         """The tensors that W will read."""
-        return (tensor for task in self._tasks or () for tensor in task.tensors())
+        return (tensor for task in self.tasks for tensor in task.tensors())
 
     def leaves(self) -> Iterator[Tensor]:
         """The parameters that W adds to."""
-        return (leaf for task in self._tasks or () for leaf in leaves_of(task))
+        return (leaf for task in self.tasks for leaf in leaves_of(task))
 
     def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:
         """Take W apart: (key, the W of the parameters with this key). This object is empty afterwards."""

@@ -11,7 +11,6 @@ From `Pipeline(...)` to the end of a step, in reading order:
     executor      one rank's program: sends, receives and actions, run in the plan's order
     resolve       a program's instructions as functions over slots
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
-    shared_hooks  hooks of parameters that several stages of a rank have
     boundary      what passes between two stages, with or without a message; BoundaryError
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     buffers       the memory that messages are received into

@@ -140,13 +140,11 @@ def replaced_w(workers: Mapping[int, StageWorker], at: Instruction, run_w: RunW)
 
     def w(message: Message) -> Message:
         run_w(worker, worker.take_deferred(microbatch))
-        worker.end_w(microbatch)
         return ()
 
     def bw(message: Message) -> Message:
         grads = worker.backward_input(microbatch, message)
         run_w(worker, worker.take_deferred(microbatch))
-        worker.end_w(microbatch)
         return grads
 
     if isinstance(at, HeadW):

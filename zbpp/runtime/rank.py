@@ -42,7 +42,6 @@ from zbpp.runtime.mesh import Place
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.sequence_parts import SequenceParts
-from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.sizes import Announcer, Sizes, is_empty
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
@@ -143,14 +142,6 @@ class Rank:
             stage: StageWorker(stage, module, is_last=stage == last, loss_fn=loss_fn, device=device)
             for stage, module in stages.items()
         }
-        self._shared_hooks = SharedHooks(
-            {
-                stage: (module, *([loss_fn] if stage == last and isinstance(loss_fn, nn.Module) else []))
-                for stage, module in stages.items()
-            }
-        )
-        for stage in self._shared_hooks.stages:
-            self.workers[stage].shared_hooks = self._shared_hooks
         self._lowerings = Lowerings(index)
         self._lowering = self._lowerings.of(timetable)
         self.programs = self._lowering.programs
@@ -269,7 +260,6 @@ class Rank:
 
     def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call, Sizes]:
         """Give the stages their parts of a call, and run its program, again if the step begins again."""
-        self._shared_hooks.begin()
         is_whole = call.kind == "predict"
         bounds = self.slice_bounds if self.parts is None else self.parts.bounds
         cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, bounds)
@@ -429,7 +419,6 @@ class Rank:
         """Drop what is left of a call in the stages."""
         for worker in self.workers.values():
             worker.abandon()
-        self._shared_hooks.abandon()
 
     def _fail(self, error: BaseException) -> None:
         """Drop the microbatches of a failed call. A pipeline that other processes wait for ends here."""

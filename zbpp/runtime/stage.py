@@ -36,7 +36,6 @@ from zbpp.runtime.boundary import (
 from zbpp.runtime.call import NO_FEED, Feed, checked_losses
 from zbpp.runtime.in_place import explained_in_backward, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
-from zbpp.runtime.shared_hooks import SharedHooks
 from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
@@ -86,7 +85,6 @@ class StageWorker:
         loss_fn: Loss | None = None,
         device: torch.device | None = None,
     ) -> None:
-        self.shared_hooks: SharedHooks | None = None
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self.feed = NO_FEED  # the stage's part of this call's arguments
@@ -196,7 +194,6 @@ class StageWorker:
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
             self.accumulate(weight_grads)
-        self.end_w(microbatch)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
@@ -204,13 +201,7 @@ class StageWorker:
         grads, weight_grads = self._backward(microbatch, message)
         if weight_grads is not None:
             self.accumulate(weight_grads)
-        self.end_w(microbatch)
         return grads
-
-    def end_w(self, microbatch: int) -> None:
-        """Called when the microbatch's W has added all its gradients."""
-        if self.shared_hooks is not None:
-            self.shared_hooks.end_w(self.index, microbatch)
 
     def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
         """Run the split backward of a microbatch; message: per output of F its gradient, None if it has none.
@@ -233,8 +224,6 @@ class StageWorker:
             if explained is None:
                 raise
             raise explained from None
-        if self.shared_hooks is not None:
-            self.shared_hooks.keep(deferred, microbatch)
         weight_grads = WeightGrads(deferred, large)
         large.clear()  # W frees what it has used
         return tuple([detach_gradient(grad) for grad in grads]), weight_grads

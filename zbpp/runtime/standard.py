@@ -16,6 +16,7 @@ from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.parallel.context import ContextParallel
 from zbpp.runtime.parallel.experts import ExpertParallel
 from zbpp.runtime.parallel.reductions import Reductions
+from zbpp.runtime.parallel.shared_hooks import SharedHooks
 from zbpp.runtime.rank import Rank
 
 
@@ -24,7 +25,7 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
 
     After each sequence the processes agree that none of them refuses it. reshard, mp_policy: as in Pipeline.
     """
-    yield [SameCalls()]
+    yield [SameCalls(), SharedHooks()]
     if rank.receives_on_device and rank.device.type == "cuda":
         use_expandable_segments()
         yield [FullDevice()]
