@@ -87,7 +87,7 @@ def trainer_of(rank, config):
     plan = Plan(timetable, costs_of(config.schedule, timetable), slice_bounds=bounds)
     mesh = build_mesh(config.parallel, "cpu")
     parts = app.build_parts(config, timetable, rank if mesh is None else mesh.get_local_rank("pipeline"))
-    prepare_stages(config, parts, timetable, mesh, torch.device("cpu"))
+    parts = prepare_stages(config, parts, timetable, mesh, torch.device("cpu"))
     pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh)
     trainer = build_trainer(config, parts, plan, pipeline)
     trainer.num_recorded = 0

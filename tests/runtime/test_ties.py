@@ -7,11 +7,17 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.configs import composed
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, check_replicas, clip_grad_norm_, plan
 from zbpp.autograd import recompute
+from zbpp.run import app
+from zbpp.run.stages import prepare_stages
+from zbpp.run.trainer import Plan, build_pipeline
+from zbpp.runtime import ties
 from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
+from zbpp.schedule import Costs
 from zbpp.training.weights import save_weights
 
 VOCAB, HIDDEN, M, STEPS = 11, 6, 4, 5
@@ -291,6 +297,21 @@ def test_a_rank_that_has_all_places_gets_one_parameter(num_stages):
     expected = {name: each.grad for name, each in model.named_parameters() if each.requires_grad}
     found = {name: each.grad for name, each in pipeline.named_parameters() if each.requires_grad}
     assert_close(found, expected)
+
+
+def test_a_run_asks_for_the_ties_of_its_stages_once(monkeypatch):
+    """The Pipeline asked again, and so did one that goes on under another timetable."""
+    asked, report = [], ties._report
+    monkeypatch.setattr(ties, "_report", lambda *given: asked.append(given) or report(*given))
+    config = composed("schedule=zb_v", "model=llama_tiny", "model.tie_embeddings=true")
+    timetable, device = plan("zb_v", 1, M), torch.device("cpu")
+    parts = app.build_parts(config, timetable, 0)
+    parts = prepare_stages(config, parts, timetable, None, device)
+    pipeline = build_pipeline(config, Plan(timetable, Costs()), parts.model, parts.stages)
+    with pipeline.with_timetable(timetable) as following:
+        found = {name for names, _ in following.parameter_names() for name in names if len(names) > 1}
+    assert found == {"embedding.weight", "head.weight"}
+    assert len(asked) == 1
 
 
 class TiedLm:

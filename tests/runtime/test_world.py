@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from helpers.processes import outcomes, run_ranks
-from zbpp.job.agreement import broadcast, check_agreement, gather
+from zbpp.job.agreement import broadcast, check_agreement, gather, gather_or_refuse, refuse_together
 from zbpp.job.world import world
 from zbpp.runtime import AgreementError, CommunicationError, DeviceError
 
@@ -49,6 +49,30 @@ def talk(rank):
 def test_gather_and_broadcast_say_the_same_on_every_rank():
     expected = ([{"rank": 0}, {"rank": 1}, {"rank": 2}], "from 0")
     assert run_ranks(talk, 3) == [expected] * 3
+
+
+def refuse(rank, refusals):
+    """What this rank returns or raises, the cause of its error, and the number of its gathers."""
+    own = KeyError(rank) if refusals[rank] else None
+    gathers = []
+
+    def counted(value):
+        gathers.append(value)
+        return gather(value)
+
+    try:
+        values = gather_or_refuse(refusals[rank], 10 * rank, counted, LookupError, own)
+        refuse_together(refusals[rank], counted)
+    except LookupError as error:
+        return str(error), type(error.__cause__), len(gathers)
+    return values, type(own), len(gathers)
+
+
+def test_a_refusal_of_one_rank_is_raised_on_all_and_else_all_values_come():
+    nothing = type(None)
+    expected = [("no", nothing, 1), ("no", KeyError, 1), ("no", KeyError, 1)]
+    assert run_ranks(refuse, 3, ["", "no", "nor I"]) == expected
+    assert run_ranks(refuse, 3, ["", "", ""]) == [([0, 10, 20], nothing, 2)] * 3
 
 
 def leave_early(rank):

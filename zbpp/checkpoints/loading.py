@@ -21,7 +21,7 @@ from zbpp.checkpoints.optimizer_states import (
 )
 from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
-from zbpp.job.agreement import refuse_together
+from zbpp.job.agreement import gather_or_refuse, refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import Place
 
@@ -116,9 +116,9 @@ def restore(
         checkpoint.read(targets)
     except Exception as error:  # the other processes wait
         refusal = _message_of(error, checkpoint)
-    if len(set(pipeline.place.gather(optimizer is None))) > 1:
-        refusal = refusal or UNEVEN_OPTIMIZERS
-    refuse_together(refusal, pipeline.place.gather, CheckpointError)
+    have_none = gather_or_refuse(refusal, optimizer is None, pipeline.place.gather, CheckpointError)
+    if len(set(have_none)) > 1:
+        raise CheckpointError(UNEVEN_OPTIMIZERS)
     assert model is not None  # there was no refusal
     try:
         model.apply()
@@ -159,8 +159,8 @@ def _check_model(checkpoint: Checkpoint, pipeline: Pipeline) -> None:
         saved = checkpoint.shapes() | dict.fromkeys(checkpoint.facts["model"]["extra"], ())
     except Exception as error:  # the other processes wait
         refusal = _message_of(error, checkpoint)
-    refuse_together(refusal, pipeline.place.gather, CheckpointError)
-    everywhere = {name for names in pipeline.place.gather(sorted(own)) for name in names}
+    everyone = gather_or_refuse(refusal, sorted(own), pipeline.place.gather, CheckpointError)
+    everywhere = {name for names in everyone for name in names}
     found = model_states.differences(own, everywhere, saved)
     if found:
         num_stages = pipeline.timetable.num_stages

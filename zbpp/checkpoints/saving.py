@@ -21,6 +21,7 @@ from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.nest import encoded
 from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters
 from zbpp.checkpoints.writing import Saving, is_first, line_of
+from zbpp.job.agreement import gather_or_refuse
 from zbpp.runtime import Extra, Pipeline
 from zbpp.runtime.groups import close_groups, gloo_group
 from zbpp.runtime.rank import Rank
@@ -138,15 +139,15 @@ def prepared(
         error = line_of(caught)
     except Exception as caught:  # of the user's objects, too: the other processes wait
         error = f"{path} can't be written: {type(caught).__name__}: {line_of(caught)}"
-    gathered = place.gather((error, facts))
-    refusals = [each for each, _ in gathered if each]
-    if len({each.get("optimizer") is None for _, each in gathered}) > 1:
-        refusals.append(UNEVEN_OPTIMIZERS)
-    if refusals:
+    try:
+        parts = gather_or_refuse(error, facts, place.gather, CheckpointError)
+        if len({each["optimizer"] is None for each in parts}) > 1:
+            raise CheckpointError(UNEVEN_OPTIMIZERS)
+    except CheckpointError:
         if is_prepared:
             folders.discard(folders.unfinished(path))
-        raise CheckpointError(refusals[0])
-    whole = _merged([each for _, each in gathered], pipeline, step) | {"info": dict(info or {})}
+        raise
+    whole = _merged(parts, pipeline, step) | {"info": dict(info or {})}
     saver.last = Saving(path, tensors, json.dumps(whole), keep, place, saver.group)
     return saver.last
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,6 +24,14 @@ def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     return values
 
 
+def gather_over(value: Any, groups: Iterable[dist.ProcessGroup | None]) -> list[Any]:
+    """The value of every process that these groups join, group after group, on every process."""
+    values = [value]
+    for group in groups:
+        values = [each for values_of_one in gather(values, group) for each in values_of_one]
+    return values
+
+
 def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
     """Rank 0's value, on every rank."""
     if not dist.is_initialized():
@@ -35,16 +43,33 @@ def broadcast(value: Any, group: dist.ProcessGroup | None = None) -> Any:
 
 
 def refuse_together(
-    refusal: str, gather: Callable[[str], Sequence[str]], error: type[Exception] = ValueError
+    refusal: str, gather: Callable[[Any], Sequence[Any]], error: type[Exception] = ValueError
 ) -> None:
     """Raise `error` on EVERY process if one of them refuses. Collective.
 
-    refusal: why this process refuses; "" if it does not. gather: gives every process's refusal, such as
+    refusal: why this process refuses; "" if it does not. gather: gives every process's value, such as
     `place.gather`. The others would wait for a process that raises alone.
     """
-    for each in gather(refusal):
+    gather_or_refuse(refusal, None, gather, error)
+
+
+def gather_or_refuse(
+    refusal: str,
+    value: Any,
+    gather: Callable[[Any], Sequence[Any]],
+    error: type[Exception] = ValueError,
+    cause: Exception | None = None,
+) -> list[Any]:
+    """Every process's value; or raise `error` on EVERY process if one of them refuses. One collective.
+
+    refusal, gather: as in `refuse_together`. value: ignored if this process refuses. cause: the exception
+    that makes this process refuse, for its traceback.
+    """
+    everyone = gather((refusal, value))
+    for each, _ in everyone:
         if each:
-            raise error(each)
+            raise error(each) from cause
+    return [found for _, found in everyone]
 
 
 def check_agreement(

@@ -92,7 +92,9 @@ def train(composed: Composed) -> dict[str, Any]:
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure")
 
-        prepare_stages(config, parts, plan.timetable, mesh, here.device, plan.recomputed, plan.slice_bounds)
+        parts = prepare_stages(
+            config, parts, plan.timetable, mesh, here.device, plan.recomputed, plan.slice_bounds
+        )
         pipeline = build_pipeline(config, plan, parts.model, parts.stages, mesh, [recorder])
         trainer = build_trainer(config, parts, plan, pipeline)
         saving = build_saving(config, settings, path, trainer, folder)

@@ -21,7 +21,7 @@ from zbpp.runtime.microbatch import Cutter, into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.runtime.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.ties import agree_on_ties
+from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for
@@ -44,10 +44,11 @@ def prepare_stages(
     device: torch.device,
     recomputed: Collection[int] = (),
     slice_bounds: Sequence[int] = (),
-) -> None:
+) -> Parts:
     """Move, split and tie the stages, try the data on them, then have them recompute or compile. Collective.
 
-    recomputed: with memory.recompute=auto, the stages that recompute. slice_bounds: as in Pipeline.
+    Returns the parts with TiedStages. recomputed: with memory.recompute=auto, the stages that recompute.
+    slice_bounds: as in Pipeline.
     """
     model, stages, data = parts
     with naming("parallel"):
@@ -56,7 +57,7 @@ def prepare_stages(
     with naming("model"):
         place = Place(mesh)
         parallelize(model, stages, place.mesh)
-        agree_on_ties(stages, timetable.rank_of, place, model)
+        ties = agree_on_ties(stages, timetable.rank_of, place, model)
     if config.memory.offload_weights:
         with naming("memory.offload_weights=true"):
             OffloadedWeights(stages, device)
@@ -70,6 +71,7 @@ def prepare_stages(
             check_lengths_may_differ(stages)
     recompute_stages(stages, config.memory.recompute, recomputed)
     compile_stages(stages, config.compile, config.memory.budget)
+    return parts._replace(stages=TiedStages(stages, ties))
 
 
 def _first_inputs(

@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.error_text import kind_of
-from zbpp.job.agreement import check_equal, gather
+from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
 from zbpp.runtime.extra import extras_of
 from zbpp.runtime.groups import unique_name
 from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
-from zbpp.runtime.ties import Tie, agree_on_ties
+from zbpp.runtime.ties import Tie, TiedStages, agree_on_ties
 from zbpp.runtime.wrapped_stages import refusal_of
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel, RefusedStage, missing_methods, stage_of
@@ -232,20 +232,23 @@ def agree_on_stages(
         failure, report = error, _Report(refusal=text)
     reports: list[_Report] = gather(report, place.pipeline)
     refusal, has_split = _refusal(reports, timetable), has_split_parameters(stages.values())
-    everyone = place.gather((rank, refusal, report.shapes, has_split))
-    _raise_first([refusal for _, refusal, _, _ in everyone], failure)
-    if place.size(TENSOR) > 1 and not any(has_split for _, _, _, has_split in everyone):
+    mine = rank, report.shapes, has_split
+    everyone = gather_or_refuse(refusal, mine, place.gather, cause=failure)
+    if place.size(TENSOR) > 1 and not any(has_split for _, _, has_split in everyone):
         raise ValueError(
             "the mesh has a tensor dimension, but no parameter of the stages is split over it: each process "
             "would train the same copy. Split them with torch's parallelize_module(stage, mesh['tensor'], "
             "...) before the Pipeline is made"
         )
-    if len({(other, shapes) for other, _, shapes, _ in everyone}) > timetable.num_ranks:
+    if len({(other, shapes) for other, shapes, _ in everyone}) > timetable.num_ranks:
         raise ValueError(
             "processes that stand at the same rank of the pipeline have stages with different parameters "
             "(names, shapes or dtypes): build them alike"
         )
-    ties = agree_on_ties(stages, timetable.rank_of, place, model_of(given))
+    if isinstance(given, TiedStages):
+        ties = given.ties
+    else:
+        ties = agree_on_ties(stages, timetable.rank_of, place, model_of(given))
     return Agreed(stages, [each.names for each in reports], ties, reports[0].key)
 
 
@@ -258,12 +261,6 @@ def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
         if each.stages != expected:
             return f"rank {other} owns stages {expected} of this timetable, got modules for {each.stages}"
     return ""
-
-
-def _raise_first(refusals: Iterable[str], cause: Exception | None) -> None:
-    for refusal in refusals:
-        if refusal:
-            raise ValueError(refusal) from cause
 
 
 def _shapes(stages: Mapping[int, nn.Module]) -> str:

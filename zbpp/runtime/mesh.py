@@ -38,7 +38,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.error_text import kind_of
-from zbpp.job.agreement import broadcast, gather
+from zbpp.job.agreement import broadcast, gather_over
 from zbpp.schedule import PlanError, Timetable
 
 PIPELINE, REPLICATE, SHARD, CONTEXT, TENSOR = DIMENSIONS = (
@@ -274,10 +274,7 @@ class Place:
 
         The ranks of one pipeline stand side by side, those of the first pipeline first.
         """
-        values = gather(value, self.pipeline)
-        for group in self.groups.values():
-            values = [each for values_of_one in gather(values, group) for each in values_of_one]
-        return values
+        return gather_over(value, (self.pipeline, *self.groups.values()))
 
     def broadcast(self, value: Any) -> Any:
         """The value of the mesh's first process, on every process. Collective."""

@@ -40,7 +40,7 @@ from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.ties import copies_here
+from zbpp.runtime.ties import TiedStages, copies_here
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.seeding import seed_of
@@ -477,7 +477,7 @@ class Pipeline:
         extras = self.extras
         self.close()
         following = Pipeline(
-            self.stages,
+            TiedStages(self.stages, self._rank.ties),
             timetable,
             self._loss_fn,
             self._given_group,

@@ -27,7 +27,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zbpp.job.agreement import gather
+from zbpp.job.agreement import gather, gather_or_refuse
 from zbpp.runtime.mesh import SHARD, Place, local_of
 
 ParameterPlace = tuple[int, str]
@@ -43,6 +43,17 @@ class ParameterFacts(NamedTuple):
     identity: tuple[int, int]  # rank, number of the object
     kind: str  # shape of this process's part, dtype, placements of a DTensor, trained or frozen
     is_sparse: bool  # its gradient
+
+
+class TiedStages(dict[int, nn.Module]):
+    """One rank's stages, and the ties of all ranks, which have agreed on them already.
+
+    A Pipeline of such stages does not ask the other ranks again; all ranks give it such stages, or none does.
+    """
+
+    def __init__(self, stages: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
+        super().__init__(stages)
+        self.ties = list(ties)
 
 
 class Report(NamedTuple):
@@ -103,11 +114,7 @@ def agree_on_ties(
             check_ties(ties, reports, rank_of, is_sharded=SHARD in place.groups, is_built=model is not None)
         except ValueError as error:
             refusal = str(error)
-    of_all = place.gather((refusal, ties))
-    for each, _ in of_all:
-        if each:
-            raise ValueError(each)
-    if any(other != ties for _, other in of_all):
+    if any(other != ties for other in gather_or_refuse(refusal, ties, place.gather)):
         raise ValueError("copies of the pipeline tie different parameters: declare the same on all of them")
     if model is not None:
         for tie in ties:

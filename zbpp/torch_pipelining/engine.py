@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves, tree_map
 
-from zbpp.job.agreement import gather
+from zbpp.job.agreement import gather, gather_over
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
@@ -272,9 +272,7 @@ class _WeightsByUser(Feature):
 def _engine_for(schedule: Any, stages: list[Any], batch: Any, unknown: set[str]) -> _Engine:
     """The engine of a schedule object. Collective: one rank that can't run its part here decides for all."""
     own = _refusal(schedule, stages, batch, unknown)
-    found = gather(own, stages[0].group)
-    for group in _data_groups(stages[0].submod).values():
-        found = [each for some in gather(found, group) for each in some]
+    found = gather_over(own, (stages[0].group, *_data_groups(stages[0].submod).values()))
     return _Engine(schedule, stages, next(filter(None, found), ""))
 
 

@@ -16,6 +16,7 @@ import torch
 
 from zbpp.checkpoints import Checkpoint, CheckpointError, Saving, opened, prepared, restore
 from zbpp.error_text import shown_path
+from zbpp.job.agreement import refuse_together
 from zbpp.runtime.mesh import local_of
 from zbpp.schedule import Timetable
 from zbpp.training.optim.update import Metrics
@@ -241,9 +242,9 @@ def check_savable(trainer: Trainer) -> None:
 
     Frozen weights and buffers may hold infinities on purpose (masks).
     """
-    for bad in trainer.pipeline.place.gather(_first_not_finite(trainer)):
-        if bad:
-            raise CheckpointError(f"parameter {bad} is NaN or infinite, so this state is not saved")
+    bad = _first_not_finite(trainer)
+    refusal = bad and f"parameter {bad} is NaN or infinite, so this state is not saved"
+    refuse_together(refusal, trainer.pipeline.place.gather, CheckpointError)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd.models.exchange import BalancedExchange, Exchange
-from zbpp.job.agreement import refuse_together
+from zbpp.job.agreement import gather_or_refuse
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.groups import close_groups, group_like
@@ -36,8 +36,7 @@ def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
         return
     holders = [holder for stage in stages for holder in _holders(stage)]
     num = place.size(EXPERT)
-    refuse_together(_refusal(holders, num), place.gather)
-    if not any(place.gather(bool(holders))):
+    if not any(gather_or_refuse(_refusal(holders, num), bool(holders), place.gather)):
         raise ValueError(no_experts(num))
     _take_parts(holders, mesh[EXPERT])
     for holder in holders:

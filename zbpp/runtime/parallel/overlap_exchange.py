@@ -25,7 +25,7 @@ from types import MappingProxyType
 import torch
 
 from zbpp.autograd.models.exchange import Pending, exchanges_in
-from zbpp.job.agreement import refuse_together
+from zbpp.job.agreement import gather_or_refuse
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
@@ -60,8 +60,8 @@ class OverlapExchange(Feature):
         """See Extra."""
         self._exchanges = exchanges_in(worker.module for worker in rank.workers.values())
         refusal = _refusal(rank)
-        refuse_together(refusal and f"{self.name} doesn't go with {refusal}", rank.place.gather)
-        if not any(rank.place.gather(bool(self._exchanges))):
+        refusal = refusal and f"{self.name} doesn't go with {refusal}"
+        if not any(gather_or_refuse(refusal, bool(self._exchanges), rank.place.gather)):
             raise ValueError(
                 f"{self.name}: no stage exchanges rows; leave it out, spread experts by make_mesh(..., "
                 "expert=2), or divide sequences by make_mesh(..., context=2)"

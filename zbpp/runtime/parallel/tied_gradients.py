@@ -11,7 +11,8 @@ before, by FSDP2.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from torch import nn
 
 from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
-from zbpp.job.agreement import broadcast, check_agreement, gather
+from zbpp.job.agreement import broadcast, check_agreement, gather, refuse_together
 from zbpp.runtime.groups import close_groups, group_of, unique_name
 from zbpp.runtime.mesh import copy_from
 from zbpp.runtime.parallel.reduce import AllReduce
@@ -80,12 +81,11 @@ class TiedGradients:
             for each in self._shared:
                 kinds = {text_of(tie): _kind(parameter) for tie, parameter in each.parameters.items()}
                 check_agreement("gradients of tied parameters", kinds, each.group, each.ranks)
-                _refuse_hooks(
-                    name for names in gather(_hooked(each.parameters), each.group) for name in names
-                )
+                refuse_together(_refusal(each.parameters), partial(gather, group=each.group))
             self._is_checked = True
         for each in self._shared:
-            _refuse_hooks(_hooked(each.parameters))
+            if refusal := _refusal(each.parameters):
+                raise ValueError(refusal)
 
     def begin(self) -> None:
         """Set the gradients of copies to zero: the owner's gradient holds the sum of earlier steps."""
@@ -115,18 +115,15 @@ class _Shared(NamedTuple):
     sums: AllReduce
 
 
-def _hooked(parameters: Mapping[Tie, nn.Parameter]) -> list[str]:
+def _refusal(parameters: Mapping[Tie, nn.Parameter]) -> str:
+    """Why the copies can't get one gradient, or nothing."""
     hooked = hooked_nodes([each for each in parameters.values() if each.requires_grad])
-    return [text_of(tie) for tie, each in parameters.items() if id(each) in hooked]
-
-
-def _refuse_hooks(names: Iterable[str]) -> None:
-    if found := next(iter(names), ""):
-        raise ValueError(
-            f"{found} are tied, are on different ranks, and have a hook, which would see the gradient of one "
-            "copy only: remove the hook and read the gradient after step(), or choose a schedule that puts "
-            "these stages on one rank, such as zb_v"
-        )
+    found = next((text_of(tie) for tie, each in parameters.items() if id(each) in hooked), "")
+    return found and (
+        f"{found} are tied, are on different ranks, and have a hook, which would see the gradient of one "
+        "copy only: remove the hook and read the gradient after step(), or choose a schedule that puts "
+        "these stages on one rank, such as zb_v"
+    )
 
 
 def _kind(parameter: nn.Parameter) -> str:
