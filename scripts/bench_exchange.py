@@ -45,7 +45,7 @@ from zbpp.models.emulated import Emulated
 from zbpp.models.llama import Llama
 from zbpp.planning import lower_bound, plan
 from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
-from zbpp.runtime.mesh import Place, local_of, make_mesh, planned_by_rank_0
+from zbpp.runtime.mesh import MeshPosition, local_of, make_mesh, planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 WIDTH = 8
@@ -200,7 +200,7 @@ def bench_real(options: argparse.Namespace) -> tuple[list[str], bool]:
             step(runs[0], options)
         costs = measured_costs(*runs[0].timelines)
         limit = max(simulate(timetable, Costs()).peak_memory) + 0.5
-        postponed = planned_by_rank_0(lambda: postponed_plan(options, costs, limit), Place(mesh))
+        postponed = planned_by_rank_0(lambda: postponed_plan(options, costs, limit), MeshPosition(mesh))
         for name, each in (("as it is", timetable), ("postponed", postponed)):
             runs.append(start(name, model, each, options, OverlapExchange(), mesh=mesh))
         runs[0].timelines.clear()

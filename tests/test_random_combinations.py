@@ -265,7 +265,7 @@ class Piped(Training):
             self.masters.update()
 
     def end(self) -> None:
-        self.pipeline.settle()
+        self.pipeline.finish_update()
         self.pipeline.close()
 
 

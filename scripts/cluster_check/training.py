@@ -15,7 +15,7 @@ from zbpp.job.agreement import broadcast
 from zbpp.models.gpt import Gpt
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import Place, make_mesh, planned_by_rank_0
+from zbpp.runtime.mesh import MeshPosition, make_mesh, planned_by_rank_0
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import PlanError, Timetable
 
@@ -81,7 +81,7 @@ def pipeline_losses(
     here = check.here
     model = small_gpt(2 * here.size)
     mesh = make_mesh(**degrees, device_type=here.device.type) if degrees else None
-    rank = here.rank if mesh is None else Place(mesh).rank
+    rank = here.rank if mesh is None else MeshPosition(mesh).rank
     stages: dict[int, nn.Module] = {
         index: model.build_stage(index, timetable.num_stages).to(here.device, torch.float64)
         for index in timetable.stages_of(rank)

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import zbpp
 from helpers.processes import run_ranks
 from zbpp.models.llama import Llama
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import agree_on_ties
 from zbpp.training.optim.optimizer import adamw
@@ -62,7 +62,7 @@ class Run:
             for name, parameter in stage.named_parameters():
                 parameter.requires_grad_("mlp_norm" not in name)
         parallelize(model, stages, mesh)
-        place = Place(mesh)
+        place = MeshPosition(mesh)
         agree_on_ties(stages, timetable.rank_of, place, model)
         self.pipeline = zbpp.Pipeline(stages, timetable, model.loss, mesh=mesh)
         self.optimizer = adamw(

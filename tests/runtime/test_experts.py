@@ -24,7 +24,7 @@ from zbpp.autograd.models.exchange import Exchange, through_experts
 from zbpp.autograd.models.grouped_linear import grouped_linear
 from zbpp.autograd.models.sharded import local_part
 from zbpp.models.llama import Llama
-from zbpp.runtime.mesh import Place, is_spread
+from zbpp.runtime.mesh import MeshPosition, is_spread
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.training.measured_steps import parameters_in_all, parameters_of_a_token
 
@@ -270,7 +270,7 @@ CHOICES = ([[0], [1], [0]], [[1]])  # of two processes: nothing reaches the expe
 
 def one_sided(rank):
     stage = Stack()
-    spread_experts([stage], Place(make_mesh(replicate=2, expert=2)))
+    spread_experts([stage], MeshPosition(make_mesh(replicate=2, expert=2)))
     chosen = torch.tensor(CHOICES[rank])
     x = drawn(len(chosen), 3, seed=rank).requires_grad_()
     y = stage(x, chosen)
@@ -306,11 +306,11 @@ def refused(rank):
         ({"replicate": 4, "expert": 4}, Stack(6)),
     ):
         try:
-            spread_experts([stage], Place(make_mesh(**degrees)))
+            spread_experts([stage], MeshPosition(make_mesh(**degrees)))
         except ValueError as error:
             found.append(str(error))
     stage = Stack()
-    spread_experts([stage], Place(make_mesh(replicate=4, expert=4)))
+    spread_experts([stage], MeshPosition(make_mesh(replicate=4, expert=4)))
     with pytest.raises(ValueError) as error:
         Pipeline({0: stage}, "zb_h1", num_microbatches=2, mesh=make_mesh(replicate=4))
     return [*found, str(error.value)]

@@ -64,7 +64,7 @@ def test_gradients_of_a_step_between_validated_steps_are_not_dropped_in_silence(
     made.step(X, target=X)
     with pytest.raises(ValueError, match="would drop the gradients of a pipeline.step"):
         validated.step(X, target=X)
-    validated.settle()
+    validated.finish_update()
     optimizer.step()
     optimizer.zero_grad()
     validated.step(X, target=X)

@@ -145,7 +145,7 @@ def by_pipeline(base, *, schedule="zb_v", is_recomputed=False, is_validated=Fals
         if is_validated:
             validated = PostValidation(pipeline, optimizer)
             losses = train(pipeline, validated.step, optimizer)
-            validated.settle()
+            validated.finish_update()
         else:
             losses = train(pipeline, step_and_update(pipeline, optimizer), optimizer)
         for name, each in pipeline.named_parameters():

@@ -130,7 +130,7 @@ def validated(pipeline, optimizer, scheduler):
         scheduler.step()
         if step:
             norms.append(steps.norm)
-    steps.settle()
+    steps.finish_update()
     norms.append(steps.norm)
     assert steps.num_redone == sum(not norm <= CLIP for norm in norms)
     assert steps.num_redone > len(CLIPPED)
@@ -287,7 +287,7 @@ def test_a_stage_that_changes_its_inputs_is_refused_before_the_second_step():
         x, y = batch(0)
         steps.step(x.clone(), target=y)
         with pytest.raises(ValueError, match="changes its inputs, its targets or a frozen param"):
-            steps.settle()
+            steps.finish_update()
 
 
 class Releasing(Feature):
@@ -338,7 +338,7 @@ def habits(change):
             steps = change(steps, pipeline, optimizer) or steps
             x, y = batch(step)
             losses.append([each.item() for each in steps.step(x, target=y)])
-        steps.settle()
+        steps.finish_update()
         return losses
 
 
@@ -369,11 +369,11 @@ def test_after_an_update_that_failed_nothing_goes_on():
     steps = PostValidation(pipeline, optimizer)
     x, y = batch(0)
     steps.step(x, target=y)
-    steps.settle()
+    steps.finish_update()
     optimizer.fails = True
     with pytest.raises(RuntimeError, match="out of order"):
         steps.step(x, target=y)
-    for call in (pipeline.state_dict, lambda: steps.step(x, target=y), pipeline.settle):
+    for call in (pipeline.state_dict, lambda: steps.step(x, target=y), pipeline.finish_update):
         with pytest.raises(RuntimeError, match=r"an update failed .*out of order"):
             call()
 
@@ -387,7 +387,7 @@ def read_on_some_ranks(rank, readers):
             losses.append([each.item() for each in steps.step(x, target=y)])
             if rank in readers:
                 pipeline.state_dict()
-        steps.settle()
+        steps.finish_update()
         return losses, steps.num_redone
 
 

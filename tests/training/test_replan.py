@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_keeps_the_plan_that_was_made_for_its_costs(corpus, t
         assert measured == []
 
 
-def test_a_replanner_with_nothing_left_to_do_costs_no_more_settling():
+def test_a_replanner_with_nothing_left_to_do_finishes_no_more_updates_early():
     """Every step of the run waited for the verdict on its own update."""
     trainer = small_trainer("zb_v", post_validation=True, num_recorded=1, clip_norm=1e9)
     stages = dict(trainer.pipeline.stages)

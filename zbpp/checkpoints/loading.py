@@ -23,7 +23,7 @@ from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
 from zbpp.job.agreement import gather_or_refuse, refuse_together
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 
 
 def load(
@@ -69,7 +69,7 @@ def _source(folder: Path) -> tuple[Path | None, str]:
     return None, ""
 
 
-def opened(folder: Path, place: Place, *, is_own: bool = True) -> Checkpoint:
+def opened(folder: Path, place: MeshPosition, *, is_own: bool = True) -> Checkpoint:
     """The newest whole checkpoint of a folder. Collective. Raises CheckpointError on every process.
 
     The first process prints which newer checkpoints are damaged. is_own: whether this job saves into the
@@ -105,7 +105,7 @@ def restore(
     keep_options: the optimizers' options stay as they are. Raises CheckpointError, on every process: before
     anything is changed, or, if an object refuses its state, with the words "loaded in part".
     """
-    pipeline.settle()
+    pipeline.finish_update()
     _check_model(checkpoint, pipeline)
     refusal, model, restored = "", None, None
     try:

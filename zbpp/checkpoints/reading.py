@@ -34,7 +34,7 @@ from zbpp.checkpoints.folders import (
     manifest_of,
     step_of,
 )
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = {
@@ -112,7 +112,7 @@ class Checkpoint:
         self._reader.read_data(planner.finish_plan(plan), planner).wait()
 
 
-def newest_whole(folder: Path, place: Place) -> tuple[Path, dict[Path, str]]:
+def newest_whole(folder: Path, place: MeshPosition) -> tuple[Path, dict[Path, str]]:
     """(the newest whole checkpoint in `folder`, or `folder` itself if it is one; {newer one: its damage}).
 
     The first process looks. Raises CheckpointError, on every process, if no checkpoint is whole, if one can't

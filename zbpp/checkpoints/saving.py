@@ -123,7 +123,7 @@ def prepared(
     path, tensors = folders.path_of(Path(folder), step), dict[str, Tensor]()
     facts, error = {}, ""
     writes, is_prepared = is_first(place), False
-    pipeline.settle()  # collective; before anything that may fail on one process alone
+    pipeline.finish_update()  # collective; before anything that may fail on one process alone
     saver = _saver_of(pipeline)
     try:
         json.dumps(info)

@@ -23,7 +23,7 @@ from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.mesh import Place, local_of
+from zbpp.runtime.mesh import MeshPosition, local_of
 
 Failed = Callable[[str], None]
 
@@ -40,7 +40,7 @@ class Saving:
         tensors: Mapping[str, Tensor],
         facts: str,
         keep: int | None,
-        place: Place,
+        place: MeshPosition,
         group: dist.ProcessGroup | None,
     ) -> None:
         self.path = path
@@ -95,7 +95,7 @@ class Saving:
         return self.path
 
 
-def is_first(place: Place) -> bool:
+def is_first(place: MeshPosition) -> bool:
     """Whether this is the first process of the mesh, which writes what all share."""
     return place.is_first and place.rank == 0
 

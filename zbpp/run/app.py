@@ -47,7 +47,7 @@ from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime import FlightRecorder
 from zbpp.runtime.measure import peak_memory_bytes
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 from zbpp.schedule import Timetable
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
@@ -87,7 +87,7 @@ def train(composed: Composed) -> dict[str, Any]:
         check_agreement("configs", settings)
         mesh = build_mesh(config.parallel, here.device.type)
         plan = _shared_plan(plan)
-        parts = parts or build_parts(config, plan.timetable, Place(mesh).rank)
+        parts = parts or build_parts(config, plan.timetable, MeshPosition(mesh).rank)
         parts = parts._replace(data=_agreed_data(parts.data))
         path = home / broadcast(config.run_dir)
         recorder = FlightRecorder(path / "failure")

@@ -16,7 +16,7 @@ from zbpp.data import Data
 from zbpp.data.token_batches import TokenBatches
 from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.runtime.mesh import Place, check_expert_degree, make_mesh, num_pipeline_ranks
+from zbpp.runtime.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.microbatch import Cutter, into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.runtime.sequence_parts import sequence_part
@@ -50,12 +50,11 @@ def prepare_stages(
     Returns the parts with TiedStages. recomputed: with memory.recompute=auto, the stages that recompute.
     slice_bounds: as in Pipeline.
     """
-    model, stages, data = parts
+    (model, stages, data), place = parts, MeshPosition(mesh)
     with naming("parallel"):
-        spread_experts(stages.values(), Place(mesh))  # before they are moved: the device need not hold all
+        spread_experts(stages.values(), place)  # before they are moved: the device need not hold all
     move_stages(stages, device, PRECISIONS[config.precision], stay_on_host=config.memory.offload_weights)
     with naming("model"):
-        place = Place(mesh)
         parallelize(model, stages, place.mesh)
         ties = agree_on_ties(stages, timetable.rank_of, place, model)
     if config.memory.offload_weights:

@@ -19,7 +19,7 @@ from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_fac
 from zbpp.run.plan import build_offload, build_replan
 from zbpp.run.stages import Parts
 from zbpp.runtime import CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
-from zbpp.runtime.mesh import Place, Reshard
+from zbpp.runtime.mesh import MeshPosition, Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.stage_api import check_pipeline
 from zbpp.training.length_plans import LengthPlanner
@@ -86,7 +86,7 @@ def build_pipeline(
     return pipeline
 
 
-def build_planner(data: Data, plan: Plan, place: Place) -> LengthPlanner | None:
+def build_planner(data: Data, plan: Plan, place: MeshPosition) -> LengthPlanner | None:
     """The planner of batches of so many tokens, on a rank that reads them; else None."""
     if not isinstance(data.train, TokenBatches):
         return None

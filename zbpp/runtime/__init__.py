@@ -21,7 +21,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     microbatch    cuts a batch into microbatches; replicate, per_microbatch
     sequence_parts  the part of each sequence that this process computes, and results of whole sequences
     restored      random numbers, training mode, buffers of a step that begins again
-    mesh          make_mesh; a process's place in a mesh; DTensors. groups: process groups, one for each link
+    mesh          make_mesh; MeshPosition, where a process is in it; DTensors. groups: one for each link
     ties          parameters that are one parameter of the model, in several places of its stages
     tensor_parallel, wrapped_stages  stages that their model splits; stages that a user has wrapped in FSDP2
     squares       the squared norms of gradients

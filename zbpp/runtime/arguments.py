@@ -23,7 +23,7 @@ from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
 from zbpp.runtime.extra import extras_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, Place, is_spread, planned_by_rank_0
+from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, MeshPosition, is_spread, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.ties import Tie, TiedStages, agree_on_ties
@@ -39,7 +39,9 @@ _WRAPPERS = {
 }
 
 
-def timetable_of(timetable: Timetable | str | None, num_microbatches: int | None, place: Place) -> Timetable:
+def timetable_of(
+    timetable: Timetable | str | None, num_microbatches: int | None, place: MeshPosition
+) -> Timetable:
     """The timetable itself, or the plan of that name for the ranks of a pipeline.
 
     Raises TypeError or ValueError for arguments that don't determine a timetable, PlanError if there is no
@@ -118,7 +120,7 @@ def model_of(stages: object) -> PipelineModel | None:
 
 
 def built_stages(
-    model: PipelineModel, indices: Iterable[int], num_stages: int, device: torch.device, place: Place
+    model: PipelineModel, indices: Iterable[int], num_stages: int, device: torch.device, place: MeshPosition
 ) -> dict[int, nn.Module]:
     """{stage index: module} of these stages, on `device`, split over the mesh's tensor dimension.
 
@@ -200,7 +202,7 @@ class _Report:
     key: str = field(default_factory=unique_name)
 
 
-def check_ranks_agree(timetable: Timetable, place: Place, **options: Any) -> None:
+def check_ranks_agree(timetable: Timetable, place: MeshPosition, **options: Any) -> None:
     """Raise AgreementError everywhere unless all processes have the same timetable and options.
 
     The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
@@ -216,7 +218,7 @@ def agree_on_stages(
     timetable: Timetable,
     rank: int,
     device: torch.device | str | None,
-    place: Place,
+    place: MeshPosition,
 ) -> Agreed:
     """Build this rank's stages if a model was given, and check those of all ranks together. Collective.
 
@@ -281,7 +283,7 @@ def _stages_of(
     timetable: Timetable,
     rank: int,
     device: torch.device | str | None,
-    place: Place,
+    place: MeshPosition,
 ) -> dict[int, nn.Module]:
     """This rank's stages. Raises ValueError for what can't be a Pipeline's `stages`."""
     model = model_of(given)
@@ -313,7 +315,7 @@ def _neither_stages_nor_model(given: Any) -> str:
     )
 
 
-def _check_stage(index: Any, module: Any, place: Place) -> None:
+def _check_stage(index: Any, module: Any, place: MeshPosition) -> None:
     if type(index) is not int or not isinstance(module, nn.Module):
         raise ValueError(
             f"stages has {index!r}: {type(module).__name__}; a key is a stage's index, an int from 0, "
@@ -338,7 +340,7 @@ def _check_stage(index: Any, module: Any, place: Place) -> None:
         _check_dense(index, module)
 
 
-def _wrong_mesh(stage: nn.Module, place: Place) -> str:
+def _wrong_mesh(stage: nn.Module, place: MeshPosition) -> str:
     """What is wrong with a stage on a GPU and a mesh of CPUs, or nothing: FSDP2 and DTensor move weights."""
     mesh = place.mesh
     if mesh is None or mesh.device_type != "cpu" or not {SHARD, TENSOR} & place.groups.keys():

@@ -89,7 +89,7 @@ class Extra:
     def end(self, call: Call, result: Result) -> None:
         """Called after a call's last instruction."""
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Make the weights final: between two calls, somebody is about to read or change them. Collective."""
 
     def loaded(self) -> None:
@@ -243,10 +243,10 @@ class Extras(list[Extra]):
         for each in self:
             each.end(call, result)
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """See Extra."""
         for each in [*self]:  # a failure ends the pipeline, and closes the extras
-            each.settle()
+            each.finish_update()
 
     def loaded(self) -> None:
         """See Extra."""

@@ -23,7 +23,7 @@ from zbpp.job.agreement import broadcast
 from zbpp.runtime.host_links import HostLink, backend_of, needs_host_link
 
 if TYPE_CHECKING:
-    from zbpp.runtime.mesh import Place
+    from zbpp.runtime.mesh import MeshPosition
 
 _MAX_CTAS = 8  # blocks of a kernel that sends or receives; NCCL's own number is 16 to 32 over NVLink
 
@@ -107,7 +107,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup | HostLink]) -> None:
         dist.destroy_process_group(group)
 
 
-def gloo_group(place: Place, timeout: float) -> dist.ProcessGroup | None:
+def gloo_group(place: MeshPosition, timeout: float) -> dist.ProcessGroup | None:
     """A new group of all processes of a mesh, in their order, on gloo; None for one process. Collective.
 
     In it threads may talk while training steps use the other groups.

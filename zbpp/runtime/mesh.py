@@ -84,7 +84,7 @@ def make_mesh(
     if device_type is None:
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
     mesh = init_device_mesh(device_type, (num_ranks, *degrees.values()), mesh_dim_names=DIMENSIONS)
-    parameter_mesh(mesh)  # made here, since not all processes come to a Place at the same point
+    parameter_mesh(mesh)  # made here, since not all processes make their MeshPosition at the same point
     if expert > 1:
         shape = num_ranks, replicate * shard // expert, expert
         names = PIPELINE, EXPERT_COPIES, EXPERT
@@ -156,7 +156,7 @@ def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
     return num_processes // product
 
 
-class Place:
+class MeshPosition:
     """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
 
     group: the pipeline's group, if there is no mesh. Raises ValueError for a mesh that zbpp can't use.
@@ -312,13 +312,13 @@ def copy_to_replicas(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) 
         copy_from(0, tensor, group)
 
 
-def planned_by_rank_0(make: Callable[[], Timetable], place: Place | None = None) -> Timetable:
+def planned_by_rank_0(make: Callable[[], Timetable], place: MeshPosition | None = None) -> Timetable:
     """Call `make` on the mesh's first process alone; return its timetable on all, or raise its PlanError.
 
     Ranks that planned from their own measurements could disagree. So one plans, and the plan travels as text.
     place: None for all processes of the job. Collective.
     """
-    place = place or Place(None)
+    place = place or MeshPosition(None)
     text = refusal = ""
     if not dist.is_initialized() or (place.is_first and dist.get_rank(place.pipeline) == 0):
         try:

@@ -35,7 +35,7 @@ from zbpp.runtime.arguments import (
 from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.mesh import Place, Reshard
+from zbpp.runtime.mesh import MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
@@ -114,7 +114,7 @@ class Pipeline:
         mp_policy: Any = None,
         extras: Iterable[Extra] = (),
     ) -> None:
-        given = Place(mesh, group)
+        given = MeshPosition(mesh, group)
         for each in given.mesh_groups():
             set_timeout(each, timeout)
         self._given_group = group
@@ -127,7 +127,7 @@ class Pipeline:
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
         is_alone = timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
-        self.place = given if self._made_group is None else Place(None, self._made_group)
+        self.place = given if self._made_group is None else MeshPosition(None, self._made_group)
         self.group = self.place.pipeline
         if timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
             check_launches()
@@ -255,7 +255,7 @@ class Pipeline:
         metrics: Metrics | None,
     ) -> Any:
         seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
-        self.settle()
+        self.finish_update()
         with eval_mode([*self.stages.values(), self._loss_fn]):
             losses = self._forward(Call(args, target, kwargs, seen.take if seen else None, kind=kind))
         if seen is None:
@@ -279,7 +279,7 @@ class Pipeline:
         return self._forward(Call(args, target, kwargs, observe, kind="evaluate"))
 
     def _forward(self, call: Call) -> list[Tensor]:
-        self.settle()
+        self.finish_update()
         with self._one_call(), torch.no_grad():
             losses, self.evaluation_losses = self._rank.run(call, self.seeds())
         return losses
@@ -289,7 +289,7 @@ class Pipeline:
 
         As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
         """
-        self.settle()
+        self.finish_update()
         seen = Outputs(is_kept=True, metrics=None)
         with self._evaluating():
             self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self.seeds())
@@ -333,12 +333,12 @@ class Pipeline:
         """How many targets a microbatch has, if the loss is marked by `zbpp.stage_api.mean_over`."""
         return self._rank.count
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Validate the last update, if it is not validated yet; afterwards the weights are final.
 
         Raises RuntimeError if an update has failed: the weights may then be wrong for good.
         """
-        self._rank.settle()
+        self._rank.finish_update()
 
     # ---- Extras
 
@@ -415,7 +415,7 @@ class Pipeline:
 
     def state_dict(self, stage: int | None = None, *, keep_vars: bool = False) -> dict[str, Any]:
         """Parameters and persistent buffers under those names: of one stage, or of all this rank's."""
-        self.settle()
+        self.finish_update()
         return self._parameters.state_dict(stage, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *, strict: bool = True) -> None:
@@ -426,7 +426,7 @@ class Pipeline:
         of the first one. Collective if ranks have copies of a tied parameter. All copies of a stage in a mesh
         must be given the same values: zbpp.check_replicas compares them.
         """
-        self.settle()
+        self.finish_update()
         self._parameters.load_state_dict(state_dict, strict=strict)
         self._rank.extras.loaded()
 
@@ -473,7 +473,7 @@ class Pipeline:
                 "the timetable places the stages on other ranks than this pipeline's: rank_of "
                 f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
             )
-        self.settle()
+        self.finish_update()
         extras = self.extras
         self.close()
         following = Pipeline(
@@ -501,7 +501,7 @@ class Pipeline:
         """
         try:
             if not self._rank.over:
-                self.settle()
+                self.finish_update()
                 self._wait_for_all()
         finally:
             self.end("the pipeline was closed")

@@ -38,7 +38,7 @@ from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_t
 from zbpp.runtime.host_links import OWN_LIMIT
 from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.lowering import Lowering, Lowerings
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.sequence_parts import SequenceParts
@@ -114,7 +114,7 @@ class Rank:
         stages: Mapping[int, nn.Module],
         loss_fn: Loss | None,
         device: torch.device,
-        place: Place,
+        place: MeshPosition,
         *,
         group: dist.ProcessGroup | None,
         key: str,
@@ -402,11 +402,11 @@ class Rank:
         """The rank that this one gets the sizes of microbatches from; None for the owner of stage 0."""
         return self._announcer.source
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""
         if self.wrong_weights:
             raise RuntimeError(self.wrong_weights)
-        self.extras.settle()
+        self.extras.finish_update()
 
     # ---- The end
 

@@ -28,7 +28,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zbpp.job.agreement import gather, gather_or_refuse
-from zbpp.runtime.mesh import SHARD, Place, local_of
+from zbpp.runtime.mesh import SHARD, MeshPosition, local_of
 
 ParameterPlace = tuple[int, str]
 """(stage, name of a parameter in that stage): one of the places where the model has the parameter."""
@@ -98,7 +98,7 @@ def copies_here(
 
 
 def agree_on_ties(
-    stages: Mapping[int, nn.Module], rank_of: Sequence[int], place: Place, model: Any = None
+    stages: Mapping[int, nn.Module], rank_of: Sequence[int], place: MeshPosition, model: Any = None
 ) -> list[Tie]:
     """The ties of all ranks. Collective over the mesh.
 

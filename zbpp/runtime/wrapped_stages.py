@@ -13,7 +13,7 @@ from zbpp.runtime.mesh import (
     REPLICATE,
     SHARD,
     TENSOR,
-    Place,
+    MeshPosition,
     is_fully_sharded,
     is_taken,
     names_in,
@@ -22,7 +22,7 @@ from zbpp.runtime.mesh import (
 _PLAIN = "give the Pipeline the plain stage, which it wraps itself: Pipeline(..., mesh=mesh)"
 
 
-def refusal_of(stage: nn.Module, place: Place) -> str:
+def refusal_of(stage: nn.Module, place: MeshPosition) -> str:
     """Why a stage that is wrapped in fully_shard can't be driven in this mesh; "" if it can."""
     if not any(map(is_fully_sharded, stage.modules())):
         return ""
@@ -52,7 +52,7 @@ def refusal_of(stage: nn.Module, place: Place) -> str:
     return ""
 
 
-def _lies_on(mesh: DeviceMesh, place: Place) -> bool:
+def _lies_on(mesh: DeviceMesh, place: MeshPosition) -> bool:
     """Whether each dimension of a parameter's mesh has the processes of that dimension of the pipeline's.
 
     A mesh that `take_as` has named may have some of them: FSDP2 reduces a user's experts by itself.

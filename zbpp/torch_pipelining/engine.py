@@ -33,7 +33,7 @@ from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, Place, planned_by_rank_0, take_as
+from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
 from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.schedule import Action, Op, PlanError, Timetable
 from zbpp.schedule.program import Instruction
@@ -319,7 +319,7 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
     if _PLAN in vars(schedule):
         name, options = vars(schedule)[_PLAN]
         timetable = _planned(
-            timetable, name, options, Place(mesh, None if mesh is not None else stages[0].group)
+            timetable, name, options, MeshPosition(mesh, None if mesh is not None else stages[0].group)
         )
     modules = {each.stage_index: _unwrapped(each.submod) for each in stages}
     builders = {each.stage_index: each.dw_builder for each in stages if each.dw_builder is not None}
@@ -334,7 +334,7 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
     )
 
 
-def _planned(own: Timetable, name: str, options: Mapping[str, Any], place: Place) -> Timetable:
+def _planned(own: Timetable, name: str, options: Mapping[str, Any], place: MeshPosition) -> Timetable:
     """The plan of this name, made on the first rank. Raises PlanError on all ranks."""
 
     def make() -> Timetable:

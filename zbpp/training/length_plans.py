@@ -15,7 +15,7 @@ from typing import NamedTuple
 from zbpp.data.token_batches import Group, Size, TokenBatches, replica_of
 from zbpp.job.agreement import broadcast, gather
 from zbpp.planning import order_microbatches
-from zbpp.runtime.mesh import TENSOR, Place
+from zbpp.runtime.mesh import TENSOR, MeshPosition
 from zbpp.schedule import Costs, Op, Timetable
 
 _NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks and 16 microbatches
@@ -127,7 +127,7 @@ class LengthPlanner:
         self._thread = self._ahead = None
 
 
-def agreed_plan(plan: StepPlan | None, place: Place) -> StepPlan:
+def agreed_plan(plan: StepPlan | None, place: MeshPosition) -> StepPlan:
     """The plan of the pipeline's rank that has one, on all its ranks. Collective.
 
     The pipelines of tensor-parallel processes read the same batch: they take the first one's plan.

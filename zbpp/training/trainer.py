@@ -165,7 +165,7 @@ class Trainer:
             while self.next_step < num_steps and self.leaving is None:
                 yield from self._run_step(self.next_step, num_steps=num_steps)
                 self._check_values()
-            yield from self._settled()
+            yield from self._finish_update()
             self._check_values()
         finally:
             self._batches.close()
@@ -212,13 +212,13 @@ class Trainer:
         recorded = self._is_recorded(step, num_steps=num_steps)
         evaluated = self.evaluate_every and ((step + 1) % self.evaluate_every == 0 or is_last)
         self._call_each("before_step", step)
-        known = self._settled() if recorded else []
+        known = self._finish_update() if recorded else []
         with self.pipeline.using(self._recorder) if recorded else nullcontext():
             known += self._step(step)
         self.next_step = step + 1
         needed = any(callback.needs_weights(step) for callback in self.callbacks)
         if recorded or evaluated or is_last or needed or self._replanner:
-            known += self._settled()  # so that the last one is this step's
+            known += self._finish_update()  # so that the last one is this step's
         if evaluated:
             known[-1] |= self.evaluate()
         if recorded:
@@ -314,9 +314,9 @@ class Trainer:
         self._begun.add(step, times, batch, self.pipeline)
         return self._finished(results)
 
-    def _settled(self) -> list[Metrics]:
+    def _finish_update(self) -> list[Metrics]:
         """Wait until the weights are right; returns the metrics that have become known."""
-        return self._finished(self._update.settle())
+        return self._finished(self._update.finish_update())
 
     def _finished(self, results: Iterable[Result]) -> list[Metrics]:
         """The metrics of the oldest steps that were begun, with their results."""

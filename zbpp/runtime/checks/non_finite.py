@@ -86,7 +86,7 @@ def find_non_finite(
             "gradient release has updated the weights in the step, so it can't be run again: load the "
             "weights of an earlier step, and run it without GradientRelease"
         )
-    pipeline.settle()
+    pipeline.finish_update()
     number, losses = pipeline.num_steps, pipeline.step_losses
     args, target, kwargs = tree_map(_detached, (args, target, kwargs))
     _drop_gradients(pipeline)

@@ -45,7 +45,7 @@ def check_replicas(
     weights. The error names the tensors and the values' ranks. Returns how many tensors have copies. Waits
     for a pending update. Collective over the pipeline or its mesh.
     """
-    pipeline.settle()
+    pipeline.finish_update()
     held = [*_parameters(pipeline, optimizer, masters), *_buffers(pipeline)]
     digests = torch.stack([digest(each).to(pipeline.device) for _, each in held]).tolist() if held else []
     rank = dist.get_rank() if dist.is_initialized() else 0

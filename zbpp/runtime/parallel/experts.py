@@ -21,11 +21,11 @@ from zbpp.job.agreement import gather_or_refuse
 from zbpp.job.errors import communicating
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import EXPERT, Place, experts_mesh, is_spread, names_in
+from zbpp.runtime.mesh import EXPERT, MeshPosition, experts_mesh, is_spread, names_in
 from zbpp.runtime.rank import Rank
 
 
-def spread_experts(stages: Iterable[nn.Module], place: Place) -> None:
+def spread_experts(stages: Iterable[nn.Module], place: MeshPosition) -> None:
     """Spread the experts of these stages over the mesh's dimension "expert", if it has one. Collective.
 
     Stages that are spread already stay as they are. Raises ValueError on every process, before anything is

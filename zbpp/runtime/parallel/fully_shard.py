@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
-from zbpp.runtime.mesh import EXPERT, Place, Reshard, is_freed, is_fully_sharded, is_spread, local_of
+from zbpp.runtime.mesh import EXPERT, MeshPosition, Reshard, is_freed, is_fully_sharded, is_spread, local_of
 from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.runtime.stage import StageWorker
 
@@ -35,7 +35,7 @@ class FullyShardedStage:
     constructor gathers each block's weights once.
     """
 
-    def __init__(self, stage: nn.Module, reshard: Reshard, place: Place, what: str) -> None:
+    def __init__(self, stage: nn.Module, reshard: Reshard, place: MeshPosition, what: str) -> None:
         self._stage: Any = cast(Any, stage)
         self._place, self._what = place, what
         self.frees_before_w = reshard == "microbatch"

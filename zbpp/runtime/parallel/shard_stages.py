@@ -23,7 +23,7 @@ from zbpp.runtime.mesh import (
     REPLICATE,
     RESHARD,
     SHARD,
-    Place,
+    MeshPosition,
     Reshard,
     copy_to_replicas,
     experts_mesh,
@@ -35,7 +35,7 @@ from zbpp.stage_api import batch_norms, blocks_of
 
 
 def shard_stages(
-    stages: Mapping[int, nn.Module], place: Place, rank: int, reshard: Reshard, policy: Any = None
+    stages: Mapping[int, nn.Module], place: MeshPosition, rank: int, reshard: Reshard, policy: Any = None
 ) -> dict[int, FullyShardedStage]:
     """{index: the stage as a FullyShardedStage}; {} without a dimension "shard". Collective over the mesh.
 
@@ -77,7 +77,7 @@ def shard_stages(
     return sharded
 
 
-def _wrap(stage: nn.Module, place: Place, policy: Any) -> None:
+def _wrap(stage: nn.Module, place: MeshPosition, policy: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # lazily: it imports sympy
 
     if any(type(module.forward).__name__ == "CompiledForward" for module in stage.modules()):
@@ -118,7 +118,7 @@ def _experts_in(stage: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _wrap_experts(module: nn.Module, place: Place, policy: Any) -> None:
+def _wrap_experts(module: nn.Module, place: MeshPosition, policy: Any) -> None:
     """Dimension 0 of their parameters is the expert: FSDP2 splits dimension 1, which it divides evenly.
 
     A parameter with one dimension has no other one to split.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError
 from zbpp.runtime.groups import Store, job_store, unique_name
-from zbpp.runtime.mesh import Place
+from zbpp.runtime.mesh import MeshPosition
 
 _POLL_INTERVAL = 1.0  # s; a waiting process looks so often whether another process has given up
 
@@ -27,7 +27,7 @@ class Posts:
     timeout: how long `Ticket.collect` may wait, in seconds. Collective.
     """
 
-    def __init__(self, place: Place, timeout: float) -> None:
+    def __init__(self, place: MeshPosition, timeout: float) -> None:
         self._timeout, self._number = timeout, 0
         # Gathered, so that the values of `collect` are in the order of `place.gather`.
         everyone = place.gather(place.broadcast(unique_name()) if dist.is_initialized() else "")

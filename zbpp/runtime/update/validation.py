@@ -119,7 +119,7 @@ class Validation(Feature):
 
     # ---- Between steps
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Validate the pending update, if there is one; afterwards the weights are final."""
         if self.pending is not None:
             self._begins_again = not self._validated(self.pending)

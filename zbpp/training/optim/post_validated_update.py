@@ -83,7 +83,7 @@ class PostValidatedUpdate(Update):
         if clip_norm is not None and not (is_bound(clip_norm) and 0 < clip_norm < math.inf):
             raise ValueError(f"clip_norm={clip_norm!r}: write a number above 0, or None for no clipping")
         super().__init__(optimizer, clip_norm=clip_norm, masters=masters, loss_scale=loss_scale, skips=skips)
-        pipeline.settle()  # another PostValidation may have used the pipeline before
+        pipeline.finish_update()  # another PostValidation may have used the pipeline before
         validation_of(pipeline)
         check_equal("options of post-validation", pipeline.place.gather({"clip_norm": clip_norm}))
         self._pipeline = pipeline
@@ -101,7 +101,7 @@ class PostValidatedUpdate(Update):
         """As `begin`, but leave the learning rate to the caller."""
         self._pipeline, validation = pipeline, validation_of(pipeline)
         if validation.pending is not None and validation.pending is not self:
-            pipeline.settle()
+            pipeline.finish_update()
         if self._pending is None:  # otherwise `zero_grad` zeroes the gradients, after the gate
             self._zero_grad()
         self._set_loss_scale(pipeline)
@@ -142,10 +142,10 @@ class PostValidatedUpdate(Update):
         """See Update."""
         return self._rollback.tensors()
 
-    def settle(self) -> list[Result]:
+    def finish_update(self) -> list[Result]:
         """Wait until the last update is validated. Returns the results that have become known."""
         if self._pending is not None:
-            self._pending.pipeline.settle()
+            self._pending.pipeline.finish_update()
         return self._take_results()
 
     # ---- The PendingUpdate of a pipeline

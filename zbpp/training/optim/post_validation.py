@@ -30,7 +30,7 @@ class PostValidation:
         for x, y in batches:
             losses = validated.step(x, target=y)
             scheduler.step()
-        validated.settle()
+        validated.finish_update()
 
     Losses and weights equal those of this loop to the last bit:
 
@@ -41,11 +41,11 @@ class PostValidation:
                 optimizer.step()
             scheduler.step()
 
-    Between two steps the last update may still be taken back: call `settle` before you read the weights, or
-    change them, their gradients or the optimizer's states. The pipeline's own methods (evaluate, state_dict,
-    close, ...) settle first. Copied, and taken back, are the parameters and what the optimizer keeps in its
-    `state` and `param_groups`. norm: the norm of the last step whose norm is known; NaN before the first.
-    Collective.
+    Between two steps the last update may still be taken back: call `finish_update` before you read the
+    weights, or change them, their gradients or the optimizer's states. The pipeline's own methods (evaluate,
+    state_dict, close, ...) do so first. Copied, and taken back, are the parameters and what the optimizer
+    keeps in its `state` and `param_groups`. norm: the norm of the last step whose norm is known; NaN before
+    the first. Collective.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PostValidation:
         if is_other_step and any(grad is not None and bool(grad.any()) for grad in grads):
             raise ValueError(
                 "PostValidation.step would drop the gradients of a pipeline.step since the last one: call "
-                "PostValidation.step alone; or settle(), step the optimizer and zero the gradients"
+                "PostValidation.step alone; or finish_update(), step the optimizer and zero the gradients"
             )
         self._update.prepare(self.pipeline)
         losses = self.pipeline.step(*args, target=target, **kwargs)
@@ -95,9 +95,9 @@ class PostValidation:
         self._note(self._update.end(self.pipeline, losses))
         return losses
 
-    def settle(self) -> None:
+    def finish_update(self) -> None:
         """Wait until the last update is validated, and redone if it was wrong."""
-        self._note(self._update.settle())
+        self._note(self._update.finish_update())
 
     def _note(self, results: Sequence[Result]) -> None:
         for outcome, _ in results:

@@ -169,7 +169,7 @@ class Update:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state, which may be that of another class of Update."""
 
-    def settle(self) -> list[Result]:
+    def finish_update(self) -> list[Result]:
         """Wait until the weights are final. Returns the results that have become known."""
         return []
 
