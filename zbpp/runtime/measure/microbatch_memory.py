@@ -27,7 +27,7 @@ from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.schedule import Op
-from zbpp.schedule.costs import MicrobatchBytes
+from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes
 from zbpp.stage_api import takes_slices
 
 _Found = TypeVar("_Found")

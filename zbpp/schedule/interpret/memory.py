@@ -23,9 +23,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from zbpp.schedule.costs import MicrobatchBytes
 from zbpp.schedule.dataflow import Value, produces
-from zbpp.schedule.interpret.stage_bytes import StageBytes
+from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes, StageBytes
 from zbpp.schedule.passes.posts import gate_of, in_flight
 from zbpp.schedule.program import (
     Accumulate,
