@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
 from zbpp.data.sequences import Known
 from zbpp.data.source import parts_of
-from zbpp.data.token_batches import Group, Size, TokenBatches
+from zbpp.data.token_batches import Group, MicrobatchShape, TokenBatches
 from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
@@ -86,12 +86,12 @@ class Way:
         self,
         name: str,
         microbatches: Sequence[Any],
-        sizes: Sequence[Size],
+        shapes: Sequence[MicrobatchShape],
         model: Llama,
         stages: Any,
         timetable: Timetable,
     ) -> None:
-        self.name, self.sizes = name, sizes
+        self.name, self.shapes = name, shapes
         parts = [parts_of(each) for each in microbatches]
         self.args: tuple[Any, ...] = ()
         if 0 in stages:
@@ -121,18 +121,18 @@ class Way:
     @property
     def num_tokens(self) -> int:
         """Without padding."""
-        return sum(each.filled for each in self.sizes)
+        return sum(each.filled for each in self.shapes)
 
     @property
     def padding(self) -> float:
-        return 1 - self.num_tokens / sum(each.tokens for each in self.sizes)
+        return 1 - self.num_tokens / sum(each.tokens for each in self.shapes)
 
 
 class Cut(NamedTuple):
-    """The sequences of each microbatch, their sizes, and whether they are packed."""
+    """The sequences of each microbatch, their shapes, and whether they are packed."""
 
     groups: list[Group]
-    sizes: list[Size]
+    shapes: list[MicrobatchShape]
     batches: TokenBatches
 
 
@@ -143,8 +143,8 @@ def in_turn(options: argparse.Namespace, sequences: Known, length: int | None) -
     starts = range(0, count, options.rows)
     groups = [tuple(range(start, start + options.rows)) for start in starts]
     own = [lengths[[*group]] for group in groups]
-    sizes = [Size(len(each), int(length or each.max()), int(each.sum())) for each in own]
-    return Cut(groups, sizes, token_batches(options, sequences, is_packed=False))
+    shapes = [MicrobatchShape(len(each), int(length or each.max()), int(each.sum())) for each in own]
+    return Cut(groups, shapes, token_batches(options, sequences, is_packed=False))
 
 
 def token_batches(options: argparse.Namespace, sequences: Known, *, is_packed: bool) -> TokenBatches:
@@ -160,19 +160,19 @@ def ordered(
     batches = token_batches(options, sequences, is_packed=is_packed)
     planner = LengthPlanner(batches, pipeline.timetable, costs, (1, options.mean))
     found = agreed_plan(planner.plan(0) if pipeline.rank == 0 else None, pipeline.place)
-    sizes = dict(batches.cut(0, options.microbatches))
-    empties = [size for group, size in batches.cut(0, options.microbatches) if not group]
-    return Cut(found.groups, [sizes[each] if each else empties[0] for each in found.groups], batches)
+    shapes = dict(batches.cut(0, options.microbatches))
+    empties = [shape for group, shape in batches.cut(0, options.microbatches) if not group]
+    return Cut(found.groups, [shapes[each] if each else empties[0] for each in found.groups], batches)
 
 
 def rows_of(cut: Cut) -> list[Any]:
-    """The microbatches of a cut, filled up to the length that their sizes have."""
+    """The microbatches of a cut, filled up to the length that their shapes have."""
     if cut.batches.is_packed:
         return [cut.batches.microbatch(group) for group in cut.groups]
     found = []
-    for group, size in zip(cut.groups, cut.sizes, strict=True):
+    for group, shape in zip(cut.groups, cut.shapes, strict=True):
         inputs, labels = cut.batches.microbatch(group)
-        missing = size.length - labels.shape[1]
+        missing = shape.length - labels.shape[1]
         found.append((F.pad(inputs, (0, missing)), F.pad(labels, (0, missing), value=-100)))
     return found
 
@@ -193,12 +193,12 @@ def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
         }
 
         def way(name: str, cut: Cut) -> Way:
-            return Way(name, rows_of(cut), cut.sizes, model, stages, timetable)
+            return Way(name, rows_of(cut), cut.shapes, model, stages, timetable)
 
         own = way("own", in_turn(options, sequences, None))
         for _ in range(4):
             own.step()
-        tokens = [each.tokens / options.mean for each in own.sizes]
+        tokens = [each.tokens / options.mean for each in own.shapes]
         costs = measured_costs_of_lengths(own.timelines[1:], [tokens] * 3)
         ways = [way("longest", in_turn(options, sequences, sequences.longest)), own]
         for name, is_packed in (("ordered", False), ("packed", True)):
@@ -210,7 +210,7 @@ def bench(options: argparse.Namespace) -> tuple[list[str], bool]:
             for each in (*ways[turn % 4 :], *ways[: turn % 4]):
                 each.step()
         costs = measured_costs_of_lengths(own.timelines, [tokens] * len(own.timelines))
-        lengths = Lengths(costs, timetable.num_stages, (1, options.mean))
+        lengths = Lengths(costs, (1, options.mean))
         lines = table(options, ways, costs, lengths)
         is_right = True
         if options.check:
@@ -232,7 +232,7 @@ def table(options: argparse.Namespace, ways: Sequence[Way], costs: Costs, length
         f"{'speed':>8}",
     ]
     for each in ways:
-        own = Costs.of_lengths([lengths.of(size) for size in each.sizes], costs)
+        own = Costs.of_lengths([lengths.of(shape) for shape in each.shapes], costs)
         predicted = simulate(each.pipeline.timetable, own)
         idle = median(one.bubble_rate for one in each.timelines)
         speed = first.makespan / each.makespan

@@ -31,9 +31,7 @@ LONG = RankCosts(
 
 
 def unit_times(costs, bounds):
-    length = bounds[-1]
     timeline = simulate(plan("zb_h1", 1, 1, num_slices=len(bounds) - 1), costs.sliced(bounds))
-    assert length
     times = {}
     for action, start, end in zip(
         timeline.timetable.rows[0], timeline.starts[0], timeline.ends[0], strict=True
@@ -56,6 +54,14 @@ def test_balanced_slices_take_equally_long(num_slices):
 def test_without_attention_balanced_slices_are_equal():
     assert balanced_bounds(4, 4096, Costs(f=[1.0, 5.0])) == [0, 1024, 2048, 3072, 4096]
     assert balanced_shares(2, Costs(f=0, b=0, w=0)) == [0, 0.5, 1]
+
+
+def test_a_number_counts_as_a_list_of_it_when_slices_are_balanced():
+    """One part of the times may be a number and the other one a list with an entry per stage."""
+    attention = Costs(f=[5.0] * 4, b=[12.0] * 4, w=0.0)
+    found = balanced_shares(4, Costs(f=3.0, b=4.0, w=2.0, quadratic=attention))
+    expected = balanced_shares(4, Costs(f=3.0, b=4.0, w=2.0, quadratic=Costs(f=5.0, b=12.0, w=0.0)))
+    assert found == pytest.approx(expected)
 
 
 def test_bounds_are_multiples_but_for_the_end():

@@ -16,7 +16,7 @@ from zbpp import Pipeline, make_mesh, plan
 from zbpp import config as configs
 from zbpp.commands import command_line
 from zbpp.data.source import Data
-from zbpp.data.token_batches import Size, TokenBatches
+from zbpp.data.token_batches import MicrobatchShape, TokenBatches
 from zbpp.data.windows import Windows
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -149,14 +149,14 @@ def test_a_plan_depends_on_the_batch_alone_and_is_made_ahead():
 
 def test_the_length_of_several_rows_is_that_of_one_row_that_takes_as_long():
     costs = Costs(f=3, b=3, w=2, quadratic=Costs(f=1, b=2, w=0))
-    lengths = Lengths(costs, 4, (2, 100))
-    assert lengths.of(Size(2, 100, 200)) == pytest.approx(1)
-    assert lengths.of(Size(1, 1, 0)) == 0
-    size = Size(3, 40, 120)
+    lengths = Lengths(costs, (2, 100))
+    assert lengths.of(MicrobatchShape(2, 100, 200)) == pytest.approx(1)
+    assert lengths.of(MicrobatchShape(1, 1, 0)) == 0
+    shape = MicrobatchShape(3, 40, 120)
     work = 8 * 120 / 200 + 3 * 3 * 40**2 / (2 * 100**2)
-    length = lengths.of(size)
+    length = lengths.of(shape)
     assert 8 * length + 3 * length**2 == pytest.approx(work)
-    assert Lengths(Costs(), 4, (1, 10)).of(Size(2, 10, 15)) == pytest.approx(2)
+    assert Lengths(Costs(), (1, 10)).of(MicrobatchShape(2, 10, 15)) == pytest.approx(2)
 
 
 # ---------------------------------------------------------------- the whole run

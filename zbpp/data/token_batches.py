@@ -28,8 +28,8 @@ Group = tuple[int, ...]
 """The numbers of the sequences of a microbatch; (): an empty one."""
 
 
-class Size(NamedTuple):
-    """rows, length: of a microbatch, in tokens, padding included. filled: how many tokens are no padding."""
+class MicrobatchShape(NamedTuple):
+    """rows: of a microbatch. length: of a row, in tokens, padding included. filled: tokens without padding."""
 
     rows: int
     length: int
@@ -102,19 +102,20 @@ class TokenBatches:
         for each in sorted(self._firsts)[:-_KEPT]:
             del self._firsts[each]
 
-    def cut(self, first: int, num_microbatches: int) -> list[tuple[Group, Size]]:
+    def cut(self, first: int, num_microbatches: int) -> list[tuple[Group, MicrobatchShape]]:
         """The microbatches of the batch that begins with sequence `first`, the largest first."""
         samples, lengths = self.members(first)
         divide = _packed if self.is_packed else _padded
         groups = divide(lengths, num_microbatches)
-        found = [(tuple(samples[each].tolist()), self._size(lengths[each])) for each in groups]
+        found = [(tuple(samples[each].tolist()), self._shape(lengths[each])) for each in groups]
         return sorted(found, key=lambda each: (-each[1].tokens, each[0]))
 
-    def _size(self, lengths: Numbers) -> Size:
+    def _shape(self, lengths: Numbers) -> MicrobatchShape:
         if not len(lengths):
-            return Size(1, 1, 0)
+            return MicrobatchShape(1, 1, 0)
         filled = int(lengths.sum())
-        return Size(1, filled, filled) if self.is_packed else Size(len(lengths), int(lengths.max()), filled)
+        rows, length = (1, filled) if self.is_packed else (len(lengths), int(lengths.max()))
+        return MicrobatchShape(rows, length, filled)
 
     def microbatch(self, group: Group) -> Any:
         """The inputs and labels of a microbatch, in a form that zbpp/data/source.py can take apart.
@@ -204,7 +205,9 @@ def _halved(groups: list[Numbers], lengths: Numbers, count: int) -> list[Numbers
     return [group for *_, group in sorted(heap, key=lambda each: each[:2])]
 
 
-def longest_microbatch(batches: TokenBatches, num_microbatches: int, num_batches: int) -> tuple[Group, Size]:
+def longest_microbatch(
+    batches: TokenBatches, num_microbatches: int, num_batches: int
+) -> tuple[Group, MicrobatchShape]:
     """The microbatch with the most tokens among those of the first batches."""
     first, found = 0, batches.cut(0, num_microbatches)[0]
     for _ in range(num_batches):

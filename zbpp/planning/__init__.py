@@ -8,6 +8,7 @@ bounds/          how good a plan can be at best
 order/           in which order microbatches of different lengths go through a timetable
 dependencies     what actions wait for, by kind of action
 slices           where the slices of sequences begin, so that all take equally long
+work             the work of a microbatch, and the length that has so much work
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
 memory_limit     memory limits: read, resolved per rank, checked

@@ -39,7 +39,7 @@ from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
 Plan = list[list[int]]
 
 
-class Size(NamedTuple):
+class Extent(NamedTuple):
     """The length and the square of a unit (zbpp/schedule/costs.py)."""
 
     length: float
@@ -83,10 +83,10 @@ class Problem:
     @cached_property
     def uniform(self) -> Problem:
         """The same work in units that are all alike; this problem if they are."""
-        return replace(self, costs=self.costs.uniform) if self.has_sizes else self
+        return replace(self, costs=self.costs.uniform) if self.has_lengths else self
 
     @property
-    def has_sizes(self) -> bool:
+    def has_lengths(self) -> bool:
         """Whether units may differ."""
         return bool(self.costs.lengths or self.costs.slice_bounds)
 
@@ -94,17 +94,17 @@ class Problem:
     def num_units(self) -> int:
         return self.num_microbatches * self.num_slices
 
-    def size(self, unit: int) -> Size:
-        return Size(self.stage_costs.length(unit), self.stage_costs.square(unit))
+    def extent(self, unit: int) -> Extent:
+        return Extent(self.stage_costs.length(unit), self.stage_costs.square(unit))
 
-    def alone(self, size: Size) -> Problem:
-        """One unit of this size, in the same pipeline."""
-        return replace(self, num_microbatches=1, num_slices=1, costs=self.costs.at(*size))
+    def of_one_unit(self, extent: Extent) -> Problem:
+        """One unit of this extent, in the same pipeline."""
+        return replace(self, num_microbatches=1, num_slices=1, costs=self.costs.at(*extent))
 
-    def of_units(self, size: Size) -> Problem:
-        """The same number of units, which all have this size."""
+    def of_equal_units(self, extent: Extent) -> Problem:
+        """The same number of units, which all have this extent."""
         number = self.num_slices
-        return replace(self, costs=self.costs.at(size.length * number, size.square * number))
+        return replace(self, costs=self.costs.at(extent.length * number, extent.square * number))
 
     @property
     def without_past(self) -> Problem:
@@ -115,7 +115,7 @@ class Problem:
     @cached_property
     def unit_costs(self) -> StageCosts:
         """What a unit costs where all are alike."""
-        return self.costs.at(*self.size(0)).per_stage(self.num_stages)
+        return self.costs.at(*self.extent(0)).per_stage(self.num_stages)
 
     # -- the placement ------------------------------------------------------------------------
 

@@ -7,12 +7,11 @@ bounds are those that cut this time into equal parts, so later slices have fewer
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from itertools import pairwise
 
 from zbpp.planning.options import check_count
-from zbpp.schedule.costs import CostNumbers, PerStage
+from zbpp.planning.work import Work
+from zbpp.schedule.costs import CostNumbers
 from zbpp.schedule.timetable import PlanError
 
 
@@ -20,7 +19,7 @@ def balanced_bounds(num_slices: int, length: int, costs: CostNumbers, multiple: 
     """The tokens at which each slice begins, and the length: F, B and W of every slice take equally long.
 
     length: tokens of a sequence. costs: of a whole sequence of this length (`RankCosts`, or `Costs`), with
-    the part that grows with the square of the length as `quadratic`; lists are added up, so slices are
+    the part that grows with the square of the length as `quadratic`; of lists the mean counts, so slices are
     balanced over the whole model. multiple: all bounds but the last are multiples of it, which kernels may
     like.
 
@@ -43,24 +42,6 @@ def balanced_bounds(num_slices: int, length: int, costs: CostNumbers, multiple: 
 
 def balanced_shares(num_slices: int, costs: CostNumbers) -> list[float]:
     """The same bounds as shares of a sequence, from 0 to 1."""
-    linear, squared = _time(costs), 0.0 if costs.quadratic is None else _time(costs.quadratic)
-    whole = linear + squared
-
-    def share(part: float) -> float:
-        """The x with linear * x + squared * x * x = part * whole."""
-        if whole == 0:
-            return part
-        return 2 * part * whole / (linear + math.sqrt(linear**2 + 4 * squared * part * whole))
-
-    return [0.0, *(share(k / num_slices) for k in range(1, num_slices)), 1.0]
-
-
-def _time(costs: CostNumbers) -> float:
-    """F, B and W of all stages together (ms)."""
-    f, b, w = (_numbers(each) for each in (costs.f, costs.b, costs.w))
-    longest = max(map(len, (f, b, w)))
-    return math.fsum(math.fsum(each) * longest / len(each) for each in (f, b, w))
-
-
-def _numbers(value: PerStage) -> list[float]:
-    return list(value) if isinstance(value, Sequence) else [value]
+    work = Work.of(costs)
+    whole = work.time(1.0, 1.0)
+    return [0.0, *(work.length(whole * k / num_slices) for k in range(1, num_slices)), 1.0]

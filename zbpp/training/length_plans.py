@@ -12,11 +12,12 @@ import math
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
-from zbpp.data.token_batches import Group, Size, TokenBatches, replica_of
+from zbpp.data.token_batches import Group, MicrobatchShape, TokenBatches, replica_of
 from zbpp.job.agreement import broadcast, gather
 from zbpp.planning import order_microbatches
+from zbpp.planning.work import Work
 from zbpp.runtime.mesh import TENSOR, MeshPosition
-from zbpp.schedule import Costs, Op, Timetable
+from zbpp.schedule import Costs, Timetable
 
 _NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks and 16 microbatches
 
@@ -45,28 +46,16 @@ class Lengths:
     costs: without lengths. shape: (rows, tokens of a row) at length 1.
     """
 
-    def __init__(self, costs: Costs, num_stages: int, shape: tuple[int, int]) -> None:
-        self._rows, self._tokens = shape
-        self._linear = _work(Costs(f=costs.f, b=costs.b, w=costs.w), num_stages)
-        self._squared = _work(costs.of_length(1.0), num_stages) - self._linear
+    def __init__(self, costs: Costs, shape: tuple[int, int]) -> None:
+        self._work, (self._rows, self._tokens) = Work.of(costs), shape
 
-    def of(self, size: Size) -> float:
+    def of(self, given: MicrobatchShape) -> float:
         """The length of a microbatch; 0 for an empty one."""
-        if not size.filled:
+        if not given.filled:
             return 0.0
-        tokens = size.tokens / (self._rows * self._tokens)
-        squares = size.squares / (self._rows * self._tokens**2)
-        linear, squared = self._linear, self._squared
-        if not squared:
-            return tokens
-        work = linear * tokens + squared * squares
-        return (math.sqrt(linear**2 + 4 * squared * work) - linear) / (2 * squared)
-
-
-def _work(costs: Costs, num_stages: int) -> float:
-    """The times of F, B and W of one microbatch on all stages together."""
-    duration = costs.per_stage(num_stages).duration
-    return sum(sum(duration[op]) for op in (Op.F, Op.B, Op.W))
+        tokens = given.tokens / (self._rows * self._tokens)
+        squares = given.squares / (self._rows * self._tokens**2)
+        return self._work.length(self._work.time(tokens, squares))
 
 
 class LengthPlanner:
@@ -90,7 +79,7 @@ class LengthPlanner:
         self._costs = costs or Costs()
         number = timetable.num_microbatches * num_parts
         usual = (1, max(1, batches.tokens_per_batch // number))
-        self._lengths = Lengths(self._costs, timetable.num_stages, shape or usual)
+        self._lengths = Lengths(self._costs, shape or usual)
         self._ahead: tuple[int, Future[StepPlan]] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -108,7 +97,7 @@ class LengthPlanner:
         number = self._timetable.num_microbatches
         cut = self.batches.cut(first, number * self._num_parts)
         own = replica_of(cut, self._part, self._num_parts)
-        lengths = [self._lengths.of(size) for _, size in own]
+        lengths = [self._lengths.of(shape) for _, shape in own]
         costs = Costs.of_lengths(lengths, self._costs)
         order = order_microbatches(self._timetable, costs, math.inf, num_rounds=_NUM_ROUNDS)
         filled, tokens = (sum(each) for each in zip(*((s.filled, s.tokens) for _, s in cut), strict=True))

@@ -10,7 +10,7 @@ from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.bounds.round_trip_bound import round_trips
-from zbpp.planning.bounds.unequal_lengths import SizeBound, Units
+from zbpp.planning.bounds.unequal_lengths import NamedBound, Units
 from zbpp.planning.memory_limit import MemoryLimit, check_fits
 from zbpp.planning.options import EQUAL, MAKESPAN, ROUNDING, objective_value
 from zbpp.planning.problem import Problem
@@ -65,8 +65,8 @@ def lower_bound(
 
 def bound_of(problem: Problem) -> Bound:
     """`lower_bound` of a problem: for microbatches of different lengths, in their order."""
-    if problem.has_sizes:
-        return _of_sizes(problem, Units.in_order)
+    if problem.has_lengths:
+        return _of_lengths(problem, Units.in_order)
     return _of_equal(problem)
 
 
@@ -74,14 +74,14 @@ def bound_over_orders(problem: Problem) -> Bound:
     """The lower bound that holds whatever the order of the microbatches."""
     if not problem.costs.lengths:  # all microbatches are alike
         return bound_of(problem)
-    return _of_sizes(problem, Units.over_orders)
+    return _of_lengths(problem, Units.over_orders)
 
 
-def _of_sizes(problem: Problem, largest: Callable[[Units], SizeBound]) -> Bound:
-    """The larger of a bound by sizes, and the bound if all units were as short as the shortest."""
+def _of_lengths(problem: Problem, largest: Callable[[Units], NamedBound]) -> Bound:
+    """The larger of a bound by lengths, and the bound if all units were as short as the shortest."""
     units = Units(problem)
     found = largest(units)
-    shortest = _of_equal(problem.of_units(units.smallest(range(problem.num_units))))
+    shortest = _of_equal(problem.of_equal_units(units.smallest(range(problem.num_units))))
     value = found.value * (1 - ROUNDING) + problem.last_reduction
     return max(Bound(value, found.argument), shortest, key=lambda bound: bound.value)
 

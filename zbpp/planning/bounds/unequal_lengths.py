@@ -34,13 +34,13 @@ import numpy.typing as npt
 
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.options import MAKESPAN
-from zbpp.planning.problem import Problem, Size
+from zbpp.planning.problem import Extent, Problem
 from zbpp.schedule.timetable import turned, unit_of
 
 Floats = npt.NDArray[np.float64]
 
 
-class SizeBound(NamedTuple):
+class NamedBound(NamedTuple):
     """A bound (ms), and what it is made of."""
 
     value: float
@@ -52,9 +52,9 @@ class Units:
 
     def __init__(self, problem: Problem) -> None:
         self.problem, self.num_slices = problem, problem.num_slices
-        self.sizes = [problem.size(unit) for unit in range(problem.num_units)]
-        self._of_size: dict[Size, Relaxation] = {}
-        self.alone = [self._relaxed(size) for size in self.sizes]
+        self.extents = [problem.extent(unit) for unit in range(problem.num_units)]
+        self._of_extent: dict[Extent, Relaxation] = {}
+        self.alone = [self._relaxed(each) for each in self.extents]
         self.f, self.b, self.w = (
             np.array([[getattr(stage, op) for stage in each.stages] for each in self.alone]) for op in "fbw"
         )
@@ -63,17 +63,17 @@ class Units:
         # The place of each unit's B among the B's of a stage.
         self.place = turned(np.arange(problem.num_units, dtype=np.int32), self.num_slices)
 
-    def _relaxed(self, size: Size) -> Relaxation:
-        if size not in self._of_size:
-            self._of_size[size] = Relaxation(self.problem.alone(size))
-        return self._of_size[size]
+    def _relaxed(self, extent: Extent) -> Relaxation:
+        if extent not in self._of_extent:
+            self._of_extent[extent] = Relaxation(self.problem.of_one_unit(extent))
+        return self._of_extent[extent]
 
-    def smallest(self, units: Iterable[int]) -> Size:
+    def smallest(self, units: Iterable[int]) -> Extent:
         """The least length and the least square of these units."""
-        lengths, squares = zip(*(self.sizes[unit] for unit in units), strict=True)
-        return Size(min(lengths), min(squares))
+        lengths, squares = zip(*(self.extents[unit] for unit in units), strict=True)
+        return Extent(min(lengths), min(squares))
 
-    def in_order(self) -> SizeBound:
+    def in_order(self) -> NamedBound:
         """The largest bound for the given order."""
         work, last = self.b + self.w, self.problem.num_units - self.num_slices
         before = np.cumsum(self.f, axis=0) - self.f
@@ -88,9 +88,9 @@ class Units:
         later: Floats = (in_place.sum(axis=0) - np.cumsum(in_place, axis=0))[self.place]
         return later
 
-    def over_orders(self) -> SizeBound:
+    def over_orders(self) -> NamedBound:
         """The largest bound that holds for every order of the microbatches."""
-        by_length = sorted(range(0, len(self.sizes), self.num_slices), key=lambda unit: self.sizes[unit])
+        by_length = sorted(range(0, len(self.extents), self.num_slices), key=lambda unit: self.extents[unit])
         one, other = by_length[0], by_length[1 if len(by_length) > 1 else 0]
         paths = self._paths(
             self._beside(self.b), self._beside(self.b + self.w), self.alone[one], self.alone[one]
@@ -108,7 +108,7 @@ class Units:
         beside: Floats = (others + earlier).reshape(self.f.shape)
         return beside
 
-    def _work(self, first: int, last: int) -> SizeBound:
+    def _work(self, first: int, last: int) -> NamedBound:
         """The largest bound by a rank's work. first, last: the first slices of these microbatches."""
         is_makespan = self.problem.objective == MAKESPAN
         # The spans' clocks start at their own first F's: a unit that is no longer than both counts.
@@ -118,7 +118,7 @@ class Units:
         for rank in range(self.problem.num_ranks):
             begin = self.alone[first].first_f(rank) if is_makespan else 0.0
             idle = max(self._head(rank, first), self._rest(rank, last, follows[rank]))
-            bounds.append(SizeBound(begin + self._sum(rank, "fbw") + idle, f"work of rank {rank}"))
+            bounds.append(NamedBound(begin + self._sum(rank, "fbw") + idle, f"work of rank {rank}"))
         return max(bounds)
 
     def _sum(self, rank: int, ops: str) -> float:
@@ -159,7 +159,7 @@ class Units:
             for stage in range(lowest, self.problem.num_stages)
         )  # fmt: skip
 
-    def _paths(self, with_b: Floats, with_w: Floats, first: Relaxation, last: Relaxation) -> SizeBound:
+    def _paths(self, with_b: Floats, with_w: Floats, first: Relaxation, last: Relaxation) -> NamedBound:
         """The largest bound by a unit's own path.
 
         with_b: the F's before it on each stage, and the B's after it; with_w: the F's, B's and W's.
@@ -172,7 +172,7 @@ class Units:
         paths = begin + self.round_trips + np.maximum(with_b + np.maximum(0.0, below), with_w + self.w)
         unit, stage = np.unravel_index(int(paths.argmax()), paths.shape)
         name = unit_of(int(unit), self.num_slices)
-        return SizeBound(
+        return NamedBound(
             float(paths[unit, stage]),
             f"path of {'microbatch' if self.num_slices == 1 else 'slice'} {name} from stage {stage} and back",
         )
