@@ -29,7 +29,7 @@ Group = tuple[int, ...]
 
 
 class MicrobatchShape(NamedTuple):
-    """rows: of a microbatch. length: of a row, in tokens, padding included. filled: tokens without padding."""
+    """rows: of a microbatch. length: of a row in tokens, padding included. filled: tokens but for padding."""
 
     rows: int
     length: int

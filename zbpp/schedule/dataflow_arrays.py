@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -113,6 +114,20 @@ def complete_stages(row: Row) -> dict[int, int]:
     _, from_the_end = np.unique(row.stages[complete][::-1], return_index=True)
     last = np.sort(complete[::-1][from_the_end])
     return dict(zip(row.stages[last].tolist(), last.tolist(), strict=True))
+
+
+def changes_of_past(ops: Any, slices: Any, num_slices: int) -> tuple[Any, Any]:
+    """(keys and values, sums of their gradients): 1 where an action makes those of a microbatch, -1 where it
+    is the last one to need them, else 0.
+
+    By dataflow.py's kv and dkv: a microbatch's keys and values are there from F of its first slice until B of
+    its first slice, their gradients' sums from B of its last slice until then. ops, slices: of one action, or
+    arrays of several.
+    """
+    is_b = (ops == Op.B) | (ops == Op.BW)
+    ends = is_b & (slices == 0)
+    begins, grads_begin = (ops == Op.F) & (slices == 0), is_b & (slices == num_slices - 1)
+    return 1 * begins - 1 * ends, 1 * grads_begin - 1 * ends
 
 
 def _padded(lists: Sequence[Sequence[int]]) -> Numbers:

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.costs import StageCosts
-from zbpp.schedule.dataflow_arrays import kinds_of
+from zbpp.schedule.dataflow_arrays import changes_of_past, kinds_of
 from zbpp.schedule.interpret.exchange import hide_in_exchanges
 from zbpp.schedule.timetable import Op, Row
 
@@ -91,12 +91,9 @@ class _Past:
 
     def changes(self, row: Row) -> Floats:
         microbatches, slices = np.divmod(row.microbatches, self._num_slices)
-        is_first, is_last = slices == 0, slices == self._num_slices - 1
-        is_f, is_b = row.ops == Op.F, (row.ops == Op.B) | (row.ops == Op.BW)
-        begins, ends, grads_begin = (is_f & is_first), (is_b & is_first), (is_b & is_last)
-        past = self._keys_and_values[row.stages] * (begins.astype(float) - ends)
-        grads = self._grads[row.stages] * (grads_begin.astype(float) - ends)
-        changes: Floats = (past + grads) * self._lengths[microbatches]
+        past, grads = changes_of_past(row.ops, slices, self._num_slices)
+        held = self._keys_and_values[row.stages] * past + self._grads[row.stages] * grads
+        changes: Floats = held * self._lengths[microbatches]
         return changes
 
 

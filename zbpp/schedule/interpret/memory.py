@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.dataflow import Value, produces
+from zbpp.schedule.dataflow_arrays import changes_of_past
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes, StageBytes
 from zbpp.schedule.passes.posts import gate_of, in_flight
 from zbpp.schedule.program import (
@@ -275,12 +276,10 @@ class _RankRun:
 def _change_of_past(action: Action, stage: StageBytes) -> float:
     """What an action on a slice adds to the bytes of keys, values and their gradients."""
     unit = action.microbatch
-    if not isinstance(unit, Unit) or action.op == Op.W:
+    if not isinstance(unit, Unit):
         return 0.0
-    if action.op == Op.F:
-        return stage.past if unit.slice == 0 else 0.0
-    made = stage.past_gradients if unit.slice == unit.num_slices - 1 else 0.0
-    return made - (stage.past + stage.past_gradients if unit.slice == 0 else 0.0)
+    past, gradients = changes_of_past(action.op, unit.slice, unit.num_slices)
+    return stage.past * past + stage.past_gradients * gradients
 
 
 def _left_gradients(stage: StageBytes) -> float:
