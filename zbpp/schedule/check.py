@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, turned, unit_of
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, unit_of, units_in_order
 
 
 def check_actions(timetable: Timetable) -> None:
@@ -34,7 +34,7 @@ def check_row(row: Row, num_units: int) -> None:
 
 def _check_order(stage: int, ops: tuple[Op, ...], row: Row, expected: int) -> None:
     """row: the stage's actions with one of these ops."""
-    places = row.microbatches if ops == (Op.F,) else turned(row.microbatches, row.num_slices)
+    places = units_in_order(ops[0], row.microbatches, row.num_slices)
     # No array here is as long as `expected`: a short text can name microbatch 2147483647.
     if len(row) == expected and np.array_equal(places, np.arange(len(row))):
         return

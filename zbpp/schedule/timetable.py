@@ -88,12 +88,16 @@ def unit_of(number: int, num_slices: int) -> int:
     return number if num_slices == 1 else Unit(number, num_slices)
 
 
-def turned(units: Integers, num_slices: int) -> Integers:
-    """Each unit with its slices counted from the end: the units in the order in which B's, and W's, run.
+def units_in_order(ops: int | Integers, numbers: Integers, num_slices: int) -> Integers:
+    """The units of actions, given their numbers among the F's, the B's or the W's of their stage.
 
-    So the j-th B of a stage is that of unit turned(j), and the B of unit u is number turned(u).
+    F's ascend in units; B's, and W's, ascend in microbatch and descend in slice. ops: of all actions, or one
+    for each. The function is its own inverse: the B of unit u is number units_in_order(Op.B, u, num_slices).
     """
-    return units if num_slices == 1 else units + (num_slices - 1 - 2 * (units % num_slices))
+    if num_slices == 1:
+        return numbers
+    descending = numbers + (num_slices - 1 - 2 * (numbers % num_slices))
+    return np.where(np.equal(ops, Op.F), numbers, descending)
 
 
 class Action(NamedTuple):
@@ -414,6 +418,4 @@ def numbered(order: Iterable[StageOp], num_slices: int = 1) -> Row:
         for each in counted_together:
             counted = np.flatnonzero(of_stage & each)
             microbatches[counted] = np.arange(len(counted))
-    if num_slices > 1:
-        microbatches = np.where(ops == Op.F, microbatches, turned(microbatches, num_slices))
-    return Row(stages, ops, microbatches, num_slices)
+    return Row(stages, ops, units_in_order(ops, microbatches, num_slices), num_slices)

@@ -35,7 +35,7 @@ import numpy.typing as npt
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.options import MAKESPAN
 from zbpp.planning.problem import Extent, Problem
-from zbpp.schedule.timetable import turned, unit_of
+from zbpp.schedule.timetable import Op, unit_of, units_in_order
 
 Floats = npt.NDArray[np.float64]
 
@@ -61,7 +61,7 @@ class Units:
         stages = range(problem.num_stages)
         self.round_trips = np.array([[each.round_trip(stage) for stage in stages] for each in self.alone])
         # The place of each unit's B among the B's of a stage.
-        self.place = turned(np.arange(problem.num_units, dtype=np.int32), self.num_slices)
+        self.place = units_in_order(Op.B, np.arange(problem.num_units, dtype=np.int32), self.num_slices)
 
     def _relaxed(self, extent: Extent) -> Relaxation:
         if extent not in self._of_extent:
@@ -83,7 +83,7 @@ class Units:
         return max(self._work(0, last), paths)
 
     def _after(self, times: Floats) -> Floats:
-        """By unit, the sum of the times of the units whose B's come later; turned(turned(u)) is u."""
+        """By unit, the sum of the times of the units whose B's come later."""
         in_place = times[self.place]
         later: Floats = (in_place.sum(axis=0) - np.cumsum(in_place, axis=0))[self.place]
         return later

@@ -25,7 +25,7 @@ from zbpp.planning.dependencies import earliest_starts
 from zbpp.planning.problem import Problem
 from zbpp.planning.search.deadline import Deadline
 from zbpp.schedule.dataflow_arrays import kind_of, op_of, stage_of
-from zbpp.schedule.timetable import Op, turned
+from zbpp.schedule.timetable import Op, units_in_order
 
 F, B, W, BW = map(int, Op)
 _WAIT = -1
@@ -167,7 +167,7 @@ class _LastSlices:
 def _units(problem: Problem, op: int) -> list[int]:
     """The units of a stage's F's, B's or W's, in order."""
     ascending = np.arange(problem.num_units, dtype=np.int32)
-    units: list[int] = (ascending if op == F else turned(ascending, problem.num_slices)).tolist()
+    units: list[int] = units_in_order(op, ascending, problem.num_slices).tolist()
     return units
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from zbpp.planning.problem import Plan, Problem
 from zbpp.schedule.dataflow_arrays import op_of
-from zbpp.schedule.timetable import Integers, Op, PlanError, turned
+from zbpp.schedule.timetable import Integers, Op, PlanError, units_in_order
 
 F, B, W, BW = map(int, Op)
 
@@ -64,9 +64,10 @@ class PlanGraph:
         self.backward, self.weight = [none] * none, [none] * none
         # Per op, what has an order together with it: BW counts as B and as W.
         self.ordered = ([list(range(none))], [self.backward], [self.weight], [self.backward, self.weight])
-        ascending = np.arange(number, dtype=np.int32)
-        backwards = turned(ascending, problem.num_slices)
-        self.neighbours = [_neighbours(backwards if op != F else ascending) for op in (F, B, W, BW)]
+        numbers = np.arange(number, dtype=np.int32)
+        self.neighbours = [
+            _neighbours(units_in_order(op, numbers, problem.num_slices)) for op in (F, B, W, BW)
+        ]
         self.levels: list[list[float]] = [[] for _ in plan]  # memory after each action of a row
         self.order = self._link()
 

@@ -28,7 +28,7 @@ without: a rank holds S - 1 slices more than it would hold microbatches without 
 To add a schedule: a file here, an entry in FAMILIES, and configs/schedule/NAME.yaml; an entry in SCHEDULES of
 benchmark/torch_runner.py if torch has it. A choice that `plan` does not know yet becomes an option of `plan`.
 On each stage F's, B's with BW's, and W's with BW's must be in the order of `check_row` (check.py); see
-`numbered` and `turned` in timetable.py. The schedule must plan 2
+`numbered` and `units_in_order` in timetable.py. The schedule must plan 2
 microbatches on one rank, which `compare` asks for. It should plan 4 microbatches on one rank and on two: the
 search learns its placement from these plans, and does not use a schedule that refuses them.
 """

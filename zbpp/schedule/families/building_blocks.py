@@ -34,7 +34,7 @@ import numpy as np
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import Values
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Action, Integers, Op, StageOp, Timetable, turned
+from zbpp.schedule.timetable import Action, Integers, Op, StageOp, Timetable, units_in_order
 
 Block = tuple[int, int, int, int]
 """The slots in which a rank runs F of its first stage, F and B of its second, and B of its first."""
@@ -92,7 +92,8 @@ def _squeezed(
 ) -> Timetable:
     """The timetable made of all units' blocks, without empty slots.
 
-    With slices the B's of all blocks come S - 1 periods later: B number j is that of unit turned(j).
+    With slices the B's of all blocks come S - 1 periods later: B number j is that of unit j with its slices
+    counted from the end.
     limit: how many units' activations, of both stages, a rank may hold; with slices S - 1 more.
     """
     units = np.arange(num_microbatches * num_slices, dtype=np.int32)
@@ -111,11 +112,12 @@ def _order(stages: tuple[int, int], block: Block, units: Integers, num_slices: i
     """The actions of a rank in the order of their slots."""
     first, second = stages
     block_ops = ((first, Op.F), (second, Op.F), (second, Op.B), (first, Op.B))
-    ahead, forwards, backwards = num_slices - 1, units.tolist(), turned(units, num_slices).tolist()
+    ahead = num_slices - 1
+    in_order = {op: units_in_order(op, units, num_slices).tolist() for op in (Op.F, Op.B)}
     slots = {
         start + _PERIOD * (place if op == Op.F else place + ahead): Action(stage, op, unit)
         for (stage, op), start in zip(block_ops, block, strict=True)
-        for place, unit in enumerate(forwards if op == Op.F else backwards)
+        for place, unit in enumerate(in_order[op])
     }
     order: list[Action] = []
     waiting: deque[Action] = deque()

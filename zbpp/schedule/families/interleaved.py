@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from zbpp.schedule.timetable import Integers, Op, PlanError, StageOp, Timetable, numbered, turned
+from zbpp.schedule.timetable import Integers, Op, PlanError, StageOp, Timetable, numbered, units_in_order
 
 
 def interleaved_1f1b(
@@ -89,9 +89,9 @@ class _Rounds:
 def _ahead(num_units: int, num_slices: int, in_round: int, stages_per_rank: int) -> int:
     """How many forwards more than without slices a rank runs before its first backward.
 
-    B number j of a stage is that of unit turned(j), up to S - 1 units behind unit j. The F's of the two units
-    on this stage are as many forwards apart if one round has both. A round that lies between them has vn
-    forwards.
+    B number j of a stage is that of unit j with its slices counted from the end: up to S - 1 units behind
+    unit j. The F's of the two units on this stage are as many forwards apart if one round has both. A round
+    that lies between them has vn forwards.
     """
 
     def place(units: Integers) -> Integers:
@@ -99,7 +99,7 @@ def _ahead(num_units: int, num_slices: int, in_round: int, stages_per_rank: int)
         return units // in_round * in_round * stages_per_rank + units % in_round
 
     units = np.arange(num_units, dtype=np.int32)
-    return int((place(turned(units, num_slices)) - place(units)).max())
+    return int((place(units_in_order(Op.B, units, num_slices)) - place(units)).max())
 
 
 def _with_w(order: Iterable[StageOp], delay: int) -> Iterator[StageOp]:

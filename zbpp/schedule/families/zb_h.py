@@ -11,7 +11,7 @@ phase into the bubble at the end.
 
 import numpy as np
 
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, turned
+from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, units_in_order
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, *, num_slices: int = 1) -> Timetable:
@@ -59,6 +59,5 @@ def _row(stage: int, warm_up: int, delay: int, num_units: int, num_slices: int) 
     groups = np.concatenate([first + numbers for first in first_group.values()])
     ops = np.repeat(np.array(list(first_group), dtype=np.int32), num_units)
     order = np.lexsort((ops, groups))
-    backwards = turned(numbers, num_slices)
-    units = np.concatenate([numbers, backwards, backwards])[order]
-    return Row(np.full_like(ops, stage), ops[order], units, num_slices)
+    units = units_in_order(ops, np.tile(numbers, len(first_group)), num_slices)
+    return Row(np.full_like(ops, stage), ops[order], units[order], num_slices)

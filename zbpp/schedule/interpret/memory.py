@@ -279,7 +279,7 @@ def _change_of_past(action: Action, stage: StageBytes) -> float:
     if not isinstance(unit, Unit):
         return 0.0
     past, gradients = changes_of_past(action.op, unit.slice, unit.num_slices)
-    return stage.past * past + stage.past_gradients * gradients
+    return float(stage.past * past + stage.past_gradients * gradients)
 
 
 def _left_gradients(stage: StageBytes) -> float:
