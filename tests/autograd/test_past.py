@@ -140,6 +140,29 @@ def test_a_wrong_order_raises():
         stage(inputs()[:, 6:], sequence_slice=sliced.pasts[0].at(1))
 
 
+class Scaled(Layer):
+    """It changes the keys of all tokens so far, in the slice with this number."""
+
+    def __init__(self, changing):
+        super().__init__()
+        self.changing = changing
+
+    def forward(self, x, sequence_slice=None):
+        key = sequence_slice.whole((self, "key"), self.key(x))
+        if sequence_slice.index == self.changing:
+            key.mul_(0.5)
+        return x + key.square().sum(1, keepdim=True)
+
+
+@pytest.mark.parametrize("changing", [0, 1])
+def test_a_result_that_was_changed_in_place_is_refused(changing):
+    """Plain autograd allows it on the whole sequence; here other slices read the same memory."""
+    sliced = Sliced(Scaled(changing).double(), inputs(), [0, 6, 12])
+    with pytest.raises(ValueError, match=r"changed the whole key of Scaled in place, .* x \* 2 in place of"):
+        sliced.forward()
+        sliced.backward(1)
+
+
 def test_a_tensor_of_another_length_is_refused():
     with pytest.raises(
         ValueError, match=r"slice 1 has tokens 6 to 12, and key got 5 of them .*\[..., time, d\]"

@@ -71,6 +71,7 @@ class SequenceSlice:
         memory that later slices leave unchanged.
         Raises ValueError for a tensor of another length than the slice's, for a name that one forward uses
         twice, and if an earlier slice has not used the name. In backward, RuntimeError if B's do not descend.
+        Both raise ValueError if the result of an earlier slice was changed in place.
         """
         if own.shape[-2] != self.end - self.start:
             raise ValueError(
@@ -79,9 +80,10 @@ class SequenceSlice:
             )
         buffer = self.past._buffers.get(use)
         if buffer is None:
-            buffer = self.past._buffers[use] = _Buffer(own, self.past.bounds)
+            buffer = self.past._buffers[use] = _Buffer(use, own, self.past.bounds)
+        buffer.refuse_changes()
         if not _is_recompute():
-            buffer.write(use, own, self)
+            buffer.write(own, self)
         return _WithPast.apply(own, buffer, self, self.first(window))  # type: ignore[no-untyped-call]  # torch's
 
 
@@ -91,28 +93,55 @@ def _is_recompute() -> bool:
 
 
 class _Buffer:
-    """values: of all tokens so far. grads: sums for slices whose B has not run; None before the first one."""
+    """values: of all tokens so far. grads: sums for slices whose B has not run; None before the first one.
 
-    def __init__(self, like: Tensor, bounds: Sequence[int]) -> None:
+    given: the view of the values that attention got last.
+    """
+
+    def __init__(self, use: Hashable, like: Tensor, bounds: Sequence[int]) -> None:
+        self.use = use
         shape = (*like.shape[:-2], bounds[-1], like.shape[-1])
         self.values: Tensor | None = like.detach().new_empty(shape)
         self.grads: Tensor | None = None
+        self.given: Tensor | None = None
         self.num_written, self.next_backward = 0, len(bounds) - 2
 
-    def write(self, use: Hashable, own: Tensor, place: SequenceSlice) -> None:
+    def write(self, own: Tensor, place: SequenceSlice) -> None:
         if self.num_written > place.index:
             raise ValueError(
-                f"slice {place.index} gives {_text(use)} twice in one forward: name each call differently"
+                f"slice {place.index} gives {_text(self.use)} twice in one forward: name each call differently"
             )
         if self.num_written < place.index:
             raise ValueError(
-                f"F of slice {place.index} gives {_text(use)}, and F of slice {self.num_written} has not: "
+                f"F of slice {place.index} gives {_text(self.use)}, and F of slice {self.num_written} has not: "
                 "F's of a sequence ascend in slices, and each makes the same calls"
             )
         assert self.values is not None
         with torch.no_grad():
             _part(self.values, place.start, place.end).copy_(own)
         self.num_written += 1
+
+    def read(self, first: int, end: int) -> Tensor:
+        """Tokens [first, end), in a view with a count of its own of in-place changes.
+
+        Later slices write behind its end: to autograd this is no change of what attention saves.
+        """
+        assert self.values is not None
+        view = _part(self.values, first, end).data
+        if not (view.is_inference() or torch.compiler.is_compiling()):  # a graph has no counts
+            self.given = view.detach()  # shares the count of changes
+        return view
+
+    def refuse_changes(self) -> None:
+        """Raise ValueError if a forward has written into the view that it got: other slices read it, too."""
+        if self.given is not None and not torch.compiler.is_compiling() and self.given._version:
+            raise ValueError(
+                f"a forward has changed the whole {_text(self.use)} in place, which other slices read, too: use "
+                "an operation that makes a new tensor, such as x * 2 in place of x.mul_(2)"
+            )
+
+    def drop(self) -> None:
+        self.values = self.grads = self.given = None
 
     def add(self, grad: Tensor, first: int, end: int) -> None:
         """Add a gradient of tokens [first, end): in float32 at least, since it is one of many terms."""
@@ -142,12 +171,12 @@ class _WithPast(torch.autograd.Function):
     def forward(ctx: Any, own: Tensor, buffer: _Buffer, place: SequenceSlice, first: int) -> Tensor:
         ctx.buffer, ctx.index, ctx.first = buffer, place.index, first
         ctx.start, ctx.end = place.start, place.end
-        # .data: later slices write behind the view's end, and don't count as changes of what is saved here.
-        return _part(buffer.values, first, place.end).data  # type: ignore[arg-type]
+        return buffer.read(first, place.end)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         buffer, first, start, end = ctx.buffer, ctx.first, ctx.start, ctx.end
+        buffer.refuse_changes()
         if buffer.next_backward != ctx.index:
             raise RuntimeError(
                 f"B of slice {ctx.index} runs where B of slice {buffer.next_backward} is next: B's of a "
@@ -162,5 +191,5 @@ class _WithPast(torch.autograd.Function):
         if start > first:
             buffer.add(_part(grad, 0, start - first), first, start)
         if ctx.index == 0:
-            buffer.values = buffer.grads = None
+            buffer.drop()
         return own, None, None, None
