@@ -109,12 +109,13 @@ class _Buffer:
     def write(self, own: Tensor, place: SequenceSlice) -> None:
         if self.num_written > place.index:
             raise ValueError(
-                f"slice {place.index} gives {_text(self.use)} twice in one forward: name each call differently"
+                f"slice {place.index} gives {_text(self.use)} twice in one forward: name each call "
+                "differently"
             )
         if self.num_written < place.index:
             raise ValueError(
-                f"F of slice {place.index} gives {_text(self.use)}, and F of slice {self.num_written} has not: "
-                "F's of a sequence ascend in slices, and each makes the same calls"
+                f"F of slice {place.index} gives {_text(self.use)}, and F of slice {self.num_written} has "
+                "not: F's of a sequence ascend in slices, and each makes the same calls"
             )
         assert self.values is not None
         with torch.no_grad():
@@ -136,8 +137,8 @@ class _Buffer:
         """Raise ValueError if a forward has written into the view that it got: other slices read it, too."""
         if self.given is not None and not torch.compiler.is_compiling() and self.given._version:
             raise ValueError(
-                f"a forward has changed the whole {_text(self.use)} in place, which other slices read, too: use "
-                "an operation that makes a new tensor, such as x * 2 in place of x.mul_(2)"
+                f"a forward has changed the whole {_text(self.use)} in place, which other slices read, too: "
+                "use an operation that makes a new tensor, such as x * 2 in place of x.mul_(2)"
             )
 
     def drop(self) -> None:
