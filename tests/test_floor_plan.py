@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -47,7 +48,7 @@ MAY_IMPORT = {
     # Any trainer beside plain autograd: it knows no schedule.
     "zbpp/parity_check/": {"parity_check"} | _RUNTIME,
     "zbpp/parity.py": {"parity_check"},
-    "zbpp/data/": {"data", "seeding", "streams"},
+    "zbpp/data/": {"data", "seeding", "stage_api", "streams"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"config", "prediction", "render", "run"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"benchmark", "config", "run"} | _TRAINING,
@@ -235,6 +236,22 @@ def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:
 
 def test_every_room_keeps_to_the_floor_plan():
     assert violations(ROOT) == []
+
+
+_WITHOUT_A_MAP = ("zbpp", "zbpp/commands")  # their first pages name commands, and names to import
+
+
+def test_the_map_of_a_room_has_all_of_its_files():
+    """The first page of a room of three files or more, the docstring of its __init__.py, names each."""
+    missing = []
+    for first_page in sorted((ROOT / "zbpp").rglob("__init__.py")):
+        room = first_page.parent
+        files = {each.stem for each in room.glob("*.py")} - {"__init__"}
+        words = re.findall(r"\w+", ast.get_docstring(ast.parse(first_page.read_text())) or "")
+        name = room.relative_to(ROOT).as_posix()
+        if len(files) > 2 and name not in _WITHOUT_A_MAP:
+            missing += [f"{name}: {file}" for file in sorted(files - {*words})]
+    assert missing == []
 
 
 @pytest.mark.parametrize(

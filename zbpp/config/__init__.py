@@ -1,6 +1,14 @@
 """The config: its typed tree, composing it from YAML files and a command line, and objects from its nodes.
 
 Hydra and OmegaConf are known in this folder only. Plain objects leave it.
+
+train        the keys of `zbpp train`; commands: those of other commands
+batching     the keys of the node `data` that say how sequences become batches
+typed_file   a YAML file as a dataclass
+compose      from YAML files and a command line to one checked config
+instantiate  the objects that nodes name by `_target_`
+choice_help  help on the keys of a choice
+folder       where the YAML files are
 """
 
 from zbpp.config.batching import BatchingConfig, batching_of, without_batching

@@ -10,6 +10,9 @@ prepared     reads such a folder, mapped
 tokens       batches from one such folder, or from several in fixed shares; `token_data`
 tokenizer    a tokenizer.json
 
+sequences      sequences of different lengths by number; several as one microbatch, filled up or packed
+token_batches  batches of about so many tokens, cut into microbatches that are as equal as they can be
+
 chat         conversations with a loss mask
 loader       a user's own Dataset, or anything that yields batches; `loaded_data`
 regression   random regression

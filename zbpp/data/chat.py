@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from zbpp.data.permutation import Numbers, keys_of, permute
-from zbpp.data.sequences import IGNORED, Known, Watch
+from zbpp.data.sequences import Known, Watch
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
+from zbpp.stage_api import IGNORED
 
 EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 

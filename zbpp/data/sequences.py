@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from zbpp.data.permutation import Numbers
 from zbpp.data.source import parts_of
-
-IGNORED = -100  # the label that a cross-entropy leaves out, in torch and in transformers
+from zbpp.stage_api import IGNORED
 
 
 class Sequences(Protocol):

@@ -8,6 +8,7 @@
     sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
     python_generators.py  Python's and numpy's random generators, restored
     linear_cross_entropy.py  a language model's head and its loss, without logits in float32
+    grouped_linear.py     linear layers of several experts at once, over rows sorted by expert
     loss_kernels.py       the loss as one compiled kernel per pass, for 16-bit logits on a GPU
     exchange.py           a layer of experts that are spread over processes: rows sent there and back
     context.py            attention over sequences that are divided over processes: heads exchanged for tokens

@@ -10,6 +10,8 @@ init         initial values for the tensors of one stage
 cut          a stage: the library's model with the layers of other stages skipped
 masks        attention masks and positions
 slices       sequences in slices: the library's cache over a Past, and its trial
+context      sequences divided over processes: the library's attention, and its trial
+whole_masks  masks and positions of whole sequences, where a process has a part of each
 ties         tied parameters
 parallel     tensor parallelism by the library's plan
 experts      experts that are spread over processes, and the loss that balances them

@@ -17,6 +17,7 @@ share a pool.
 
 cuda_graphs.py: CudaGraphs, the feature: two eager steps, then the capture, then replays.
 cuda.py is the only file that knows torch.cuda; tests put an emulation in its place.
+compile_ahead.py: CompileAhead, another extra: compiled stages of all ranks compile at once.
 """
 
 from zbpp.runtime.graphs.capture import GraphMaker
