@@ -9,7 +9,7 @@ from helpers.processes import run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
 from zbpp.models.emulated import Emulated
 from zbpp.runtime import measured_costs
-from zbpp.runtime.measure import Recorder, StepRecord
+from zbpp.runtime.measure import Recorder, StepRecord, measured_costs_of_lengths
 from zbpp.schedule import Action, Op, Recv, Send, Value, consumes, produces
 from zbpp.schedule.timeline import transfers_of
 
@@ -105,6 +105,20 @@ def test_whole_backwards_are_taken_as_half_b_and_half_w():
     costs = measured_costs(simulate(plan("1f1b", 2, 8), COSTS))
     assert costs.bw == pytest.approx([10, 14])
     assert costs.b == costs.w == pytest.approx([5, 7])
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", "1f1b"])
+def test_costs_of_unequal_microbatches_are_those_they_were_predicted_from(schedule):
+    """Of whole backwards, B and W are half each, in both parts of the times."""
+    attention = Costs(f=[1.0, 2.0], b=[3.0, 1.0], w=[0.0, 0.5], bw=[3.0, 1.5])
+    costs = Costs(f=[2.0, 5.0], b=[4.0, 3.0], w=[3.0, 2.0], bw=[7.0, 5.0], quadratic=attention)
+    steps = [[0.5, 1.0, 2.0, 1.5], [1.0, 0.25, 0.75, 3.0]]
+    timelines = [simulate(plan(schedule, 2, 4), Costs.of_lengths(each, costs)) for each in steps]
+    found = measured_costs_of_lengths(timelines, steps)
+    for part, true in ((found, costs), (found.quadratic, attention)):
+        half = [each / 2 for each in true.bw]
+        b, w = (true.b, true.w) if schedule == "zb_h1" else (half, half)
+        assert (part.f, part.b, part.w) == (pytest.approx(true.f), pytest.approx(b), pytest.approx(w))
 
 
 def test_a_timetable_with_both_kinds_gives_each_its_own_time():

@@ -37,18 +37,18 @@ def measured_costs_of_lengths(timelines: Sequence[Timeline], lengths: Sequence[S
 
     lengths: for each timeline, those of its microbatches. A message's time is divided by the mean length.
     """
-    usual = measured_costs(*timelines)
+    usual, num_stages = measured_costs(*timelines), timelines[0].timetable.num_stages
     found: dict[tuple[int, Op], list[tuple[float, float]]] = defaultdict(list)
     for timeline, own in zip(timelines, lengths, strict=True):
         for row, starts, ends in zip(timeline.timetable.rows, timeline.starts, timeline.ends, strict=True):
             for action, duration in zip(row, (ends - starts).tolist(), strict=True):
                 if own[action.microbatch]:
                     found[action.stage, action.op].append((own[action.microbatch], duration))
-    parts = {name: _of_op(found, op, usual) for name, op in _OPS.items()}
+    parts = {name: _of_op(found, op, num_stages) for name, op in _OPS.items()}
     linear: dict[str, Any] = {name: part[0] for name, part in parts.items() if part}
     squared: dict[str, Any] = {name: part[1] for name, part in parts.items() if part}
     mean = float(np.mean([length for own in lengths for length in own if length] or [1.0]))
-    comm = [each / mean for each in _per_stage(usual.comm, timelines[0].timetable.num_stages)]
+    comm = [each / mean for each in usual.per_stage(num_stages).comm]
     if "bw" not in linear:
         linear["bw"] = None
     elif "b" not in linear:  # half each, as `measured_costs` has them
@@ -59,15 +59,10 @@ def measured_costs_of_lengths(timelines: Sequence[Timeline], lengths: Sequence[S
 
 
 def _of_op(
-    found: dict[tuple[int, Op], list[tuple[float, float]]], op: Op, usual: Costs
+    found: dict[tuple[int, Op], list[tuple[float, float]]], op: Op, num_stages: int
 ) -> tuple[list[float], list[float]] | None:
     """(the linear part on each stage, the quadratic part); None for an op that no timeline has."""
-    num_stages = len(_per_stage(usual.f, 0))
     if (0, op) not in found:
         return None
     pairs = [two_parts(*zip(*found[stage, op], strict=True)) for stage in range(num_stages)]
     return [linear for linear, _ in pairs], [squared for _, squared in pairs]
-
-
-def _per_stage(value: float | Sequence[float], num_stages: int) -> list[float]:
-    return [*value] if isinstance(value, Sequence) else [value] * num_stages

@@ -24,7 +24,7 @@ from zbpp.job.agreement import refuse_together
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import TENSOR
-from zbpp.runtime.parallel.experts import AllToAll
+from zbpp.runtime.parallel.all_to_all import AllToAll
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.sequence_parts import SequenceParts
 
