@@ -11,7 +11,9 @@ from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_micr
 from zbpp.autograd import backward_input
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
+from zbpp.runtime.call import Call
 from zbpp.runtime.mesh import whole_of
+from zbpp.runtime.sequence_parts import SequenceParts
 from zbpp.stage_api import mean_over
 
 M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32
@@ -257,3 +259,26 @@ def test_what_context_cant_go_with_is_refused_in_one_line():
         for name, text in found.items():
             assert WORDS[name] in text if WORDS[name] else not text, (name, text)
             assert "\n" not in text
+
+
+def divided_keywords(rank):
+    """The shapes of keywords on a rank without stage 0, by what it is given beside them; or the refusal."""
+    group = torch.distributed.group.WORLD
+    of_tokens, of_rows, x = torch.ones(4, 6), torch.ones(4, 10), torch.ones(4, 6, 8)
+    keywords, found = {"of_rows": of_rows, "of_tokens": of_tokens}, {}
+    cases = {"inputs": ((x,), None, ()), "target": ((), of_tokens, ()), "bounds": ((), None, (0, 4, 6))}
+    for name, (args, target, bounds) in (cases | {"nothing": ((), None, ())}).items():
+        parts = SequenceParts(group, bounds, has_inputs=False)
+        try:
+            divided = parts.part_of(Call(args, target, keywords)).kwargs
+            found[name] = {key: list(each.shape) for key, each in divided.items()}
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def test_a_rank_without_the_length_of_sequences_divides_no_keyword_by_guess():
+    for found in run_ranks(divided_keywords, 2):
+        for name in ("inputs", "target", "bounds"):
+            assert found[name] == {"of_rows": [4, 10], "of_tokens": [4, 3]}
+        assert "of_rows has 10 entries along dimension 1, which may be tokens or not" in found["nothing"]

@@ -26,21 +26,24 @@ class SequenceParts:
     """The parts of the sequences that the processes of a group compute.
 
     slice_bounds: as in Pipeline, each a multiple of the group's size: each process has a part of each slice.
+    has_inputs: whether this rank owns stage 0, whose keywords are inputs, too.
     bounds: of the slices in a process's part.
     """
 
-    def __init__(self, group: dist.ProcessGroup, slice_bounds: Sequence[int] = ()) -> None:
-        self._group, self._whole_bounds = group, slice_bounds
+    def __init__(
+        self, group: dist.ProcessGroup, slice_bounds: Sequence[int] = (), *, has_inputs: bool = True
+    ) -> None:
+        self._group, self._whole_bounds, self._has_inputs = group, slice_bounds, has_inputs
         self.index, self.num = dist.get_rank(group), dist.get_world_size(group)
         self.bounds = tuple(bound // self.num for bound in slice_bounds)
 
     def part_of(self, call: Call) -> Call:
         """The call with this process's part of each sequence in its tensors.
 
-        The length is dimension 1 of the first argument; of the target, on a rank without arguments; on other
-        ranks the largest one of a keyword. Tensors with another dimension 1 stay whole, and
-        `replicate(tensor)` does. Raises ValueError for a length that doesn't split, a target without the
-        sequence's dimension, and `per_microbatch`.
+        The length is dimension 1 of the first argument, else of the target, else of the first keyword of
+        stage 0. Tensors with another dimension 1 stay whole, and `replicate(tensor)` does. Raises ValueError
+        for a length that doesn't split, a target without the sequence's dimension, keywords on a rank that is
+        not given the length, and `per_microbatch`.
         """
         given = (call.args, call.target, dict(call.kwargs))
         if any(isinstance(each, PerMicrobatch) for each in _leaves(given)):
@@ -48,7 +51,8 @@ class SequenceParts:
                 "per_microbatch(...) doesn't go with a mesh's dimension context, which divides the "
                 "sequences of one batch: give one tensor of the whole batch"
             )
-        time = self._time(*given)
+        bounds = () if call.kind == "predict" else self._whole_bounds
+        time = self._time(*given, bounds)
         if time is None:
             return call
         if any(_length(each) != time for each in tree_leaves(call.target) if isinstance(each, Tensor)):
@@ -57,16 +61,24 @@ class SequenceParts:
                 f"mesh's dimension context a loss is a mean over tokens, so give a target for each, [batch, "
                 f"time]"
             )
-        bounds = () if call.kind == "predict" else self._whole_bounds
         args, target, kwargs = sequence_part(given, time, self.index, self.num, bounds)
         return call._replace(args=args, target=target, kwargs=kwargs)
 
-    def _time(self, args: Any, target: Any, kwargs: Any) -> int | None:
-        """The length of the sequences; None on a rank that is given no tensors."""
-        for some in (args, target):
+    def _time(self, args: Any, target: Any, kwargs: Mapping[str, Any], bounds: Sequence[int]) -> int | None:
+        """The length of the sequences; None on a rank that is given none."""
+        for some in (args, target, kwargs) if self._has_inputs else (args, target):
             if lengths := [*_lengths(_leaves(some))]:
                 return lengths[0]
-        return max(_lengths(_leaves(kwargs)), default=None)
+        if bounds:
+            return bounds[-1]
+        for name, value in kwargs.items():
+            if lengths := [*_lengths(_leaves(value))]:
+                raise ValueError(
+                    f"this rank is given keywords alone, and {name} has {lengths[0]} entries along dimension "
+                    "1, which may be tokens or not: with a mesh's dimension context pass the batch's "
+                    "inputs on every rank that passes keywords; they say how long the sequences are"
+                )
+        return None
 
     def mean(self, losses: Sequence[Tensor]) -> list[Tensor]:
         """The means of losses over the processes: the losses of whole sequences. Collective."""

@@ -62,7 +62,7 @@ class ContextParallel(Feature):
         for each in self._contexts:
             _connect(each, self._group)
         self._between = between
-        rank.parts = SequenceParts(self._group, rank.slice_bounds)
+        rank.parts = SequenceParts(self._group, rank.slice_bounds, has_inputs=0 in rank.workers)
 
     def _hold(self, stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
         for stage in stages:
