@@ -12,6 +12,7 @@ TUTORIAL, TRAINING = "docs/tutorial.md", "docs/training.md"
 FILES = ("my_file.py", "load.py")  # of the tutorial
 FILES_OF_REFERENCE = ("loop.py",)
 OF_CHECKPOINTS = ("runs/left", "loop.py")  # commands with a test of their own
+NUM_FOR_DATA = 3  # the first commands of the page about training are for data
 
 
 @pytest.mark.parametrize(
@@ -100,10 +101,11 @@ def test_the_command_of_lora_trains_an_adapter(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_commands_for_data_run(tmp_path: Path) -> None:
-    for block in blocks(TRAINING, "bash")[:2]:
+    for block in blocks(TRAINING, "bash")[:NUM_FOR_DATA]:
         run_command(f"set -e\n{block}", tmp_path)
-    losses = [(tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in ("tokens", "mixture")]
-    assert all(len(each.splitlines()) == 2 for each in losses)
+    names = {"tokens": 2, "mixture": 2, "by_tokens": 3}
+    losses = {name: (tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in names}
+    assert {name: len(each.splitlines()) for name, each in losses.items()} == names
 
 
 @pytest.mark.slow
@@ -164,7 +166,7 @@ def write_files_of_pages(folder: Path) -> None:
 
 
 def commands_of_pages() -> list[str]:
-    return [*blocks(TUTORIAL, "bash"), *blocks(TRAINING, "bash")[2:]]  # the first two are for data
+    return [*blocks(TUTORIAL, "bash"), *blocks(TRAINING, "bash")[NUM_FOR_DATA:]]
 
 
 def test_no_command_takes_more_than_two_lines() -> None:
