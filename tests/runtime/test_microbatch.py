@@ -119,6 +119,17 @@ def test_what_can_not_be_split_is_refused(make, said):
         into_microbatches("x", make(), 4)
 
 
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_a_nested_tensor_beside_sequences_goes_whole_to_each_slice(layout):
+    value = nested(layout)
+    tokens = torch.arange(8).reshape(2, 4)
+    pieces = Cutter(1, (0, 3, 4)).cut("x", per_microbatch([(tokens, value)]))
+    assert [piece[0].tolist() for piece in pieces] == [[[0, 1, 2], [4, 5, 6]], [[3], [7]]]
+    assert all(piece[1] is value for piece in pieces)
+    with pytest.raises(ValueError, match="x is a nested tensor, and slice_bounds cut sequences of 4 tokens"):
+        Cutter(1, (0, 3, 4)).check_sequences({"x": per_microbatch([value])})
+
+
 BOXES = [torch.zeros(4, 2) for _ in range(4)]
 
 

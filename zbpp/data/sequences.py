@@ -104,7 +104,7 @@ def check_sequence(sequence: Any) -> int:
 
 def padded(sequences: Sequence[Any]) -> Any:
     """A microbatch with a row per sequence."""
-    rows = [_with_labels(each) for each in sequences]
+    rows = [*map(parts_of, sequences)]
     longest = max(len(labels) for _, labels in rows)
     inputs = _stacked([inputs for inputs, _ in rows], longest, 0)
     return _like(sequences[0], inputs, _stacked([labels for _, labels in rows], longest, IGNORED))
@@ -114,7 +114,7 @@ def packed(sequences: Sequence[Any]) -> dict[str, Tensor]:
     """A microbatch of one row. Raises ValueError for sequences that are not tokens and labels alone."""
     if not can_be_packed(sequences[0]):
         raise ValueError("a packed row has tokens and labels: these sequences have other inputs, too")
-    rows = [_with_labels(each) for each in sequences]
+    rows = [*map(parts_of, sequences)]
     tokens = [next(iter(inputs.values() if isinstance(inputs, dict) else inputs)) for inputs, _ in rows]
     return {
         "input_ids": torch.cat(tokens)[None],
@@ -128,11 +128,6 @@ def nothing(like: Any) -> Any:
     first = tree_map(lambda each: each[:1] if isinstance(each, Tensor) else each, like)
     inputs, labels = parts_of(first)
     return _like(like, inputs, torch.full_like(labels, IGNORED))
-
-
-def _with_labels(sequence: Any) -> tuple[Any, Tensor]:
-    inputs, labels = parts_of(sequence)
-    return inputs, labels
 
 
 def _like(sequence: Any, inputs: Any, labels: Any) -> Any:

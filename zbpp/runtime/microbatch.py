@@ -151,8 +151,9 @@ class Cutter:
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         if not self._is_sequence(tensor):
+            what = "is a nested tensor" if tensor.is_nested else f"has shape {list(tensor.shape)}"
             raise ValueError(
-                f"{name} has shape {list(tensor.shape)}, and slice_bounds cut sequences of "
+                f"{name} {what}, and slice_bounds cut sequences of "
                 f"{self.slice_bounds[-1]} tokens along dimension 1: every sequence of a step or an "
                 "evaluation needs this length (evaluate_as_one and predict run sequences of any length whole)"
             )
@@ -228,7 +229,7 @@ class Cutter:
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_units)]
 
     def _is_sequence(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() > 1 and value.shape[1] == self.slice_bounds[-1]
+        return isinstance(value, Tensor) and sequence_length(value) == self.slice_bounds[-1]
 
     def _in_slices(self, value: Any) -> Iterator[Any]:
         """What each slice of a microbatch gets of the microbatch's value."""
@@ -295,6 +296,12 @@ class Cutter:
         leaf = value.detach().requires_grad_()
         self._leaves.append((value, leaf))
         return leaf
+
+
+def sequence_length(value: Tensor) -> int | None:
+    """How many tokens a tensor has of each sequence, [batch, time, ...]; None without a dimension of time."""
+    is_plain = value.layout is torch.strided and not value.is_nested
+    return value.shape[1] if is_plain and value.dim() > 1 else None
 
 
 def _has_rows(value: Any) -> bool:

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call
-from zbpp.runtime.microbatch import PerMicrobatch, Replicated
+from zbpp.runtime.microbatch import PerMicrobatch, Replicated, sequence_length
 
 
 class SequenceParts:
@@ -55,7 +55,9 @@ class SequenceParts:
         time = self._time(*given, bounds)
         if time is None:
             return call
-        if any(_length(each) != time for each in tree_leaves(call.target) if isinstance(each, Tensor)):
+        if any(
+            sequence_length(each) != time for each in tree_leaves(call.target) if isinstance(each, Tensor)
+        ):
             raise ValueError(
                 f"the sequences have {time} tokens, and the target has no dimension 1 of this size: with a "
                 f"mesh's dimension context a loss is a mean over tokens, so give a target for each, [batch, "
@@ -130,7 +132,7 @@ def sequence_part(given: Any, time: int, index: int, num: int, slice_bounds: Seq
     bounds = slice_bounds if slice_bounds and slice_bounds[-1] == time else (0, time)
 
     def part(value: Any) -> Any:
-        if not isinstance(value, Tensor) or _length(value) != time:
+        if not isinstance(value, Tensor) or sequence_length(value) != time:
             return value
         slices = [value[:, start:end].chunk(num, dim=1)[index] for start, end in pairwise(bounds)]
         return torch.cat(slices, 1)
@@ -146,12 +148,6 @@ def _is_replicated(value: Any) -> bool:
     return isinstance(value, Replicated)
 
 
-def _length(value: Tensor) -> int | None:
-    """The size of dimension 1; None without one."""
-    is_plain = value.layout is torch.strided and not value.is_nested
-    return value.shape[1] if is_plain and value.dim() > 1 else None
-
-
 def _lengths(values: Iterable[Any]) -> Iterator[int]:
-    lengths = (_length(each) for each in values if isinstance(each, Tensor))
+    lengths = (sequence_length(each) for each in values if isinstance(each, Tensor))
     return (each for each in lengths if each is not None)
