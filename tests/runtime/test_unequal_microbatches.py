@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,17 @@ from torch import nn
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from helpers.timetables import random_order, random_placement
-from zbpp import ActivationOffload, Costs, Pipeline, PlanError, Timetable, make_mesh, per_microbatch, plan
+from zbpp import (
+    ActivationOffload,
+    Costs,
+    Pipeline,
+    PlanError,
+    Timetable,
+    make_mesh,
+    per_microbatch,
+    plan,
+    replicate,
+)
 from zbpp.planning import SCHEDULES
 from zbpp.runtime import AgreementError, CommunicationError
 from zbpp.runtime.sizes import Announcer, Size, Sizes
@@ -408,6 +419,52 @@ def test_an_order_that_is_none_is_refused_where_it_is_given():
     x = torch.ones(1, 2, dtype=torch.long)
     with pytest.raises(ValueError, match="argument 1 has another order than an argument before it"):
         on_one_rank().step(per_microbatch([x] * 3, [0, 1, 2]), per_microbatch([x] * 3, [2, 1, 0]), target=x)
+
+
+@pytest.mark.parametrize("order", [numpy.array([2, 0, 1]), torch.tensor([2, 0, 1])])
+def test_an_order_may_come_from_numpy_or_torch(order):
+    """A set finds no entry of a tensor by an int, and JSON has none of NumPy's ints."""
+    assert str(per_microbatch([4, 5, 6], order).order) == "(2, 0, 1)"
+    losses = on_one_rank().step(per_microbatch(rows(1, 2, 3).values, order), target=rows(1, 2, 3))
+    assert losses == on_one_rank().step(rows(1, 2, 3), target=rows(1, 2, 3))
+
+
+@pytest.mark.parametrize("order", [[0.0, 1.0], [0, None], torch.tensor([0.0, 1.0])])
+def test_an_order_of_other_things_than_whole_numbers_is_refused(order):
+    with pytest.raises(ValueError, match="is no order of 2 microbatches"):
+        per_microbatch([1, 2], order)
+
+
+def test_values_of_one_microbatch_have_no_marks():
+    with pytest.raises(ValueError, match="per_microbatch.. has a value in replicate.. or per_microbatch"):
+        per_microbatch([{"x": replicate(torch.ones(2, 3))}, None])
+
+
+class Scaled(Stage):
+    def forward(self, x, table, scale=1.0):
+        return super().forward(x) * scale + table
+
+
+@pytest.mark.parametrize("how", ["arguments", "keywords"])
+def test_a_microbatch_is_empty_whatever_all_microbatches_get(how):
+    """A table or a number that every microbatch gets does not make a microbatch of None run."""
+    table = replicate(torch.ones(SIZE, dtype=torch.float64))
+    x, target = rows(2, None, 3), rows(2, None, 3)
+
+    def losses(x, target):
+        pipeline = Pipeline({0: Scaled(0, 2), 1: Stage(1, 2)}, plan("zb_v", 1, len(x.values)), marked)
+        if how == "arguments":
+            return pipeline.step(x, table, 2.0, target=target)
+        chain = nn.ModuleDict({"first": Scaled(0, 2), "last": Stage(1, 2)})
+        chain.forward = lambda x, table, scale: chain["last"](chain["first"](x, table, scale))
+        pipeline = Pipeline({0: chain}, plan("zb_h1", 1, len(x.values)), marked)
+        return pipeline.step(x=x, table=table, scale=2.0, target=target)
+
+    first, empty, last = losses(x, target)
+    assert not empty
+    expected = losses(rows(2, 3), rows(2, 3))
+    # The weight of a mean over targets holds the number of microbatches, here 3 and 2.
+    assert torch.allclose(torch.stack([first, last]) * 2, torch.stack(expected) * 3, rtol=1e-12)
 
 
 def test_a_timetable_on_other_ranks_is_refused():

@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from zbpp.autograd.models.auxiliary import named_scalar
 from zbpp.error_text import kind_of
-from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.microbatch import Cutter, PerMicrobatch, is_cut_whole
 from zbpp.runtime.sizes import Sizes, is_empty, size_of
 from zbpp.runtime.weights import Weights
 
@@ -148,10 +149,18 @@ class Call(NamedTuple):
             return Sizes(self.kind, timetable, (size_of(_given(feed, 0, cutter)),) * number, order)
         given = [_given(feed, each, cutter) for each in range(number)]
         sizes = tuple(map(size_of, given))
-        order = tuple([each for each in order if not is_empty(given[each][0] or given[each][1])])
+        order = tuple([each for each in order if not self._is_left_out(each)])
         if not order:
-            raise ValueError(f"all {number} microbatches are empty: a {self.kind} needs one that is not")
+            raise ValueError(f"all {number} microbatches are empty: write None for some of them only")
         return Sizes(self.kind, timetable, sizes, order)
+
+    def _is_left_out(self, microbatch: int) -> bool:
+        """Whether a microbatch has no sequences; what all microbatches get alike doesn't count."""
+        given = tree_leaves(self.args or self.kwargs, is_leaf=is_cut_whole)
+        if any(isinstance(each, Tensor | BlockMask) for each in given):
+            return False  # it was split: each microbatch has rows
+        own = [each.values[microbatch] for each in given if isinstance(each, PerMicrobatch)]
+        return bool(own) and is_empty(own)
 
 
 class _JoinedSlices:

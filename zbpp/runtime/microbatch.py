@@ -12,7 +12,9 @@ BlockMask is split along its batch dimension; a BlockMask of one row holds for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import pairwise
+from operator import index
 from typing import Any
 
 import torch
@@ -59,14 +61,27 @@ def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) ->
 
     order: in a step, order[i] is the microbatch that goes i-th (`zbpp.order_microbatches`). It is enough to
     give it with one argument of the first stage. Losses come back in the order of `values`, and random
-    numbers don't depend on the order. Raises ValueError unless each microbatch is in `order` once.
+    numbers don't depend on the order. Raises ValueError unless each microbatch is in `order` once, and for
+    a mark among the values.
     """
-    if order is not None and sorted(order) != list(range(len(values))):
+    values = list(values)
+    if any(map(_is_marked, tree_leaves(values, is_leaf=_is_marked))):
         raise ValueError(
-            f"order={list(order)} is no order of {len(values)} microbatches: write each of "
-            f"0..{len(values) - 1} once"
+            "per_microbatch() has a value in replicate() or per_microbatch(): each value goes whole to its "
+            "microbatch, so write it without a mark"
         )
-    return PerMicrobatch(values, order)
+    return PerMicrobatch(values, None if order is None else _checked_order(order, len(values)))
+
+
+def _checked_order(order: Sequence[int], number: int) -> list[int]:
+    """The order as ints, which ranks tell each other as text: it may come from NumPy or torch."""
+    with suppress(TypeError):
+        found = [index(each) for each in order]
+        if sorted(found) == list(range(number)):
+            return found
+    raise ValueError(
+        f"order={list(order)} is no order of {number} microbatches: write each of 0..{number - 1} once"
+    )
 
 
 def into_microbatches(
@@ -173,9 +188,7 @@ class Cutter:
         cut; their tensors say how long the batch is, too. Where no tensor does, any list that would split
         may be as long.
         """
-        rows = self.rows or next(
-            map(len, filter(_has_rows, tree_leaves(others, is_leaf=_is_cut_whole))), None
-        )
+        rows = self.rows or next(map(len, filter(_has_rows, tree_leaves(others, is_leaf=is_cut_whole))), None)
         batch = "no tensor says how many rows the batch has" if rows is None else f"the batch has {rows} rows"
         for name, length in self._lists:
             if length == rows or (rows is None and length and length % self.num_microbatches == 0):
@@ -219,8 +232,8 @@ class Cutter:
     def _nested(self, name: str, value: Any) -> list[Any]:
         if self.num_microbatches > 1:
             self._lists += _lists_in(name, value)
-        leaves, spec = tree_flatten_with_path(value, is_leaf=_is_cut_whole)
-        if not any(isinstance(leaf, Tensor) or _is_cut_whole(leaf) for _, leaf in leaves):
+        leaves, spec = tree_flatten_with_path(value, is_leaf=is_cut_whole)
+        if not any(isinstance(leaf, Tensor) or is_cut_whole(leaf) for _, leaf in leaves):
             for path, leaf in leaves:
                 _refuse_rows_of_an_array(name + keystr(path), leaf)
                 _refuse_hidden_tensors(name + keystr(path), leaf)
@@ -322,7 +335,7 @@ def _is_marked(value: Any) -> bool:
     return isinstance(value, (Replicated, PerMicrobatch))
 
 
-def _is_cut_whole(value: Any) -> bool:
+def is_cut_whole(value: Any) -> bool:
     """Whether a value with tensors is cut as one. Some libraries register BlockMask with pytree."""
     return isinstance(value, BlockMask) or _is_marked(value)
 
@@ -351,7 +364,7 @@ def _lists_in(name: str, value: Any) -> Iterator[tuple[str, int]]:
         yield name, len(value)
 
     def is_leaf(each: Any) -> bool:
-        return each is not value and (_is_cut_whole(each) or type(each) is list)
+        return each is not value and (is_cut_whole(each) or type(each) is list)
 
     for path, leaf in tree_flatten_with_path(value, is_leaf=is_leaf)[0]:
         if type(leaf) is list:
