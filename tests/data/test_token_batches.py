@@ -220,6 +220,24 @@ def test_a_dataset_whose_lengths_are_others_than_it_says_is_refused():
         [found.sequence(sample) for sample in range(20)]
 
 
+def test_lengths_of_another_number_of_rows_are_refused():
+    rows = Rows(lengths=[3] * 7)
+    with pytest.raises(ValueError, match="the Dataset has 20 rows, and its lengths are 7: give one for"):
+        sequences_of(loaded_data(rows, batch_size=4, seed=0, collate=padded_rows).train)
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from (Rows()[row] for row in range(20))
+
+
+def test_a_stream_of_sequences_is_refused_by_what_it_lacks():
+    """Its rows differ in length: torch's collation fails before anybody asks for sequences."""
+    data = loaded_data(Stream(), batch_size=4, seed=0, collate=padded_rows)
+    with pytest.raises(ValueError, match="needs sequences by number, and IteratedBatches has none"):
+        sequences_of(data.train)
+
+
 class Wrong(Rows):
     def __getitem__(self, row):
         return self.row
@@ -237,6 +255,8 @@ class Wrong(Rows):
 def test_what_is_no_sequence_is_refused(row, message):
     with pytest.raises(ValueError, match=message):
         sequences_of(loaded_data(Wrong(row=row), batch_size=1, seed=0, is_read=False).train)
+    with pytest.raises(ValueError, match=message):
+        padded_rows([row])
 
 
 def test_batches_without_sequences_and_too_few_tokens_are_refused():

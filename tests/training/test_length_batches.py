@@ -23,6 +23,7 @@ from zbpp.models.llama import Llama
 from zbpp.run import app
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Costs
+from zbpp.stage_api import mean_over_tokens
 from zbpp.training.length_plans import LengthPlanner, Lengths
 from zbpp.training.trainer import Trainer
 
@@ -226,15 +227,24 @@ def test_all_ways_to_cut_a_batch_have_the_gradients_of_one_process(tmp_path, war
     assert names == ["longest", "own", "ordered", "packed"]
 
 
-class WithBatchNorm:
+class Unmarked:
     def build_stage(self, index, num_stages):
-        stage = nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB))
+        return nn.Sequential(nn.Embedding(VOCAB, 4), nn.Linear(4, VOCAB))
+
+    def loss(self, output, target):
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class WithBatchNorm(Unmarked):
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
         stage.norm = nn.BatchNorm1d(4)
         stage.forward = lambda x: stage[1](stage[0](x))
         return stage
 
+    @mean_over_tokens
     def loss(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+        return super().loss(output, target)
 
 
 @pytest.mark.parametrize(
@@ -243,6 +253,7 @@ class WithBatchNorm:
         (["data.tokens_per_batch=8"], "data: tokens_per_batch=8, and the longest sequence has 12 tokens"),
         (["data.packing=true", "model.sequence_parallel=true"], "data.packing=true needs a model that keeps"),
         ([f"model._target_={__name__}.WithBatchNorm"], "BatchNorm, which stage 0 has"),
+        ([f"model._target_={__name__}.Unmarked"], "how many targets .* and the loss of Unmarked does not"),
         (["data._target_=lists.batches"], "needs sequences by number, and IteratedBatches has none"),
         (["schedule.replan=zb_auto"], "data.batching=tokens doesn't go with schedule.replan=zb_auto"),
         (["schedule.timetable=slices.txt", "num_microbatches=null"], "a plan that cuts sequences in slices"),

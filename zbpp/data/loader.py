@@ -120,6 +120,11 @@ class DatasetBatches:
         A Dataset's attribute `lengths` says how many tokens its rows have; without it every row is read once.
         """
         known = getattr(self._rows, "lengths", None)
+        if known is not None and len(known) != len(self._rows):
+            raise ValueError(
+                f"the Dataset has {len(self._rows)} rows, and its lengths are {len(known)}: give one for "
+                "each row"
+            )
         with torch.random.fork_rng([]):
             lengths = (
                 [check_sequence(as_sequence(self._row(row, row))) for row in watch(range(len(self._rows)))]
@@ -276,7 +281,9 @@ def _loaded(
     if is_map_style(given):
         how: Any = {"batch_size": batch_size, "seed": seed, "shuffle": shuffle, "name": name}
         return DatasetBatches(given, **how, collate=collate)
-    batches = DataLoader(given, batch_size, drop_last=True) if isinstance(given, Dataset) else given
+    batches = given
+    if isinstance(given, Dataset):
+        batches = DataLoader(given, batch_size, drop_last=True, collate_fn=collate)
     if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor | Iterator):
         raise ValueError(
             f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "

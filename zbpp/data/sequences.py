@@ -72,8 +72,11 @@ def as_sequence(row: Any) -> Any:
 
 
 def padded_rows(rows: Sequence[Any]) -> Any:
-    """A batch of a Dataset's rows, which are sequences."""
-    return padded([*map(as_sequence, rows)])
+    """A batch of a Dataset's rows. Raises ValueError for a row that is no sequence."""
+    sequences = [*map(as_sequence, rows)]
+    for each in sequences:
+        check_sequence(each)
+    return padded(sequences)
 
 
 def can_be_packed(sequence: Any) -> bool:

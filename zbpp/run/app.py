@@ -29,6 +29,7 @@ from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import (
     build_model,
     build_stages,
+    check_loss_is_counted,
     explained_as_boundary,
     keeps_documents_apart,
     layers_per_stage,
@@ -181,6 +182,7 @@ def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
             raise ConfigError(
                 "data.batching=tokens doesn't go with a plan that cuts sequences in slices: take another plan"
             )
+        check_loss_is_counted(model)
         keeps_apart = keeps_documents_apart(model, timetable.num_stages)
         data = batched_by_tokens(data, config.batching, keeps_apart=keeps_apart, is_shown=rank == 0)
     return Parts(model, stages, data)

@@ -14,7 +14,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.stage import FORWARD_NOTE, LOSS_NOTE
 from zbpp.schedule import Timetable
-from zbpp.stage_api import PipelineModel, batch_norms, missing_methods, stage_of
+from zbpp.stage_api import PipelineModel, batch_norms, mark_of, missing_methods, stage_of
 from zbpp.training.optim.precision import Precision
 
 
@@ -109,6 +109,20 @@ def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+def check_loss_is_counted(model: PipelineModel) -> None:
+    """Raise ConfigError for a loss that doesn't say how many targets it is a mean over.
+
+    Microbatches of tokens have different numbers of targets: a mean of their means depends on how a batch is
+    cut, and padding counts as a target.
+    """
+    if mark_of(model.loss, "num_targets") is None:
+        raise ConfigError(
+            "data.batching=tokens needs a loss that says how many targets it is a mean over, and the loss of "
+            f"{type(model).__name__} does not: mark it by zbpp.stage_api.mean_over_tokens, whose -100 is no "
+            "target, or by mean_over(count)"
+        )
 
 
 def check_lengths_may_differ(stages: Mapping[int, nn.Module]) -> None:
