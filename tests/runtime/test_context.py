@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from helpers.processes import run_ranks
-from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, plan
+from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, plan, replicate
 from zbpp.autograd import backward_input
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -282,3 +282,58 @@ def test_a_rank_without_the_length_of_sequences_divides_no_keyword_by_guess():
         for name in ("inputs", "target", "bounds"):
             assert found[name] == {"of_rows": [4, 10], "of_tokens": [4, 3]}
         assert "of_rows has 10 entries along dimension 1, which may be tokens or not" in found["nothing"]
+
+
+def caller_gradients(rank, bounds):
+    """{name: gradient} of what the caller passes: by a graph, as a leaf, and whole for each microbatch."""
+    model, mesh = MODELS["gpt"](), make_mesh(context=2)
+    options = {"num_slices": len(bounds) - 1} if bounds else {}
+    stages, target = scaled_stages(model), data("ignored")[1]
+    passed = passed_tensors()
+    timetable = plan("zb_v", 1, M, **options)
+    with Pipeline(stages, timetable, model.loss, mesh=mesh, slice_bounds=bounds) as pipeline:
+        pipeline.step(passed["x"] * 2, target=target, gain=passed["gain"], bias=replicate(passed["bias"]))
+    return {name: each.grad for name, each in passed.items()}
+
+
+def scaled_stages(model):
+    """A stage that takes keywords, before the last one of a gpt, which ignores them."""
+    return {0: Scale(), 1: Ignoring(model.build_stage(1, 2))}
+
+
+class Scale(torch.nn.Module):
+    mixes_time = False
+
+    def forward(self, x, gain, bias):
+        return x * gain[:, :, None] + bias
+
+
+class Ignoring(torch.nn.Module):
+    """A stage that is given the keywords of another one."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+
+    def forward(self, x, sequence_slice=None, **keywords):
+        return self.stage(x, sequence_slice=sequence_slice)
+
+
+def passed_tensors():
+    generator = torch.Generator().manual_seed(5)
+    shapes = {"x": (ROWS, TIME, 16), "gain": (ROWS, TIME), "bias": (16,)}
+    options = {"generator": generator, "dtype": torch.float64, "requires_grad": True}
+    return {name: torch.randn(shape, **options) for name, shape in shapes.items()}
+
+
+@pytest.mark.parametrize("bounds", [(), (0, 8, 12)], ids=["whole", "in slices"])
+def test_the_callers_tensors_get_the_gradients_of_whole_sequences(bounds):
+    """On each process, as without context: not those of its own part, times the number of processes."""
+    model, passed = MODELS["gpt"](), passed_tensors()
+    stages = scaled_stages(model)
+    output = stages[1](stages[0](passed["x"] * 2, passed["gain"], passed["bias"]))
+    target = data("ignored")[1]
+    F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=-100).backward()
+    for found in run_ranks(caller_gradients, 2, bounds):
+        for name, each in passed.items():
+            close(found[name], each.grad)

@@ -63,8 +63,16 @@ class SequenceParts:
                 f"mesh's dimension context a loss is a mean over tokens, so give a target for each, [batch, "
                 f"time]"
             )
+        given = tree_map(self._with_mean_gradient, given, is_leaf=_is_replicated)
         args, target, kwargs = sequence_part(given, time, self.index, self.num, bounds)
         return call._replace(args=args, target=target, kwargs=kwargs)
+
+    def _with_mean_gradient(self, value: Any) -> Any:
+        """A tensor of the caller's graph, which gets the gradient of whole sequences on each process."""
+        if isinstance(value, Replicated):
+            return Replicated(tree_map(self._with_mean_gradient, value.value))
+        is_trained = isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled()
+        return _MeanGradient.apply(value, self) if is_trained else value  # type: ignore[no-untyped-call]  # torch's
 
     def _time(self, args: Any, target: Any, kwargs: Mapping[str, Any], bounds: Sequence[int]) -> int | None:
         """The length of the sequences; None on a rank that is given none."""
@@ -116,6 +124,19 @@ class SequenceParts:
             dist.all_gather(parts, value.contiguous(), group=self._group)
         bounds = self.bounds if is_sliced and self.bounds else (0, value.shape[1])
         return torch.cat([part[:, start:end] for start, end in pairwise(bounds) for part in parts], 1)
+
+
+class _MeanGradient(torch.autograd.Function):
+    """x -> x. Its gradient is the mean over the processes, as that of a weight is."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, parts: SequenceParts) -> Tensor:
+        ctx.parts = parts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.parts.sum(grad.clone(memory_format=torch.contiguous_format)) / ctx.parts.num, None
 
 
 def sequence_part(given: Any, time: int, index: int, num: int, slice_bounds: Sequence[int] = ()) -> Any:
