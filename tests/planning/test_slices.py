@@ -70,6 +70,18 @@ def test_bounds_are_multiples_but_for_the_end():
     assert bounds[-1] == 131_071
 
 
+@pytest.mark.parametrize("costs", [Costs(), LONG], ids=["linear", "quadratic"])
+def test_every_slice_has_tokens_wherever_that_can_be(costs):
+    """As many slices as tokens, too: the last ones would have less than a token each."""
+    for length, multiple in ((8, 1), (9, 1), (17, 2), (40, 8)):
+        for num_slices in range(1, -(-length // multiple) + 1):
+            bounds = balanced_bounds(num_slices, length, costs, multiple)
+            assert len(bounds) == num_slices + 1
+            assert (bounds[0], bounds[-1]) == (0, length)
+            assert bounds == sorted({*bounds})
+            assert not any(bound % multiple for bound in bounds[:-1])
+
+
 @pytest.mark.parametrize(
     "arguments, says", [((9, 8), "without tokens"), ((0, 8), "num_slices=0"), ((2, 0), "length=0")]
 )

@@ -103,5 +103,5 @@ def test_switches_that_slices_exclude_are_refused(switches, words):
 def test_slices_of_other_sequences_than_the_data_has_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"schedule.slices: input 0 has shape \[2, 64\]"):
         losses(tmp_path / "run", "schedule.slices=[0,16,32]")
-    with pytest.raises((ConfigError, PlanError), match="leaves a slice of 64 tokens without tokens"):
+    with pytest.raises((ConfigError, PlanError), match="of a sequence of 64 tokens without tokens"):
         bounds_of("schedule.slices=100")

@@ -7,8 +7,6 @@ bounds are those that cut this time into equal parts, so later slices have fewer
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from zbpp.planning.options import check_count
 from zbpp.planning.work import Work
 from zbpp.schedule.costs import CostNumbers
@@ -28,16 +26,18 @@ def balanced_bounds(num_slices: int, length: int, costs: CostNumbers, multiple: 
     check_count("num_slices", num_slices)
     check_count("length", length)
     check_count("multiple", multiple)
-    inner = [
-        multiple * round(share * length / multiple) for share in balanced_shares(num_slices, costs)[1:-1]
-    ]
-    bounds = [0, *inner, length]
-    if any(end <= start for start, end in pairwise(bounds)):
+    last = (length - 1) // multiple  # the last slice begins here at the latest, in multiples
+    if last < num_slices - 1:
         unit = "tokens" if multiple == 1 else f"multiples of {multiple} tokens"
         raise PlanError(
-            f"num_slices={num_slices} leaves a slice of {length} tokens without {unit}: write fewer slices"
+            f"num_slices={num_slices} leaves a slice of a sequence of {length} tokens without "
+            f"{unit}: write fewer slices"
         )
-    return bounds
+    bounds = [0]
+    for k, share in enumerate(balanced_shares(num_slices, costs)[1:-1], 1):
+        begin = max(round(share * length / multiple), bounds[-1] // multiple + 1)
+        bounds.append(multiple * min(begin, last - (num_slices - 1 - k)))
+    return [*bounds, length]
 
 
 def balanced_shares(num_slices: int, costs: CostNumbers) -> list[float]:
