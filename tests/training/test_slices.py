@@ -70,6 +70,9 @@ def test_the_bounds_of_a_number_of_slices_balance_the_products_of_the_stages():
     assert lengths == sorted(lengths, reverse=True)
     assert lengths[0] > lengths[-1]
     assert bounds_of("schedule.slices=[0,60,64]") == (0, 60, 64)
+    divided = bounds_of("schedule.slices=4", "parallel.num_processes=2", "parallel.context=2")
+    assert divided[-1] == 64  # of whole sequences, and each process has an equal part of each slice
+    assert not any(each % 2 for each in divided)
     assert bounds_of() == ()
 
 

@@ -173,7 +173,7 @@ class _Stages:
         first = next((each for each in args[0] if isinstance(each, Tensor)), None)
         if first is None or first.dim() < 2:
             raise ConfigError("schedule.slices cuts dimension 1 of the inputs, and the data's have none")
-        self.sequence_length = first.shape[1]
+        self.sequence_length = first.shape[1] * self._config.parallel.context
         if fake is not None:
             args, target = tree_map(lambda value: _faked(fake, value), (args, target))
         found, last = list[Products](), self._timetable.num_stages - 1

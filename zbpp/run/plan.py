@@ -98,7 +98,8 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     """The tokens at which the slices of a timetable begin, and the length of a sequence; () without slices.
 
     A number in schedule.slices leaves the bounds to the costs: those in schedule.costs, or computed ones of
-    the model's stages. Raises ConfigError for data that such slices don't fit.
+    the model's stages. With parallel.context they are multiples of its degree. Raises ConfigError for data
+    that such slices don't fit.
     """
     if timetable.num_slices == 1:
         return ()
@@ -110,7 +111,7 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     measured = None if config.schedule.costs is None else read_costs(config.schedule.costs)[0]
     costs = computed if measured is None or measured.quadratic is None else measured
     with naming(f"schedule.slices={timetable.num_slices}"):
-        return tuple(balanced_bounds(timetable.num_slices, length, costs))
+        return tuple(balanced_bounds(timetable.num_slices, length, costs, config.parallel.context))
 
 
 def shape_of(schedule: ScheduleConfig) -> tuple[int, int] | None:

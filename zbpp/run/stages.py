@@ -62,10 +62,10 @@ def prepare_stages(
             OffloadedWeights(stages, device)
     with naming("data"):
         for inputs in _first_inputs(data, stages, timetable, device):
+            _check_sequences(inputs, slice_bounds)
             if inputs and (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
                 inputs = sequence_part(inputs, inputs[0].shape[1], 0, context)
             check_data_fit(stages, inputs)
-            _check_sequences(inputs, slice_bounds)
         if data.is_shared:
             check_lengths_may_differ(stages)
     recompute_stages(stages, config.memory.recompute, recomputed)
