@@ -226,6 +226,16 @@ def test_lengths_of_another_number_of_rows_are_refused():
         sequences_of(loaded_data(rows, batch_size=4, seed=0, collate=padded_rows).train)
 
 
+class Ragged(Rows):
+    def __getitem__(self, row):
+        return torch.arange(row + 1), torch.arange(row + 1)
+
+
+def test_rows_of_different_lengths_are_refused_with_what_takes_them():
+    with pytest.raises(ValueError, match=r"rows of a batch differ in shape .*write data\.batching=tokens"):
+        loaded_data(Ragged(), batch_size=4, seed=0)
+
+
 class Stream(torch.utils.data.IterableDataset):
     def __iter__(self):
         yield from (Rows()[row] for row in range(20))

@@ -97,7 +97,7 @@ class DatasetBatches:
         return len(self._rows) % self._batch_size
 
     def batch(self, step: int) -> Any:
-        """The batch of `step`, from 0."""
+        """The batch of `step`, from 0. Raises ValueError for rows that don't stack."""
         first = step * self._batch_size
         samples = np.arange(first, first + self._batch_size)
         with torch.random.fork_rng([]):
@@ -105,7 +105,13 @@ class DatasetBatches:
                 self._row(int(sample), int(row))
                 for sample, row in zip(samples, self._order(samples), strict=True)
             ]
-            return self._collate(rows)
+            try:
+                return self._collate(rows)
+            except RuntimeError as error:
+                raise ValueError(
+                    f"rows of a batch differ in shape ({error}): give rows of one shape, or write "
+                    "data.batching=tokens, which takes sequences of any lengths"
+                ) from error
 
     def probes(self) -> list[Any]:
         """The first row, the last one and some between, each as a batch of one: changed data show in them."""
