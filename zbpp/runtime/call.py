@@ -299,7 +299,7 @@ class Outputs:
         """The outputs in the last stage's structure, concatenated along dim 0; None on other ranks.
 
         Tensors without dimensions are stacked; None stays None; any other value, and tensors that differ
-        beyond dim 0, become a list with one value per microbatch.
+        beyond dim 0, become a list with one value per microbatch that is not empty.
         """
         if not self._outputs:
             return None

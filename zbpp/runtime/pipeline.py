@@ -228,7 +228,8 @@ class Pipeline:
         Returns losses as `step` does; (losses, outputs) with return_outputs, (losses, metrics) with metrics,
         (losses, outputs, metrics) with both. With either of them the target may be left out: a loss_fn then
         gives no losses, and metrics gets None as the target. outputs: what the last stage returned,
-        microbatches concatenated along dim 0; None on other ranks. metrics(output, target) -> {name: number},
+        microbatches concatenated along dim 0, or a list of those that are not empty if they differ in
+        another dimension; None on other ranks. metrics(output, target) -> {name: number},
         called per microbatch; the means over all rows, {} on other ranks. With a context dimension it is
         called for this process's part of each sequence, and the means are over all parts.
         """
