@@ -15,6 +15,7 @@ from helpers.processes import run_ranks
 from helpers.split import assert_close
 from helpers.toy_lm import rows_of
 from zbpp import Pipeline, plan
+from zbpp.runtime.microbatch import Cutter
 from zbpp.stage_api import IGNORED, mean_over_tokens
 
 WORDS, SIZE, TIME, M = 11, 8, 12, 4
@@ -157,3 +158,14 @@ def test_losses_and_gradients_are_those_of_whole_sequences_under_every_schedule(
             same = first.setdefault((key[1], num_stages), found)
             assert found.losses == same.losses
             assert all(torch.equal(found.grads[name], same.grads[name]) for name in same.grads)
+
+
+def test_values_of_rows_may_stand_before_those_of_tokens():
+    """A class of each row, say: it goes whole to each slice, and says nothing about lengths."""
+    rows, tokens = torch.zeros(4), torch.zeros(4, TIME)
+    cutter = Cutter(2, BOUNDS[2])
+    cutter.check_sequences({"argument 0": rows, "argument 1": tokens})
+    cutter.check_sequences({"target": {"class": rows, "tokens": tokens}})
+    for wrong in ({"target": rows}, {"target": (rows, tokens[:, 1:])}, {"0": rows, "1": tokens[:, 1:]}):
+        with pytest.raises(ValueError, match=f"cut sequences of {TIME} tokens along dimension 1"):
+            cutter.check_sequences(wrong)

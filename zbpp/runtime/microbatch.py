@@ -151,18 +151,17 @@ class Cutter:
         return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_units)]
 
     def check_sequences(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the first tensor among the values holds sequences that the slices fit.
+        """Raise ValueError unless the first tensor with a dimension 1 holds sequences that the slices fit.
 
         values: by name, as they are given to `cut`. Each value of a `per_microbatch` is checked.
         """
         if not self.slice_bounds:
             return
-        for name, value in values.items():
-            tensors = _first_tensors(value)
-            for each in tensors:
+        named = [(name, found) for name, value in values.items() if (found := _first_tensors(value))]
+        with_time = [(name, found) for name, found in named if sequence_length(found[0]) is not None]
+        for name, found in (with_time or named)[:1]:
+            for each in found:
                 self._check_length(name, each)
-            if tensors:
-                return
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         if not self._is_sequence(tensor):
@@ -322,13 +321,16 @@ def _has_rows(value: Any) -> bool:
 
 
 def _first_tensors(value: Any) -> list[Tensor]:
-    """The first tensor that is cut; of a `per_microbatch`, the first of each microbatch's value."""
-    for leaf in tree_leaves(value, is_leaf=_is_marked):
+    """The first tensor that is cut, of those with a dimension 1 if there are any.
+
+    Of a `per_microbatch`, the first one of each microbatch's value.
+    """
+    leaves = tree_leaves(value, is_leaf=_is_marked)
+    for leaf in leaves:
         if isinstance(leaf, PerMicrobatch):
             return [tensor for each in leaf.values for tensor in _first_tensors(each)[:1]]
-        if isinstance(leaf, Tensor):
-            return [leaf]
-    return []
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [each for each in tensors if sequence_length(each) is not None][:1] or tensors[:1]
 
 
 def _is_marked(value: Any) -> bool:
