@@ -8,7 +8,7 @@ from hydra import compose, initialize_config_dir
 
 from zbpp import config as configs
 from zbpp.commands import command_line
-from zbpp.config import ConfigError
+from zbpp.config import ConfigError, without_batching
 from zbpp.launch import Refusal
 
 FOLDER = Path(__file__).parent.parent / "configs"
@@ -41,7 +41,7 @@ def test_a_model_named_by_target_gets_no_key_of_the_default_model():
 
 def test_data_named_by_target_gets_no_key_of_the_default_data():
     given = ["data._target_=my_file.batches", "data.rows=3"]
-    assert composed(*given).data == {"_target_": "my_file.batches", "rows": 3}
+    assert without_batching(composed(*given).data) == {"_target_": "my_file.batches", "rows": 3}
 
 
 def test_a_target_beside_a_chosen_model_keeps_that_models_keys():

@@ -65,14 +65,15 @@ def test_times_are_in_proportion_to_the_products_of_a_stage():
     for stage, found in enumerate(prediction.measured.products):
         module = Mlp(**{k: v for k, v in composed(*MLP, "model.hidden_size=64").model.items() if k[0] != "_"})
         weights = sum(each.numel() for each in module.build_stage(stage, 2).parameters() if each.dim() == 2)
-        assert found == (2 * 64 * weights,) * 3
+        assert found == (*(2 * 64 * weights,) * 3, 0)
     frozen = predict(composed(*MLP, "model.hidden_size=64", "finetune.freeze=[layer_0.*,layer_1.*]"))
-    f, b, w = frozen.measured.products[0]
+    f, b, w, _ = frozen.measured.products[0]
     assert f == b > w
     assert w == 2 * 64 * 2 * 64 * 64  # layers 2 and 3
     gpt = predict(composed("model=gpt_tiny", "parallel.num_processes=2", "num_microbatches=4"))
-    f, b, w = gpt.measured.products[0]
+    f, b, w, attention = gpt.measured.products[0]
     assert b + w == 2 * f
+    assert 0 < attention < f
     assert w < f < b
 
 

@@ -312,7 +312,7 @@ def test_help_has_examples_that_run(output, capsys, tmp_path, monkeypatch):
         main(["--help"])
     text = capsys.readouterr().out
     examples = re.findall(r"^  zbpp plan (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
-    assert len(examples) == text.count("  zbpp plan ") == 10
+    assert len(examples) == text.count("  zbpp plan ") == 11
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
     (tmp_path / "tokens.txt").write_text("300\n120\n\n900\n0\n")

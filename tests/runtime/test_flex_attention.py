@@ -132,7 +132,7 @@ CASES = [
 
 @pytest.mark.parametrize(("through", "schedule", "kind", "is_of_documents"), CASES)
 def test_gradients_are_those_of_dense_attention(through, schedule, kind, is_of_documents):
-    found = run_ranks(through, 2, schedule, kind, is_of_documents, fresh=True)
+    found = run_ranks(through, 2, schedule, kind, is_of_documents)
     grads = found[0][1] | found[1][1]
     blocks = nn.ModuleList(Attention(each) for each in range(1 + max(int(name[0]) for name in grads)))
     output, target, ids = drawn_batch()

@@ -229,6 +229,7 @@ class Rank:
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
                 cutter, call, sizes = self._run(executor, call, seeds)
+            self._announcer.end()
             ended = [worker.end() for worker in self.workers.values()]
             cutter.backward()
             losses = _per_microbatch([loss for each in ended for loss in each.losses], cutter.num_slices)

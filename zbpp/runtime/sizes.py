@@ -24,7 +24,7 @@ from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
 from zbpp.runtime.layout import name_of
 
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**29  # gloo pairs by tags; those of links.py are below
-_NUM_NUMBERS = 256  # of the first tensor: the number of bytes, and the first bytes, eight to a number
+_NUM_NUMBERS = 32  # of the first tensor: the number of bytes, and the first bytes, eight to a number
 
 
 class Size(NamedTuple):
@@ -131,9 +131,6 @@ class Announcer:
 
     def told(self, mine: Sizes) -> Sizes:
         """The sizes of a call. mine: what this rank was given, for the rank that has the inputs."""
-        for _, work in self._pending:
-            work.wait(self.limit)
-        self._pending.clear()
         data = mine.encoded() if self._groups and self._inbound is None else b""
         tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
         self._num_calls += 1
@@ -144,6 +141,12 @@ class Announcer:
             with communicating(f"rank {self._index}, Send sizes to {peer}"):
                 self._send(group, int(peer > self._index), data, tag)
         return mine if self._inbound is None else Sizes.decoded(data)
+
+    def end(self) -> None:
+        """Wait until the sizes that this rank has sent are out: called when a call ends."""
+        for _, work in self._pending:
+            work.wait(self.limit)
+        self._pending.clear()
 
     def close(self) -> None:
         """Give up the messages under way, and the links."""

@@ -16,7 +16,6 @@ that releases its gradients.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -299,27 +298,24 @@ def excess(ranks: Sequence[RankMemory], limits: Sequence[float]) -> dict[int, fl
 
 
 def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
-    """The bytes of the receive buffers of a program.
+    """The bytes of the receive buffers of a program: the most that are in use at once.
 
     A buffer is in use from when its receive starts, which is ahead of the message, until the last action that
     reads the message. On NCCL receives start later than here (see posts.py).
     """
-    in_use, most = Counter[tuple[str, float]](), Counter[tuple[str, float]]()
-    ends: dict[tuple[int, int, Op], list[tuple[str, float]]] = {}
-
-    def post(value: Value) -> None:
-        own = stages[value.stage].of(value.microbatch)
-        kind = (value.name, own.x if value.name == "x" else own.g)
-        in_use[kind] += 1
-        most[kind] = max(most[kind], in_use[kind])
-        until = own.x_until if value.name == "x" else own.g_until
-        ends.setdefault((value.stage, value.microbatch, until), []).append(kind)
+    in_use = most = 0.0
+    ends = dict[tuple[int, int, Op], float]()
 
     for instruction in in_flight(program).instructions:
         match instruction:
             case Post(value, _):
-                post(value)
+                own = stages[value.stage].of(value.microbatch)
+                size, until = (own.x, own.x_until) if value.name == "x" else (own.g, own.g_until)
+                in_use += size
+                most = max(most, in_use)
+                key = value.stage, value.microbatch, until
+                ends[key] = ends.get(key, 0.0) + size
             case Action(stage, op, microbatch):
                 for ended in (Op.B, Op.W) if op == Op.BW else (op,):
-                    in_use.subtract(ends.pop((stage, microbatch, ended), []))
-    return sum(size * count for (_, size), count in most.items())
+                    in_use -= ends.pop((stage, microbatch, ended), 0.0)
+    return most
