@@ -304,7 +304,7 @@ def check_length(time: int, sequence_length: int) -> None:
 # The rows' `position_ids` [batch, time] say where a document begins: at 0. They pass from stage to stage
 # beside the hidden states, so that ranks between the ends read no data; each stage makes its mask from them.
 #
-# Of a sequence in slices each stage keeps the positions of earlier slices, as its attention keeps their keys.
+# Where sequences come in slices, a stage keeps earlier positions, as its attention keeps earlier keys.
 
 
 class DocumentStage(nn.Sequential):

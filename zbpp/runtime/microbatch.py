@@ -321,9 +321,9 @@ def _has_rows(value: Any) -> bool:
 
 
 def _first_tensors(value: Any) -> list[Tensor]:
-    """The first tensor that is cut, of those with a dimension 1 if there are any.
+    """Return the first tensor that is cut; a tensor with a dimension 1 comes before tensors without one.
 
-    Of a `per_microbatch`, the first one of each microbatch's value.
+    If that is a `per_microbatch`, return the first tensor of each microbatch's value.
     """
     leaves = tree_leaves(value, is_leaf=_is_marked)
     for leaf in leaves:

@@ -125,7 +125,7 @@ def reason(error: Exception) -> str:
 
 
 def _lengths(tokens: Tensor) -> tuple[int, int]:
-    """Of the two documents in each row."""
+    """Return the lengths of the two documents in each row."""
     time = tokens.shape[1]
     return time // 2, time - time // 2
 
