@@ -259,9 +259,17 @@ FILES = {
         ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
         ("zb_h1 --html no/such/folder.html", "no/such/folder.html: No such file or directory"),
         ("zb_1p --slices 2", "zb_1p has no slices, and num_slices=2"),
-        ("zb_h1 --slices 2,4", "--slices 2,4: write one number, or bounds from 0 on; --choose tries several"),
-        ("zb_h1 --slices 2.5", "--slices 2.5: write whole numbers of slices, or bounds from 0 on"),
-        ("zb_h1 --slices 0,4,4", "slice bounds [0.0, 4.0, 4.0]: slice 1, [4.0, 4.0), has no tokens"),
+        (
+            "zb_h1 --slices 2,4",
+            "--slices 2,4: write how many, as 8; or where slices begin, from 0 on, and the",
+        ),
+        ("zb_h1 --slices 2.5", "--slices 2.5: write how many, as 8; or where slices begin"),
+        ("zb_h1 --slices 0", "--slices 0: write how many, as 8; or where slices begin"),
+        ("zb_h1 --slices nan", "--slices nan: write how many, as 8; or where slices begin"),
+        (
+            "zb_h1 --slices 0,4,4",
+            "--slices=[0.0, 4.0, 4.0]: slice 1, [4.0, 4.0), has no tokens: let the bounds ascend",
+        ),
         (
             "--choose --slices 0,4,8",
             "--slices 0,4,8: --choose balances slices; write their numbers, as 1,2,4",

@@ -11,7 +11,7 @@ from zbpp.commands import command_line
 from zbpp.config import ConfigError
 from zbpp.run import app
 from zbpp.run.checks import check_together
-from zbpp.run.plan import build_timetable, slice_bounds_of
+from zbpp.run.plan import build_timetable, check_plan, slice_bounds_of
 from zbpp.schedule import PlanError
 
 TINY = [
@@ -81,13 +81,14 @@ def test_the_bounds_of_a_number_of_slices_balance_the_products_of_the_stages():
     [
         ("0", "write how many, as 8; or the tokens"),
         ("eight", "write how many, as 8; or the tokens"),
-        ("[4,8]", "write how many, as 8; or the tokens"),
-        ("[0,8,8,64]", "leaves a slice without tokens"),
+        ("[0,8.5,64]", "write how many, as 8; or the tokens"),
+        ("[4,8]", "schedule.slices=.*: write where each slice begins, from 0 on"),
+        ("[0,8,8,64]", r"schedule.slices=.*: slice 1, \[8, 8\), has no tokens"),
     ],
 )
-def test_slices_that_are_none_are_refused(given, words):
-    with pytest.raises(ConfigError, match=words):
-        composed(*TINY, f"schedule.slices={given}")
+def test_slices_that_are_none_are_refused_before_a_model_is_made(given, words):
+    with pytest.raises((ConfigError, PlanError), match=words):
+        check_plan(composed(*TINY, f"schedule.slices={given}"), 1)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def balanced_bounds(num_slices: int, length: int, costs: CostNumbers, multiple: 
         unit = "tokens" if multiple == 1 else f"multiples of {multiple} tokens"
         raise PlanError(
             f"num_slices={num_slices} leaves a slice of a sequence of {length} tokens without "
-            f"{unit}: write fewer slices"
+            f"{unit}: write {last + 1} or fewer"
         )
     bounds = [0]
     for k, share in enumerate(balanced_shares(num_slices, costs)[1:-1], 1):

@@ -25,8 +25,11 @@ from zbpp.planning.slices import balanced_bounds, balanced_shares
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
+from zbpp.schedule.slice_bounds import bounds_for, checked_bounds
 from zbpp.training.measured_steps import Title
 from zbpp.training.replan import Replan
+
+_SLICES = "schedule.slices"  # the key whose bounds are wrong
 
 
 def planned(config: TrainConfig, num_ranks: int) -> Timetable:
@@ -89,9 +92,11 @@ def _rank_costs(schedule: ScheduleConfig) -> RankCosts:
     """The costs in schedule.costs, or equal ones; of sequences in slices, if schedule.slices cuts them."""
     costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
     given = schedule.slices
+    if isinstance(given, list):
+        given = checked_bounds(given, name=_SLICES)
     if schedule.num_slices == 1:
         return costs
-    return costs.sliced(given if isinstance(given, list) else balanced_shares(given, costs))
+    return costs.sliced(given if isinstance(given, tuple) else balanced_shares(given, costs))
 
 
 def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...]:
@@ -101,10 +106,10 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     the model's stages. With parallel.context they are multiples of its degree. Raises ConfigError for data
     that such slices don't fit.
     """
+    if isinstance(config.schedule.slices, list):
+        return bounds_for(timetable, config.schedule.slices, name=_SLICES)
     if timetable.num_slices == 1:
         return ()
-    if isinstance(config.schedule.slices, list):
-        return tuple(config.schedule.slices)
     from zbpp.prediction.stage_memory import computed_costs  # imports torch's fake tensors: seconds
 
     length, computed = computed_costs(config, timetable)

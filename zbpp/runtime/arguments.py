@@ -11,7 +11,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, pairwise
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -72,26 +72,6 @@ def timetable_of(
         )
     num_ranks = dist.get_world_size(place.pipeline) if dist.is_initialized() else 1
     return planned_by_rank_0(partial(plan, timetable, num_ranks, num_microbatches), place)
-
-
-def checked_bounds(bounds: Sequence[int], timetable: Timetable) -> tuple[int, ...]:
-    """The bounds of a timetable's slices, in tokens; () without slices. Raises ValueError for others."""
-    num_slices, given = timetable.num_slices, tuple(bounds)
-    if num_slices == 1 and len(given) in (0, 2):
-        return ()
-    if len(given) != num_slices + 1:
-        found = f"slice_bounds={list(given)}" if given else "slice_bounds= is missing"
-        raise ValueError(
-            f"the timetable has {num_slices} slices, and {found}: write the tokens at which they begin, and "
-            f"the length of a sequence, {num_slices + 1} whole numbers from 0 on; "
-            "zbpp.planning.balanced_bounds chooses them so that all slices take equally long"
-        )
-    if given[0] != 0 or any(type(each) is not int for each in given):
-        raise ValueError(f"slice_bounds={list(given)}: write whole numbers of tokens, the first one 0")
-    empty = next((k for k, (start, end) in enumerate(pairwise(given)) if end <= start), None)
-    if empty is not None:
-        raise ValueError(f"slice_bounds={list(given)} leaves slice {empty} without tokens: let them ascend")
-    return given
 
 
 def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:

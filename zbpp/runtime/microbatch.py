@@ -12,9 +12,7 @@ BlockMask is split along its batch dimension; a BlockMask of one row holds for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from itertools import pairwise
-from operator import index
 from typing import Any
 
 import torch
@@ -26,6 +24,7 @@ from zbpp.autograd.arguments import edge_of
 from zbpp.autograd.graph import leaves_below
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import kind_of
+from zbpp.schedule.order import checked_order
 
 _PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
 
@@ -70,18 +69,7 @@ def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) ->
             "per_microbatch() has a value in replicate() or per_microbatch(): each value goes whole to its "
             "microbatch, so write it without a mark"
         )
-    return PerMicrobatch(values, None if order is None else _checked_order(order, len(values)))
-
-
-def _checked_order(order: Sequence[int], number: int) -> list[int]:
-    """The order as ints, which ranks tell each other as text: it may come from NumPy or torch."""
-    with suppress(TypeError):
-        found = [index(each) for each in order]
-        if sorted(found) == list(range(number)):
-            return found
-    raise ValueError(
-        f"order={list(order)} is no order of {number} microbatches: write each of 0..{number - 1} once"
-    )
+    return PerMicrobatch(values, None if order is None else checked_order(order, len(values)))
 
 
 def into_microbatches(

@@ -25,7 +25,6 @@ from zbpp.job.cuda_settings import check_launches
 from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
-    checked_bounds,
     device_of,
     may_compile,
     model_of,
@@ -43,6 +42,7 @@ from zbpp.runtime.stage import Loss
 from zbpp.runtime.ties import TiedStages, copies_here
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
+from zbpp.schedule.slice_bounds import bounds_for
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel, check_pipeline
 
@@ -119,7 +119,7 @@ class Pipeline:
             set_timeout(each, timeout)
         self._given_group = group
         self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
-        self.slice_bounds = checked_bounds(slice_bounds, timetable)
+        self.slice_bounds = bounds_for(timetable, slice_bounds)
         self.rank = rank_in(given.pipeline, timetable)
         self.seed, self.loss_scale, self._running = seed, 1.0, Lock()
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard

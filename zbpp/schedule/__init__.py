@@ -11,6 +11,8 @@ The files, in the order in which to read them:
 timetable.py        ops, actions (an op on one stage for one microbatch), timetables, and their text form
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
+slice_bounds.py     where the slices of sequences begin: which bounds there can be
+order.py            the order in which microbatches go: which orders there can be
 row_costs.py        the same for each action of a row, as arrays
 timeline.py         when each action and each message ran, predicted or measured
 check.py            whether a timetable has each of its actions once, and in order

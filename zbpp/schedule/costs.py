@@ -21,12 +21,13 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
+from zbpp.schedule.order import checked_order
+from zbpp.schedule.slice_bounds import LONGEST, checked_bounds
 from zbpp.schedule.timetable import Op, PlanError, Timetable, shown
 
 PerStage = float | Sequence[float]
 
 _LARGEST = 1e100  # the largest cost allowed: sums of such costs are still finite
-_LONGEST = 1e50  # the largest length allowed: its square times a cost is still finite
 ACTIVATIONS, BYTES = "activations", "bytes"
 
 
@@ -108,7 +109,7 @@ class CostNumbers:
         bounds: from 0 to the end of the sequence, in tokens or any other unit. Raises PlanError unless they
         ascend from 0.
         """
-        checked = _checked_bounds(bounds)
+        checked = checked_bounds(bounds)
         return replace(self, slice_bounds=tuple([each / checked[-1] for each in checked]))
 
     def unit_slices(self, num_slices: int) -> Self:
@@ -119,7 +120,7 @@ class CostNumbers:
         if not isinstance(self.lengths, tuple) or self.lengths:
             object.__setattr__(self, "lengths", _checked_lengths(self.lengths))
         if not isinstance(self.slice_bounds, tuple) or self.slice_bounds:
-            object.__setattr__(self, "slice_bounds", _checked_bounds(self.slice_bounds))
+            object.__setattr__(self, "slice_bounds", tuple(map(float, checked_bounds(self.slice_bounds))))
         if self.quadratic is not None:
             self._check_quadratic(self.quadratic)
         for name, value in self.numbers.items():
@@ -167,12 +168,10 @@ class CostNumbers:
 
         Raises PlanError unless `order` names each microbatch once.
         """
-        if self.lengths and sorted(order) != list(range(len(self.lengths))):
-            raise PlanError(
-                f"order={shown(list(order))} is no order of {len(self.lengths)} microbatches: write each of "
-                f"0..{len(self.lengths) - 1} once"
-            )
-        return replace(self, lengths=tuple(self.lengths[i] for i in order)) if self.lengths else self
+        if not self.lengths:
+            return self
+        checked = checked_order(order, len(self.lengths))
+        return replace(self, lengths=tuple([self.lengths[i] for i in checked]))
 
     @property
     def uniform(self) -> Self:
@@ -347,24 +346,10 @@ def _checked_lengths(lengths: object) -> tuple[float, ...]:
         raise PlanError(f"lengths={shown(lengths)}: write one number per microbatch")
     for index, each in enumerate(given):
         is_number = isinstance(each, Real) and not isinstance(each, bool)
-        if not (is_number and 0 <= each <= _LONGEST):
+        if not (is_number and 0 <= each <= LONGEST):
             raise PlanError(
                 f"length {shown(each)} of microbatch {index}: write a number of 0 or more, at most 1e50"
             )
-    return tuple(map(float, given))
-
-
-def _checked_bounds(bounds: object) -> tuple[float, ...]:
-    given: tuple[Any, ...] = tuple(bounds) if isinstance(bounds, Iterable) else ()
-    are_numbers = all(isinstance(each, Real) and not isinstance(each, bool) for each in given)
-    if not are_numbers or len(given) < 2 or given[0] != 0 or not given[-1] <= _LONGEST:
-        raise PlanError(
-            f"slice bounds {shown(bounds)}: write where each slice begins, from 0 on, and the sequence's "
-            "end, as [0, 4096, 8192]"
-        )
-    for index, (start, end) in enumerate(pairwise(given)):
-        if not start < end:
-            raise PlanError(f"slice bounds {shown(bounds)}: slice {index}, [{start}, {end}), has no tokens")
     return tuple(map(float, given))
 
 

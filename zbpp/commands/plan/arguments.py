@@ -20,6 +20,7 @@ from zbpp.planning import (
     read_memory_limit,
 )
 from zbpp.schedule import PlanError
+from zbpp.schedule.slice_bounds import checked_bounds
 
 _USAGE = "zbpp plan SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --cluster FILE   [options]"
 _EXAMPLES = f"""\
@@ -107,28 +108,27 @@ class Inputs(NamedTuple):
 def _sliced(costs: RankCosts, options: argparse.Namespace) -> tuple[RankCosts, tuple[int, ...]]:
     """The costs with the bounds of --slices, and the numbers of slices.
 
-    One number: so many slices that take equally long. Numbers from 0 on: their bounds. Others, for --choose:
+    One number: so many slices that take equally long. Several from 0 on: their bounds. Several for --choose:
     the numbers of slices to try; without --slices it tries some where attention's part of the time is known.
     Raises PlanError.
     """
     given: list[float] = options.slices or ([] if not options.choose or costs.quadratic is None else _TRIED)
     if not given:
         return costs, (1,)
-    if given[0] == 0 and options.choose:
+    are_counts = all(each >= 1 and each.is_integer() for each in given)
+    if options.choose and not are_counts:
         raise PlanError(f"--slices {_comma(given)}: --choose balances slices; write their numbers, as 1,2,4")
-    if given[0] == 0:
-        costs = costs.sliced(given)
-        return costs, (len(given) - 1,)
-    counts = tuple([int(each) for each in given])
-    if any(each < 1 or each != count for each, count in zip(given, counts, strict=True)):
-        raise PlanError(f"--slices {_comma(given)}: write whole numbers of slices, or bounds from 0 on")
     if options.choose:
-        return costs, counts
-    if len(counts) > 1:
+        return costs, tuple(map(int, given))
+    if len(given) > 1 and given[0] == 0:
+        return costs.sliced(checked_bounds(given, name="--slices")), (len(given) - 1,)
+    if len(given) > 1 or not are_counts:
         raise PlanError(
-            f"--slices {_comma(given)}: write one number, or bounds from 0 on; --choose tries several"
+            f"--slices {_comma(given)}: write how many, as 8; or where slices begin, from 0 on, and the "
+            "sequence's end, as 0,4096,7168,8192; --choose tries several numbers"
         )
-    return (costs if counts == (1,) else costs.sliced(balanced_shares(counts[0], costs))), counts
+    count = int(given[0])
+    return (costs if count == 1 else costs.sliced(balanced_shares(count, costs))), (count,)
 
 
 def _comma(numbers: Sequence[float]) -> str:
