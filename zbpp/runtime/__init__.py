@@ -5,7 +5,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     pipeline      Pipeline: what a user calls
     arguments     a schedule's name becomes a timetable, a model stages; do the ranks fit together?
     parameters    names and state_dict of the parameters
-    lowering      timetables with this rank's programs, made ahead in any thread
+    lowering      timetables with this rank's programs, made ahead in any thread; last_used: keeps the last 64
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
     call          what one call gives to each stage (inputs, keywords, targets, seeds), and what it returns
     executor      one rank's program: sends, receives and actions, run in the plan's order

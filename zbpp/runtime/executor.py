@@ -11,7 +11,6 @@ call by BeginAgain; `drop_messages` then empties the links, and the program can 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
+from zbpp.runtime.last_used import LastUsed
 from zbpp.runtime.layout import Message
 from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.links import Inbox, Links, Outbox, make_inboxes, make_outboxes
@@ -35,7 +35,6 @@ from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
 from zbpp.schedule.program import Instruction, Transport
 
 _NO_MESSAGE: Message = ()
-_MOST_PROGRAMS = 64  # that an executor keeps
 _PARTS = {
     Op.F: "F, the forward",
     Op.B: "B, the backward",
@@ -100,13 +99,14 @@ class Executor:
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._extras, self._call = Extras() if extras is None else extras, call
         self.postings, self._sizes = postings, list[Size]()
-        self._bound = OrderedDict[str, _Bound]()
+        self._bound = LastUsed[str, _Bound]()  # by the program's name
         self.use("", program)
         self.rebind()
 
     def use(self, name: str, program: Program) -> None:
         """Run this program from now on. name: of the program, among this executor's."""
-        if name not in self._bound:
+
+        def bound() -> _Bound:
             resolver = Resolver(
                 program,
                 self._workers,
@@ -117,11 +117,9 @@ class Executor:
                 self._extras,
                 self._call,
             )
-            self._bound[name] = _Bound(program, resolver, {})
-            if len(self._bound) > _MOST_PROGRAMS:
-                self._bound.popitem(last=False)
-        self._bound.move_to_end(name)
-        self._now, self._name = self._bound[name], name
+            return _Bound(program, resolver, {})
+
+        self._now, self._name = self._bound.of(name, bound), name
 
     @property
     def given(self) -> Program:
@@ -131,8 +129,9 @@ class Executor:
     def rebind(self) -> None:
         """Resolve the program again: the extras have changed."""
         self.may_wait = True
-        self._bound = OrderedDict({self._name: self._now._replace(variants={})})
-        self._now = self._bound[self._name]
+        again = self._now._replace(variants={})
+        self._bound.clear()
+        self._now = self._bound.of(self._name, lambda: again)
         self._prepare()
 
     def begin(self, sizes: Sequence[Size]) -> None:

@@ -6,15 +6,13 @@ this step runs. What was made is found by the timetable's text.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Collection
 from threading import Lock
 from zlib import crc32
 
+from zbpp.runtime.last_used import LastUsed
 from zbpp.schedule import Program, Timetable, lower
 from zbpp.schedule.lower import Programs
-
-_MOST = 64  # timetables, and sets of empty microbatches of each, that are kept
 
 _FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of_one}
 
@@ -30,7 +28,7 @@ class Lowering:
         self._index, self._lock = index, Lock()
         self._programs: dict[str, Program] = {}
         self._of_step: Programs | None = None
-        self._without = OrderedDict[tuple[int, ...], Lowering]()
+        self._without = LastUsed[tuple[int, ...], Lowering]()  # by the empty microbatches
 
     @property
     def programs(self) -> Programs:
@@ -52,13 +50,12 @@ class Lowering:
         if not microbatches:
             return self
         key = tuple(sorted(microbatches))
+
+        def made() -> Lowering:
+            return Lowering(self.timetable.without(key), f"{self.text}\nwithout {key}", self._index)
+
         with self._lock:
-            if key not in self._without:
-                name = f"{self.text}\nwithout {key}"
-                self._without[key] = Lowering(self.timetable.without(key), name, self._index)
-                if len(self._without) > _MOST:
-                    self._without.popitem(last=False)
-            return self._without[key]
+            return self._without.of(key, made)
 
 
 class Lowerings:
@@ -66,16 +63,15 @@ class Lowerings:
 
     def __init__(self, index: int) -> None:
         self._index, self._lock = index, Lock()
-        self._kept = OrderedDict[str, Lowering]()
+        self._kept = LastUsed[str, Lowering]()
 
     def of(self, timetable: Timetable | str) -> Lowering:
         """That of a timetable, or of its text. Raises PlanError for a text that is no timetable."""
         text = timetable if isinstance(timetable, str) else str(timetable)
+
+        def made() -> Lowering:
+            parsed = Timetable.parse(timetable) if isinstance(timetable, str) else timetable
+            return Lowering(parsed, text, self._index)
+
         with self._lock:
-            if text not in self._kept:
-                parsed = Timetable.parse(text) if isinstance(timetable, str) else timetable
-                self._kept[text] = Lowering(parsed, text, self._index)
-                if len(self._kept) > _MOST:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(text)
-            return self._kept[text]
+            return self._kept.of(text, made)
