@@ -238,9 +238,10 @@ class Problem:
         Microbatch after microbatch with whole backwards needs no more, but for gradients of the past, which
         a stage holds from its first BW to its last.
         """
-        costs, bounds = self.stage_costs, self.costs.slice_bounds or (0.0, 1.0 - 1 / self.num_slices, 1.0)
-        longest = max(self.costs.lengths, default=1.0) * bounds[-1]
-        of_last_slice = max(self.costs.lengths, default=1.0) * (bounds[-1] - bounds[-2])
+        costs, lengths = self.stage_costs, self.costs.lengths
+        first = self.num_slices * (lengths.index(max(lengths)) if lengths else 0)
+        slices = [self.length(unit) for unit in range(first, first + self.num_slices)]
+        longest, of_last_slice = math.fsum(slices), slices[-1]
         least = []
         for stages in self.stages_of:
             saved = [longest * (costs.held["saved"][stage] + costs.past[stage]) for stage in stages]
