@@ -10,8 +10,10 @@ import torch
 from torch import nn
 
 from helpers.processes import run_ranks
+from helpers.split import assert_close
 from zbpp import Pipeline, PostValidation, make_mesh, plan
 from zbpp.autograd import recompute
+from zbpp.models.llama import Llama
 from zbpp.stage_api import blocks_of
 from zbpp.training.fine_tuned import FineTuned, save_adapter
 
@@ -323,6 +325,46 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
         for key, each in last.items():
             found = files["base_model.model." + key.replace(".default", "")]
             torch.testing.assert_close(found, each, rtol=1e-6, atol=1e-8, msg=f"{name} {key}")
+
+
+def adapted_llama():
+    sizes = {"vocab_size": VOCAB, "sequence_length": TIME, "num_layers": 4, "hidden_size": 16, "num_heads": 2}
+    return FineTuned(Llama(**sizes), lora=LORA | {"target_modules": ["query", "value", "down", "embedding"]})
+
+
+def in_slices(rank):
+    """(the sum of this rank's losses, gradients of its adapters)."""
+    timetable, model = plan("zb_h1", 2, M, num_slices=2), adapted_llama()
+    stages = {i: model.build_stage(i, 2).double() for i in timetable.stages_of(rank)}
+    for stage in stages.values():
+        perturb(stage.named_parameters())
+    with Pipeline(stages, timetable, model.loss, slice_bounds=(0, 5, TIME)) as pipeline:
+        tokens, target = batch(0)
+        losses = pipeline.step(tokens, target=target)
+        return sum(each.item() for each in losses), {n: p.grad for n, p in pipeline.named_parameters()}
+
+
+def test_adapters_on_two_ranks_get_the_gradients_of_whole_sequences_from_slices():
+    """zbpp's own Llama computes in float64 throughout: the library's norms don't."""
+    ranks = run_ranks(in_slices, 2)
+    model = adapted_llama()
+    whole = model.build_stage(0, 1).double()
+    perturb(whole.named_parameters())
+    tokens, target = batch(0)
+    loss = model.loss(whole(tokens), target)
+    loss.backward()
+    assert sum(found for found, _ in ranks) / M == pytest.approx(loss.item(), rel=1e-12)
+    grads = {name: grad for _, own in ranks for name, grad in own.items()}
+    expected = {name: each.grad for name, each in whole.named_parameters()}
+    assert grads.keys() == expected.keys()
+    assert {name for name, each in grads.items() if each is None} == {
+        name for name in expected if ".lora_" not in name
+    }
+    assert_close(
+        {name: each for name, each in grads.items() if each is not None},
+        {name: each for name, each in expected.items() if each is not None},
+        1e-12,
+    )
 
 
 # ---------------------------------------------------------------- every option of peft's LoraConfig
