@@ -2,18 +2,18 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 pytest.importorskip("transformers")
 
 import transformers
 
+from helpers.hf_float64 import library_in_float64
 from helpers.slices import assert_equals_whole
 from helpers.split import assert_close, double
 from zbpp import Pipeline, plan
 from zbpp.autograd.models import past as past_room
 from zbpp.autograd.models.past import Past
-from zbpp.models.hf import HuggingFace
+from zbpp.models.hf import HuggingFace, trial
 from zbpp.models.hf import slices as hf_slices
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.layers import token_loss
@@ -58,21 +58,9 @@ def tokens():
 
 
 @pytest.fixture
-def in_float64(monkeypatch):
-    """What the library casts to float32 (norms, softmax, routers) it casts to float64."""
-    to, softmax = torch.Tensor.to, F.softmax
-
-    def wide(value):
-        return torch.float64 if value is torch.float32 else value
-
-    def wide_to(tensor, *args, **options):
-        return to(tensor, *map(wide, args), **{name: wide(value) for name, value in options.items()})
-
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
-    monkeypatch.setattr(torch.Tensor, "to", wide_to)
-    monkeypatch.setattr(
-        F, "softmax", lambda *args, dtype=None, **rest: softmax(*args, dtype=wide(dtype), **rest)
-    )
+def in_float64():
+    with library_in_float64():
+        yield
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -203,7 +191,7 @@ def test_models_that_keep_more_than_keys_and_values_are_refused_by_name(kind):
     options, reason = REFUSED[kind]
     config = transformers.AutoConfig.for_model(kind, **SMALL, **options)
     with pytest.raises(ValueError, match=f"{kind} can't be run in slices of a sequence, since .*{reason}"):
-        hf_slices.tried(build_on_meta(config), cut=None)
+        hf_slices.windows_of(build_on_meta(config))
 
 
 def test_the_librarys_gradient_checkpointing_is_refused():
@@ -218,7 +206,7 @@ def test_the_librarys_gradient_checkpointing_is_refused():
 def test_the_trial_on_a_small_copy_refuses_what_slices_get_wrong(mutant, monkeypatch):
     """A family that reads its cache in another way, or not at all, is refused before the first step."""
     first, _ = stages_of("mistral")
-    monkeypatch.setattr(hf_slices, "_tried", {})
+    first._cut.refused_in_parts.clear()
     layer = hf_slices.SliceLayer
     if mutant == "no past":
         monkeypatch.setattr(layer, "update", lambda layer, key, value, *rest: (key, value))
@@ -228,6 +216,6 @@ def test_the_trial_on_a_small_copy_refuses_what_slices_get_wrong(mutant, monkeyp
     elif mutant == "wrong positions":
         monkeypatch.setattr(layer, "get_seq_length", lambda layer: layer.place.start + 1)
     else:
-        monkeypatch.setattr(hf_slices, "windows_of", lambda config: [hf_slices.WINDOW - 1] * 4)
+        monkeypatch.setattr(trial, "windows_of", lambda model: [trial.WINDOW - 1] * 4)
     with pytest.raises(ValueError, match="mistral can't be run in slices .* not that of the whole sequence"):
         takes_slices(first, 0)

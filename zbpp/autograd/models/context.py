@@ -29,6 +29,10 @@ class Context(RowExchange):
         super().__init__()
         self.heads, self.index = heads, 0
 
+    def connect(self, other: Context) -> None:
+        """Connect the Context of another layer to the same processes."""
+        other.transfer, other.num_processes, other.index = self.transfer, self.num_processes, self.index
+
     def to_heads(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Tensors [batch, heads, time here, size] -> [batch, heads here, time, size], of a part of the heads.
 

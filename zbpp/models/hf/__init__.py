@@ -7,11 +7,13 @@ shrink       a small copy of the config, to try a cut on
 calls        how the small model calls its layers, and which stage uses which parameter
 check        the proof, on the small model, that its stages compute what the whole model does
 init         initial values for the tensors of one stage
-cut          a stage: the library's model with the layers of other stages skipped
+cut          which stage owns what, and the library's model with other layers than its own
+stage        a stage: the library's model with the layers of other stages skipped
 masks        attention masks and positions
-slices       sequences in slices: the library's cache over a Past, and its trial
-context      sequences divided over processes: the library's attention, and its trial
+slices       sequences in slices: the library's cache over a Past
+context      sequences divided over processes: the library's attention
 whole_masks  masks and positions of whole sequences, where a process has a part of each
+trial        the proof, on the small model, that sequences in parts give what whole ones do
 ties         tied parameters
 parallel     tensor parallelism by the library's plan
 experts      experts that are spread over processes, and the loss that balances them

@@ -23,20 +23,12 @@ from zbpp.models.hf.calls import (
     owners_of,
     record,
 )
-from zbpp.models.hf.cut import (
-    Cut,
-    CutError,
-    FirstStage,
-    LastStage,
-    LibraryError,
-    OnlyStage,
-    Stage,
-    layers_at,
-)
+from zbpp.models.hf.cut import Cut, CutError, LibraryError, layers_at
 from zbpp.models.hf.init import constants_of, initialise
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.masks import Kind, refused_kinds
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
+from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
 from zbpp.models.layers import token_loss
 from zbpp.seeding import seed_of
@@ -84,7 +76,7 @@ def _find_cut(
     owners = owners_of(whole, path, tokens, calls, layers)
     head = head_of(whole, tokens)
     sizes = batch_and_time(whole, hidden)
-    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, constants, {})
+    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, constants, {}, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
 

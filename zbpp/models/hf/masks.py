@@ -53,18 +53,23 @@ def merged(received: tuple[Any, ...], given: Given) -> Given:
     return received[0], received[1]
 
 
-def own_part(given: Given, place: SequenceSlice) -> Given:
+def own_part(given: Given, place: SequenceSlice | None) -> Given:
     """The mask and positions of a slice: the runtime has cut what has the time as its second dimension."""
     mask, positions = given
-    if mask is not None and mask.dim() == 4 and mask.shape[2] != place.end - place.start:
+    if (
+        place is not None
+        and mask is not None
+        and mask.dim() == 4
+        and mask.shape[2] != place.end - place.start
+    ):
         mask = mask[:, :, place.start : place.end, : place.end]
     return mask, positions
 
 
-def seen_by(given: Given, place: SequenceSlice) -> Given:
+def seen_by(given: Given, place: SequenceSlice | None) -> Given:
     """What the library takes for a slice: a mask of padding has all tokens so far."""
     mask, positions = given
-    if mask is not None and mask.dim() == 2:
+    if place is not None and mask is not None and mask.dim() == 2:
         mask = place.whole("attention_mask", mask.unsqueeze(-1)).squeeze(-1)
     return mask, positions
 

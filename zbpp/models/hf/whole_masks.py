@@ -2,7 +2,8 @@
 
 The library makes masks of the tokens that it is given. The function that is registered here makes them for
 whole sequences instead, by the library's own function, from the padding and the documents of all processes.
-Positions are always given, since a part does not begin at 0.
+Positions are always given, since a part does not begin at 0. In slices all this holds for a slice: a mask
+then has the queries of the whole slice, and the keys that the cache reports (slices.py).
 """
 
 from __future__ import annotations
@@ -16,13 +17,14 @@ import torch
 from torch import Tensor
 
 from zbpp.autograd.models.context import Context
-from zbpp.models.hf.masks import Given, keywords
+from zbpp.autograd.models.past import SequenceSlice
+from zbpp.models.hf.masks import Given, keywords, seen_by
 
 
 class _Whole(NamedTuple):
-    """What masks are made of: the length of whole sequences, their padding mask, and their documents."""
+    """What masks are made of: the lengths of whole sequences, their padding mask, and their documents."""
 
-    time: int
+    lengths: dict[str, int]
     padding: Tensor | None
     documents: Tensor | None
 
@@ -31,27 +33,34 @@ _whole: ContextVar[_Whole] = ContextVar("whole sequences")  # set while the libr
 
 
 @contextmanager
-def whole_sequences(context: Context | None, tokens: Tensor, given: Given) -> Iterator[dict[str, Tensor]]:
+def whole_sequences(
+    context: Context | None, tokens: Tensor, given: Given, place: SequenceSlice | None
+) -> Iterator[dict[str, Tensor]]:
     """Within the block masks are those of whole sequences; yields the mask and positions for the model.
 
     context: of one of the model's attentions; None: the sequences come whole. tokens and given: the part of
-    the batch that this process has, its mask and its positions.
+    the batch that this process has, its mask and its positions. place: the slice that they are a part of.
     """
     if context is None or context.transfer is None:
-        yield keywords(given)
+        yield keywords(seen_by(given, place))
         return
     from transformers.masking_utils import find_packed_sequence_indices
 
-    mask, positions = given
-    padding = context.whole(mask).bool() if mask is not None and mask.dim() == 2 else None
-    documents = None
+    (mask, positions), time = given, tokens.shape[1]
+    padding = documents = None
+    if mask is not None and mask.dim() == 2:
+        padding, _ = seen_by((context.whole(mask).bool(), None), place)
     if positions is not None and mask is None:
         documents = find_packed_sequence_indices(context.whole(positions))
     if mask is None:  # so that the library looks for no documents in a part
         mask = torch.ones_like(tokens)
     if positions is None:
-        positions = context.positions(tokens.shape[1], tokens.device).unsqueeze(0)
-    before = _whole.set(_Whole(tokens.shape[1] * context.num_processes, padding, documents))
+        start = 0 if place is None else place.start
+        positions = start + context.positions(time, tokens.device).unsqueeze(0)
+    lengths = {"q_length": time * context.num_processes}
+    if place is None:
+        lengths["kv_length"] = lengths["q_length"]
+    before = _whole.set(_Whole(lengths, padding, documents))
     try:
         yield {"attention_mask": mask, "position_ids": positions}
     finally:
@@ -67,7 +76,7 @@ def whole_mask(own: str, /, **kwargs: Any) -> Any:
     )
 
     whole = _whole.get()
-    kwargs |= {"q_length": whole.time, "kv_length": whole.time, "attention_mask": whole.padding}
+    kwargs |= {**whole.lengths, "attention_mask": whole.padding}
     if whole.documents is not None:
         same = packed_sequence_mask_function(whole.documents)
         kwargs["mask_function"] = and_masks(kwargs["mask_function"], same)

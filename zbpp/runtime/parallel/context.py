@@ -89,8 +89,6 @@ class ContextParallel(Feature):
                     f"(zbpp/autograd/models/context.py), or write mixes_time = False in a stage whose "
                     f"layers treat each token alone"
                 )
-            if rank.slice_bounds and hasattr(stage, "hold_contexts"):
-                yield f"context={num} doesn't go with slices in a library's model: leave one of them out"
             for context in contexts_in(stage):
                 for name, heads in context.heads.items():
                     yield refusal_of_heads(f"{name}{part}", heads // tensor, num)
