@@ -4,6 +4,8 @@ import copy
 import gc
 import warnings
 from dataclasses import dataclass
+from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +25,7 @@ from zbpp import torch_pipelining as door
 from zbpp import torchtitan
 from zbpp.models.layers import token_loss
 from zbpp.schedule import Op
+from zbpp.torch_pipelining.refusal import unknown_arguments
 
 SIZE, ROWS, MICROBATCHES = 8, 16, 4
 SINGLE = ["ScheduleGPipe", "Schedule1F1B"]
@@ -266,6 +269,95 @@ def with_a_language_model(rank):
 def test_outputs_are_those_of_the_model_though_a_loss_overwrites_logits():
     out, expected = run_ranks(with_a_language_model, 2)[1]
     assert_alike(expected, out)
+
+
+class Told(Block):
+    """Takes the keywords that a schedule adds to each forward, and keeps those of real forwards."""
+
+    def __init__(self, number):
+        super().__init__(number)
+        self.told = []
+
+    def forward(self, x, pipeline_stage_info=None):
+        info = pipeline_stage_info
+        if info is not None and not info.is_metadata_inference:
+            self.told.append((info.stage_index, info.microbatch_index))
+        return super().forward(x)
+
+
+class Newer(door.ScheduleInterleavedZeroBubble):
+    """Takes arguments that torch 2.13 has not. The class counts as torch's by its module."""
+
+    __module__ = torchs.__name__
+
+    def __init__(self, *args, pass_pipeline_stage_info=False, kept=1, not_kept=None, **more):
+        super().__init__(*args, **more)
+        self._pass_pipeline_stage_info, self._kept = pass_pipeline_stage_info, kept
+        if not_kept is None:
+            self.not_kept = None
+
+    def _stage_forward_kwargs(self, stage, microbatch_index, kwargs):
+        if not self._pass_pipeline_stage_info:
+            return kwargs
+        info = SimpleNamespace(
+            stage_index=stage.stage_index, microbatch_index=microbatch_index, is_metadata_inference=False
+        )
+        return kwargs | {"pipeline_stage_info": info}
+
+
+def told_of_forwards(rank):
+    """What forwards are told, with the argument and without, in two steps and an eval; the last losses."""
+    told = []
+    name = "ScheduleInterleavedZeroBubble"
+    torchs_own = "pass_pipeline_stage_info" in signature(getattr(pipelining, name)).parameters
+    source = door if torchs_own else SimpleNamespace(**{name: Newer})
+    for options in ({"pass_pipeline_stage_info": True}, {}):
+        blocks = [Told(each) for each in range(4)]
+        schedule, stages = made(source, name, rank, 2, blocks, **options)
+        for method in ("step", "step", "eval"):
+            _, losses = stepped(schedule, stages, *batch(), method)
+        assert vars(schedule)["_zbpp_engine"].reason == ""
+        told.append([blocks[each].told for each in placed(name, 2)[rank]])
+    return told, losses
+
+
+def test_a_forward_is_told_its_stage_and_its_microbatch_if_the_schedule_says_so():
+    blocks = [Block(each) for each in range(4)]
+    for rank, ((told, untold), losses) in enumerate(run_ranks(told_of_forwards, 2)):
+        expected = [[(stage, each) for each in range(MICROBATCHES)] * 3 for stage in (rank, rank + 2)]
+        assert told == expected
+        assert untold == [[], []]
+        assert_alike(losses, plain_losses(blocks, *batch()) if rank else [])
+
+
+def with_newer_arguments(rank):
+    """The reasons for torch's runtime of schedules with arguments that zbpp does not know."""
+    told = []
+    source = SimpleNamespace(ScheduleInterleavedZeroBubble=Newer)
+    for options in ({}, {"kept": 1}, {"kept": 2}, {"not_kept": 3}, {"kept": 0, "not_kept": 0}):
+        blocks = [Block(each) for each in range(4)]
+        schedule, stages = made(source, "ScheduleInterleavedZeroBubble", rank, 2, blocks, **options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            _, losses = stepped(schedule, stages, *batch())
+        told.append(vars(schedule)["_zbpp_engine"].reason)
+    return told, losses
+
+
+def test_an_argument_that_zbpp_does_not_know_is_named():
+    for told, _ in run_ranks(with_newer_arguments, 2, fresh=True):
+        assert told[:2] == ["", ""]
+        assert told[2:] == [
+            f"this torch's Newer has {names}, which zbpp does not know"
+            for names in ("kept", "not_kept", "kept, not_kept")
+        ]
+
+
+@pytest.mark.parametrize("name", [*SINGLE, *LOOPED, *V])
+def test_each_argument_of_this_torchs_schedules_is_known(name):
+    """By their signatures, as if no argument had its default value."""
+    kind = getattr(pipelining, name)
+    assert unknown_arguments(kind.__new__(kind)) == []
 
 
 def without_target(rank):

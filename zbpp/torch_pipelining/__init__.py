@@ -14,7 +14,9 @@ schedules go through: a step runs on a zbpp.Pipeline over the same stages, in to
 
     order.py     torch's order of actions as a Timetable
     doctor.py    measures both runtimes
-    engine.py    a Pipeline for a schedule object; what runs on torch's runtime instead, and why
+    engine.py    a Pipeline for a schedule object
+    features.py  what it does beside the core: dw_builder, keywords that torch adds to a forward
+    refusal.py   why a schedule runs on torch's runtime
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from torch.distributed.pipelining import Pipe, PipelineStage, SplitPoint, build_
 from torch.distributed.pipelining import schedules as torchs
 
 from zbpp.torch_pipelining.doctor import doctor
-from zbpp.torch_pipelining.engine import STEP, fallbacks, installed, run_step, use_plan
+from zbpp.torch_pipelining.engine import fallbacks, installed, run_step, use_plan
+from zbpp.torch_pipelining.refusal import STEP
 
 __all__ = [
     "Pipe",

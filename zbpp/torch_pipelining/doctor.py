@@ -26,8 +26,9 @@ from zbpp.runtime.restored import Buffers, restored_generators
 from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
 from zbpp.schedule.program import Instruction
 from zbpp.stage_api import blocks_of
-from zbpp.torch_pipelining.engine import STEP, engine_of, installed, stages_of, without_engine
+from zbpp.torch_pipelining.engine import engine_of, installed, stages_of, without_engine
 from zbpp.torch_pipelining.order import timetable_of
+from zbpp.torch_pipelining.refusal import STEP
 
 _MIB = 2**20
 Changes = dict[tuple[int, Op], list[int]]

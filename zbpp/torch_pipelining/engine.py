@@ -1,4 +1,4 @@
-"""A zbpp.Pipeline for each schedule object of torch's, and what runs on torch's runtime instead.
+"""A zbpp.Pipeline for each schedule object of torch's.
 
 The Pipeline is made at the first step, collectively, and again if the order or a submodule was replaced or an
 error has ended it. It is closed, without a word to other ranks, when the schedule object is gone.
@@ -23,23 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import schedules as torchs
-from torch.distributed.pipelining.stage import _PipelineStage
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 from zbpp.job.agreement import gather, gather_over
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
-from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
 from zbpp.runtime.parallel.fully_shard import meshes_of
-from zbpp.schedule import Action, Op, PlanError, Timetable
-from zbpp.schedule.program import Instruction
-from zbpp.torch_pipelining.order import NoTimetable, orders_of, scales_gradients, timetable_of
-
-STEP = "_step_microbatches"  # the method that all of torch's schedules go through
+from zbpp.schedule import PlanError, Timetable
+from zbpp.torch_pipelining.features import FORWARD_KEYWORDS, MICROBATCH, ForwardKeywords, WeightsByUser
+from zbpp.torch_pipelining.order import orders_of, scales_gradients, timetable_of
+from zbpp.torch_pipelining.refusal import refusal
 
 fallbacks: list[str] = []
 installed: dict[type, Any] = {}  # torch's class that runs on zbpp -> its own method
@@ -77,7 +73,7 @@ def run_step(
     if engine is None or not engine.fits(schedule, stages):
         if engine is not None:
             engine.drop()
-        engine = _engine_for(schedule, stages, (arg_mbs, kwarg_mbs), set(more) - {"loss_kwargs"})
+        engine = _engine_for(schedule, stages, (arg_mbs, kwarg_mbs))
         setattr(schedule, _ENGINE, engine)
     if engine.reason:
         of_torch(arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs, **more)
@@ -152,6 +148,8 @@ class _Engine:
         factor = number if is_scaled else 1
         args = _columns(arg_mbs, factor)
         kwargs = {name: _column([each[name] for each in kwarg_mbs], factor) for name in kwarg_mbs[0]}
+        if hasattr(schedule, FORWARD_KEYWORDS):
+            kwargs[MICROBATCH] = per_microbatch(range(number))
         target = None if target_mbs is None else per_microbatch(target_mbs)
         self._loss.begin(loss_kwargs, keeps_outputs=return_outputs)
         pipeline.seed = int(torch.randint(_MOST_SEED, ()))
@@ -236,73 +234,14 @@ class _Scaled(torch.autograd.Function):
         return grads[0] * ctx.factor, None
 
 
-class _WeightsByUser(Feature):
-    """A stage's `dw_builder`: called after its B; what it returns runs in W."""
-
-    name = "dw_builder"
-
-    def __init__(self, builders: Mapping[int, Callable[[], Callable[[], None]]]) -> None:
-        self._builders = builders
-        self._waiting: dict[tuple[int, int], Callable[[], None]] = {}
-
-    def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """See Extra."""
-        if not isinstance(at, Action) or at.stage not in self._builders:
-            return run
-        key, build = (at.stage, at.microbatch), self._builders[at.stage]
-
-        def bound(message: Message) -> Message:
-            result = run(message)
-            if at.op in (Op.B, Op.BW):
-                self._waiting[key] = build()
-            if at.op in (Op.W, Op.BW):
-                self._waiting.pop(key)()
-            return result
-
-        return bound
-
-    def fail(self, error: BaseException) -> None:
-        """See Extra."""
-        self._waiting.clear()
-
-
 # ---------------------------------------------------------------- making it
 
 
-def _engine_for(schedule: Any, stages: list[Any], batch: Any, unknown: set[str]) -> _Engine:
+def _engine_for(schedule: Any, stages: list[Any], batch: Any) -> _Engine:
     """The engine of a schedule object. Collective: one rank that can't run its part here decides for all."""
-    own = _refusal(schedule, stages, batch, unknown)
+    own = refusal(schedule, stages, batch)
     found = gather_over(own, (stages[0].group, *_data_groups(stages[0].submod).values()))
     return _Engine(schedule, stages, next(filter(None, found), ""))
-
-
-def _refusal(schedule: Any, stages: list[Any], batch: Any, unknown: set[str]) -> str:
-    """Why this rank's part can't run on zbpp; "" if it can. unknown: what a newer torch gives a step."""
-    if unknown:
-        return f"this torch's steps have {', '.join(sorted(unknown))}, which zbpp does not know"
-    if getattr(schedule, "_comp_type_to_function_map", None):
-        return "it has custom functions, which call torch's stages"
-    if any(isinstance(each, DTensor) for each in tree_leaves(batch)):
-        return "its batch has DTensors"
-    if any(base.__name__ == "ReplicateModule" for each in stages for base in type(each.submod).__mro__):
-        return "its stages are in torch's composable replicate, which zbpp does not drive"
-    if any(isinstance(each, _PipelineStage) and _skips(each) for each in stages):
-        return "stages that are no neighbours pass tensors to each other"
-    try:
-        timetable_of(schedule)
-    except (NoTimetable, PlanError) as error:
-        return str(error)
-    return ""
-
-
-def _skips(stage: _PipelineStage) -> bool:
-    """Whether a stage that torch has traced takes anything but the outputs of the stage before it."""
-    if stage.is_first:
-        return False
-    before = [node for node in stage.node.graph.nodes if node.op == "call_module"][stage.stage_index - 1]
-    users = [node for node in before.users if node.op == "call_function"]
-    sent = users or [before]
-    return list(stage.node.args) != sent or any(set(each.users) != {stage.node} for each in sent)
 
 
 def _signature(schedule: Any, stages: list[Any]) -> Any:
@@ -322,7 +261,6 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
             timetable, name, options, MeshPosition(mesh, None if mesh is not None else stages[0].group)
         )
     modules = {each.stage_index: _unwrapped(each.submod) for each in stages}
-    builders = {each.stage_index: each.dw_builder for each in stages if each.dw_builder is not None}
     return Pipeline(
         modules,
         timetable,
@@ -330,8 +268,15 @@ def _pipeline_of(schedule: Any, stages: list[Any], loss: _Loss) -> Pipeline:
         None if mesh is not None else stages[0].group or dist.group.WORLD,
         mesh=mesh,
         dynamic_shapes=getattr(schedule, "dynamic_shapes", False),
-        extras=[_WeightsByUser(builders)] if builders else [],
+        extras=_features_of(schedule, stages),
     )
+
+
+def _features_of(schedule: Any, stages: list[Any]) -> list[Feature]:
+    """The features of a schedule's Pipeline."""
+    builders = {each.stage_index: each.dw_builder for each in stages if each.dw_builder is not None}
+    found: list[Feature] = [WeightsByUser(builders)] if builders else []
+    return [*found, ForwardKeywords(schedule, stages)] if hasattr(schedule, FORWARD_KEYWORDS) else found
 
 
 def _planned(own: Timetable, name: str, options: Mapping[str, Any], place: MeshPosition) -> Timetable:

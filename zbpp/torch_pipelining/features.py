@@ -1,0 +1,77 @@
+"""What a step through a schedule of torch's does beside the core: two features of its Pipeline."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from zbpp.runtime.call import Call
+from zbpp.runtime.extra import Feature
+from zbpp.runtime.layout import Message, Run
+from zbpp.schedule import Action, Op
+from zbpp.schedule.program import Instruction
+
+if TYPE_CHECKING:
+    from zbpp.runtime.rank import Rank
+    from zbpp.runtime.stage import StageWorker
+
+FORWARD_KEYWORDS = "_stage_forward_kwargs"  # method of a newer torch's schedules
+MICROBATCH = "_zbpp_microbatch"  # a keyword that ForwardKeywords takes off: the microbatch's number
+
+
+class WeightsByUser(Feature):
+    """A stage's `dw_builder`: called after its B; what it returns runs in W."""
+
+    name = "dw_builder"
+
+    def __init__(self, builders: Mapping[int, Callable[[], Callable[[], None]]]) -> None:
+        self._builders = builders
+        self._waiting: dict[tuple[int, int], Callable[[], None]] = {}
+
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
+        """See Extra."""
+        if not isinstance(at, Action) or at.stage not in self._builders:
+            return run
+        key, build = (at.stage, at.microbatch), self._builders[at.stage]
+
+        def bound(message: Message) -> Message:
+            result = run(message)
+            if at.op in (Op.B, Op.BW):
+                self._waiting[key] = build()
+            if at.op in (Op.W, Op.BW):
+                self._waiting.pop(key)()
+            return result
+
+        return bound
+
+    def fail(self, error: BaseException) -> None:
+        """See Extra."""
+        self._waiting.clear()
+
+
+class ForwardKeywords(Feature):
+    """The keywords that a schedule of torch's adds to the forward of each stage and microbatch.
+
+    With `pass_pipeline_stage_info=True` a forward is told its stage and its microbatch. The schedule's own
+    method FORWARD_KEYWORDS makes the keywords, here as on torch's runtime.
+    """
+
+    name = "forward_keywords"
+
+    def __init__(self, schedule: Any, stages: Sequence[Any]) -> None:
+        self._schedule = weakref.ref(schedule)  # the schedule holds the Pipeline, which holds this
+        self._stages = {each.stage_index: each for each in stages}
+        self._workers: Mapping[int, StageWorker] = {}
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra."""
+        self._workers = rank.workers
+
+    def begin(self, call: Call) -> None:
+        """See Extra."""
+        make = getattr(self._schedule(), FORWARD_KEYWORDS)
+        for index, worker in self._workers.items():
+            given = [dict(each) for each in worker.feed.kwargs]
+            made = [make(self._stages[index], each.pop(MICROBATCH), each) for each in given]
+            worker.feed = worker.feed._replace(kwargs=made)
