@@ -336,9 +336,17 @@ limit = pytest.mark.timeout(0 if "ZBPP_CASES" in os.environ else 240)
 
 @limit
 @pytest.mark.slow
-@draws(100)
+@draws(50)
 @given(cases(1))
 def test_random_combinations_train_as_plain_autograd_does(case: Case) -> None:
+    judge(case, [part_of(0, case)])
+
+
+@limit
+@pytest.mark.nightly
+@draws(400)
+@given(cases(1))
+def test_many_random_combinations_train_as_plain_autograd_does(case: Case) -> None:
     judge(case, [part_of(0, case)])
 
 

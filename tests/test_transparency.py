@@ -25,7 +25,7 @@ from zbpp.models.llama import Llama
 from zbpp.planning import SCHEDULES
 
 M, BATCH, TIME, VOCAB = 8, 16, 12, 31
-NUM_STEPS = 6
+NUM_STEPS = 4
 # The step whose gradients are compared: later, training has amplified a difference of 1e-16. AdamW's eps
 # keeps the first update from dividing a gradient of zero (a key's bias) by its own rounding error.
 COMPARED = 2
@@ -34,6 +34,9 @@ BOUNDS = {"two": (0, 6, 12), "four": (0, 3, 6, 9, 12), "unequal": (0, 5, 8, 11, 
 SLICED = [name for name, made in SCHEDULES.items() if "num_slices" in inspect.signature(made).parameters]
 MODELS = {
     "gpt": lambda: Gpt(vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=2, sequence_length=TIME),
+    "half a gpt": lambda: Gpt(
+        vocab_size=VOCAB, num_layers=4, hidden_size=16, num_heads=2, sequence_length=TIME
+    ),
     "llama": lambda: Llama(
         vocab_size=VOCAB, num_layers=8, hidden_size=16, num_heads=4, num_kv_heads=2, sequence_length=TIME
     ),
@@ -91,12 +94,12 @@ def train_all(rank: int, model_name: str, schedules: list[str], num_ranks: int, 
     return [train(rank, model_name, schedule, num_ranks, num_steps) for schedule in schedules]
 
 
-def train_sliced(rank: int, schedules: list[str], num_ranks: int) -> list[Run]:
-    """One run after the other of a Gpt whose sequences come in slices."""
+def train_sliced(rank: int, model: str, schedules: list[str], names: list[str], num_ranks: int) -> list[Run]:
+    """One run after the other whose sequences come in slices. names: of BOUNDS."""
     return [
-        train(rank, "gpt", schedule, num_ranks, COMPARED, bounds)
+        train(rank, model, schedule, num_ranks, COMPARED, BOUNDS[name])
         for schedule in schedules
-        for bounds in BOUNDS.values()
+        for name in names
     ]
 
 
@@ -153,7 +156,7 @@ def piped() -> Piped:
 @pytest.mark.slow  # one of each rank count starts the processes for all schedules
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_a_run_of_6_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, num_ranks: int) -> None:
+def test_a_run_of_4_steps_is_equal_to_the_last_bit(piped: Piped, schedule: str, num_ranks: int) -> None:
     found, expected = piped("gpt", schedule, num_ranks, NUM_STEPS), piped("gpt", "gpipe", 1, NUM_STEPS)
     assert len(expected.losses) == NUM_STEPS * M
     assert found.losses == expected.losses
@@ -177,10 +180,10 @@ def test_links_through_host_memory_change_nothing(piped: Piped, num_ranks: int) 
         ] == []
 
 
-def test_the_losses_of_6_steps_are_those_of_a_plain_loop(piped: Piped) -> None:
+def test_the_losses_of_4_steps_are_those_of_a_plain_loop(piped: Piped) -> None:
     found, expected = piped("gpt", "zb_h1", 2, NUM_STEPS), plain("gpt", NUM_STEPS)
     assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0)
-    assert sum(expected.losses[-M:]) < 0.9 * sum(expected.losses[:M])  # it learns
+    assert sum(expected.losses[-M:]) < 0.95 * sum(expected.losses[:M])  # it learns
 
 
 @pytest.mark.parametrize(("model", "schedule", "num_ranks"), [("gpt", "zb_h1", 2), ("llama", "zb_v", 2)])
@@ -193,22 +196,27 @@ def test_gradients_are_those_of_plain_autograd(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "schedules"),
+    ("num_ranks", "schedules", "names"),
     [
-        (1, ["1f1b", "zb_v"]),
-        (2, SLICED),
-        pytest.param(4, SLICED, marks=pytest.mark.slow),
+        (1, ["1f1b", "zb_v"], [*BOUNDS]),
+        (2, ["zb_v"], [*BOUNDS]),
+        pytest.param(2, SLICED, ["unequal"], marks=pytest.mark.slow),
+        pytest.param(4, SLICED, ["unequal"], marks=pytest.mark.slow),
+        pytest.param(4, SLICED, [*BOUNDS], marks=pytest.mark.nightly),
     ],
 )
-def test_sequences_in_slices_have_the_gradients_of_whole_ones(num_ranks: int, schedules: list[str]) -> None:
+def test_sequences_in_slices_have_the_gradients_of_whole_ones(
+    num_ranks: int, schedules: list[str], names: list[str]
+) -> None:
     """Those of plain autograd; and with one set of slices, equal to the last bit to those of one rank."""
-    expected = plain("gpt", COMPARED)
-    alone = dict(zip(BOUNDS, train_sliced(0, ["1f1b"], 1), strict=True))
+    model = "gpt" if num_ranks == 4 else "half a gpt"  # a layer for each stage
+    expected = plain(model, COMPARED)
+    alone = dict(zip(names, train_sliced(0, model, ["1f1b"], names, 1), strict=True))
     torch.set_default_dtype(torch.float32)
-    ranks = run_ranks(train_sliced, num_ranks, schedules, num_ranks, timeout=220)
+    ranks = run_ranks(train_sliced, num_ranks, model, schedules, names, num_ranks, timeout=220)
     runs = iter([merged([*parts]) for parts in zip(*ranks, strict=True)])
     for schedule in schedules:
-        for name in BOUNDS:
+        for name in names:
             found, same = next(runs), alone[name]
             assert found.losses == pytest.approx(expected.losses, rel=1e-12, abs=0), (schedule, name)
             assert_close(found.grads, expected.grads)

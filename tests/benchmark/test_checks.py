@@ -1,7 +1,6 @@
 """gpu_check.py, cluster_check.py and bench_split.py: their small forms on the CPU. Not run on a GPU."""
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from cluster_check import rows, training
 from gpu_check import main, parts
 from gpu_check.page import Here, Page
 
+from helpers.pages import run_command
 from zbpp.job.world import World
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
@@ -24,11 +24,9 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 @pytest.mark.timeout(900)
 def test_the_gpu_check_fills_its_page_on_a_cpu(tmp_path):
     """Each part in its small form; ranks compute what one process computes, through host memory."""
-    command = [sys.executable, str(SCRIPTS / "gpu_check.py"), "--device", "cpu", "--small"]
-    options = ["--out", str(tmp_path), "--seconds", "800"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=880)
+    options = f"--device cpu --small --out {tmp_path} --seconds 800"
+    run_command(f"python {SCRIPTS / 'gpu_check.py'} {options}", tmp_path)
     page = (tmp_path / "page.md").read_text()
-    assert done.returncode == 0, page
     assert [*re.findall(r"^(\w+): fine, [\d.]+ s$", page, re.M)] == [part.name for part in main.PARTS]
     rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|(.*)\|$", page, re.M)
     unlike = [row for row in rows if "unlike" in row[0]]
@@ -105,13 +103,10 @@ def test_wrong_arguments_of_the_gpu_check_are_one_line(arguments, text, capsys):
 
 @pytest.mark.slow
 def test_two_ranks_on_cpus_fill_the_page_of_the_cluster_check(tmp_path):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    options = ["waits", "meshes", "hang", "--device", "cpu", "--small", "--out", str(tmp_path)]
-    done = subprocess.run(
-        [*command, str(SCRIPTS / "cluster_check.py"), *options], capture_output=True, text=True, timeout=220
-    )
+    options = f"waits meshes hang --device cpu --small --out {tmp_path}"
+    script = SCRIPTS / "cluster_check.py"
+    run_command(f"torchrun --standalone --nproc-per-node 2 {script} {options}", tmp_path)
     page = (tmp_path / "page.md").read_text()
-    assert done.returncode == 0, page + done.stderr
     assert re.findall(r"^(\w+): fine, [\d.]+ s$", page, re.M) == ["waits", "meshes", "hang"]
     assert "rank 1 stopped and was named after" in page
     assert page.count("losses as plain autograd's") == 6  # 2 replicas, 2 shards, 2 tensor-parallel ranks

@@ -64,11 +64,11 @@ def uneven(rank, replicate):
     """What the rank that makes one step more is told."""
     mesh = make_mesh(replicate=replicate)
     mine = {0: nn.Linear(SIZE, SIZE)} if replicate == 2 else {rank: nn.Linear(SIZE, SIZE)}
-    pipeline = Pipeline(mine, plan("gpipe", 2 // replicate, M), F.mse_loss, mesh=mesh, timeout=8.0)
+    pipeline = Pipeline(mine, plan("gpipe", 2 // replicate, M), F.mse_loss, mesh=mesh, timeout=3.0)
     try:
         for _ in range(1 + rank):
             pipeline.step(torch.ones(M, SIZE), target=torch.ones(M, SIZE))
-        time.sleep(16)  # its process lives on
+        time.sleep(6)  # its process lives on
     except CommunicationError as error:
         return error.__notes__
 

@@ -222,9 +222,7 @@ def test_weight_gradients_in_the_exchanges_change_no_bit(others):
     ],
 )
 def test_four_processes_share_the_experts_or_have_copies_of_them(degrees, split):
-    everyone = run_ranks(in_mesh, 8, degrees, ("1f1b", "zb_h1"))
-    check_against_one_process(everyone, 4, split=split)
-    check_equal_bits(everyone)
+    check_against_one_process(run_ranks(in_mesh, 8, degrees, ("zb_h1",)), 4, split=split)
 
 
 def test_through_experts_is_each_token_through_each_of_its_experts():

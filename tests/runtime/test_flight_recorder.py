@@ -20,7 +20,7 @@ from zbpp.runtime.call import Call
 from zbpp.runtime.failures import flight_recorder
 from zbpp.schedule import Action, Op
 
-M, SIZE, TIMEOUT = 4, 4, 5.0
+M, SIZE, TIMEOUT = 4, 4, 3.0
 F0, STEP = Action(0, Op.F, 0), Call((), None, {})
 
 
@@ -204,7 +204,7 @@ def one_is_gone(rank, folder, how):
 @pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_rank_without_a_record_is_the_one_that_was_killed_or_stopped(tmp_path, capsys, how):
-    (_, first), _, (_, last) = outcomes(one_is_gone, 3, tmp_path, how, timeout=15)
+    (_, first), _, (_, last) = outcomes(one_is_gone, 3, tmp_path, how, timeout=8)
     assert "(Recv " in first[0] + last[0]
     assert " left no record (its process was killed or stopped" in shown(tmp_path, capsys).splitlines()[0]
     assert "rank 1 left no record" in shown(tmp_path, capsys)

@@ -189,7 +189,7 @@ def with_a_sent_tensor_that_is_changed(rank):
         message[0].detach().mul_(2)
 
     links.Outbox.send = send_and_change
-    return said(losses_of_two_steps)
+    return said(lambda: losses_of_two_steps(timeout=3.0))
 
 
 def without_waits(rank):
@@ -267,9 +267,12 @@ def random_cases(num_ranks, num_random):
         yield str(timetable), number, (0.2, 0.6, 1.0)[number % 3]
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_no_wait_for_the_device_hangs_a_first_step(num_ranks):
-    cases = [*random_cases(num_ranks, 20)]
+@pytest.mark.parametrize(
+    ("num_ranks", "num_random"),
+    [(2, 5), pytest.param(4, 5, marks=pytest.mark.slow), pytest.param(4, 40, marks=pytest.mark.nightly)],
+)
+def test_no_wait_for_the_device_hangs_a_first_step(num_ranks, num_random):
+    cases = [*random_cases(num_ranks, num_random)]
     waits = run_ranks(first_step_with_waits, num_ranks, cases, 60.0, backend="strict")
     total = sum(map(sum, waits))
     print(f"{len(cases)} first steps on {num_ranks} ranks, {total} waits for the device")

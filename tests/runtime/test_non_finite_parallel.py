@@ -14,7 +14,7 @@ from zbpp.models.llama import Llama
 from zbpp.runtime.mesh import local_of
 
 pytestmark = pytest.mark.slow
-VOCAB, TIME, ROWS, M = 11, 4, 8, 4
+VOCAB, TIME, ROWS, M = 11, 4, 6, 3
 BAD = 2  # the microbatch
 FAULTS = ("output", "backward", "parameter", "")
 MESHES = {
@@ -54,7 +54,7 @@ def found(mesh, what):
     options = dict(MESHES[mesh])
     reshard = options.pop("reshard", "step")
     model = Llama(
-        vocab_size=VOCAB, num_layers=4, hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=24,
+        vocab_size=VOCAB, num_layers=3, hidden_size=16, num_heads=4, num_kv_heads=2, intermediate_size=24,
         sequence_length=TIME,
     )  # fmt: skip
     with Pipeline(model, "1f1b", num_microbatches=M, mesh=make_mesh(**options), reshard=reshard) as pipeline:

@@ -327,7 +327,7 @@ def test_stages_that_do_not_chain_are_named_with_their_shapes():
 
 class Sleeper(Stage):
     def forward(self, x):
-        time.sleep(6.0)
+        time.sleep(4.0)
         return super().forward(x)
 
 
@@ -335,7 +335,7 @@ def step_with_a_sleeper(rank):
     timetable = plan("zb_h1", 2, 4)
     stages = {1: Sleeper(range(2, 4))} if rank == 1 else stages_for(timetable, rank)
     x, target = batch()
-    Pipeline(stages, timetable, F.mse_loss, timeout=3.0).step(x, target=target)
+    Pipeline(stages, timetable, F.mse_loss, timeout=2.0).step(x, target=target)
 
 
 def test_a_wait_past_its_timeout_names_rank_step_value_and_peer():

@@ -44,6 +44,7 @@ def main() -> None:
             job = begin(client)
             sys.path[:] = [*entries(job["environment"]), *installed]
             os.environ["PYTHON_EXEC"] = python  # what torchrun starts
+            sys.executable = python  # what a program starts itself again by
             multiprocessing.set_executable(python)
             return run_to_the_end(job["arguments"])
         client.close()
