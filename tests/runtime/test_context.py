@@ -13,7 +13,7 @@ from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.call import Call
 from zbpp.runtime.mesh import whole_of
-from zbpp.runtime.sequence_parts import SequenceParts
+from zbpp.runtime.parallel.sequence_parts import SequenceParts
 from zbpp.stage_api import mean_over
 
 M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32
@@ -270,9 +270,9 @@ def divided_keywords(rank):
     keywords, found = {"of_rows": of_rows, "of_tokens": of_tokens}, {}
     cases = {"inputs": ((x,), None, ()), "target": ((), of_tokens, ()), "bounds": ((), None, (0, 4, 6))}
     for name, (args, target, bounds) in (cases | {"nothing": ((), None, ())}).items():
-        parts = SequenceParts(group, bounds, has_inputs=False)
+        parts = SequenceParts(group, has_inputs=False)
         try:
-            divided = parts.part_of(Call(args, target, keywords)).kwargs
+            divided = parts.of(Call(args, target, keywords, slice_bounds=bounds)).kwargs
             found[name] = {key: list(each.shape) for key, each in divided.items()}
         except ValueError as error:
             found[name] = str(error)

@@ -195,6 +195,30 @@ def test_a_feature_runs_instructions_of_its_own_where_it_has_put_them():
     assert marks.ran == []
 
 
+class Mirrored(Feature):
+    """Runs each call on `function` of its inputs, and gives `function` of its losses."""
+
+    def __init__(self, name, function):
+        self.name, self.function = name, function
+
+    def take(self, call):
+        return call._replace(args=(self.function(call.args[0]),))
+
+    def give(self, call, result):
+        return result._replace(losses=[*map(self.function, result.losses)])
+
+
+def test_features_change_what_a_call_takes_and_in_turn_what_it_gives():
+    """The first feature is the outer one. Gradients are those of the batch that ran."""
+    pipeline = pipeline_of(Mirrored("twice", lambda x: 2 * x), Mirrored("plus one", lambda x: x + 1))
+    x = torch.linspace(-1, 1, 2 * M * SIZE).reshape(2 * M, SIZE)
+    losses, plain = pipeline.step(x, target=x.cos()), pipeline_of()
+    expected = plain.step(2 * x + 1, target=x.cos())
+    assert losses == [2 * (loss + 1) for loss in expected]
+    assert pipeline.evaluate(x, target=x.cos()) == losses
+    assert torch.equal(pipeline.stages[0].weight.grad, plain.stages[0].weight.grad)
+
+
 def test_an_instruction_that_nobody_handles_is_left_out():
     pipeline = pipeline_of(Marks(is_handled=False))
     assert functions(pipeline) == functions(pipeline_of())

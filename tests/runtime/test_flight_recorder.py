@@ -53,7 +53,7 @@ def record_in(folder, rank=0):
 def test_an_instruction_gives_what_it_gave_and_is_noted_before_and_after(tmp_path):
     flight, given = recorder(tmp_path), (torch.ones(1),)
     run = flight.around("step", F0, lambda message: (flight.newest[:2], message))
-    flight.announce(STEP)
+    flight.announce(SimpleNamespace(call=STEP))
     flight.begin(STEP)
     assert run(given) == (("at", F0), given)
     assert flight.newest[:2] == ("done", F0)
@@ -95,7 +95,7 @@ def test_a_rank_that_is_busy_between_calls_has_a_record_until_it_goes_on(tmp_pat
     wait_until(lambda: path.exists() and path.read_text().endswith("}"))
     assert "most recent call first" in record_in(tmp_path)["stack"]
     for _ in range(3):
-        flight.announce(STEP)
+        flight.announce(SimpleNamespace(call=STEP))
         time.sleep(0.01)
     wait_until(lambda: not path.exists())
     flight.close()

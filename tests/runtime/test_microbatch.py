@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from zbpp import Pipeline, per_microbatch, plan, replicate
-from zbpp.runtime.call import Call
 from zbpp.runtime.microbatch import Cutter, into_microbatches
 
 
@@ -151,37 +150,6 @@ def test_a_list_with_a_value_for_each_row_is_split_by_the_user_or_refused(value,
         into_microbatches("target", value, 2)
     assert into_microbatches("target", per_microbatch([value, value]), 2) == [value, value]
     assert len(into_microbatches("target", value, 1)) == 1
-
-
-NAMES = ["a"] * 16
-
-
-@pytest.mark.parametrize(
-    ("rows", "args", "target", "kwargs", "said"),
-    [
-        (6, True, None, {"size": [2, 4]}, None),  # also at a stage that cuts no tensor
-        (6, True, None, {"size": (2, 4)}, None),
-        (6, True, None, {"options": {"sizes": [[1, 2], [3, 4]]}}, None),
-        (16, True, NAMES, {}, "target is a list of 16 values, and the batch has 16 rows"),
-        (16, False, NAMES, {}, "target is a list of 16 values, and no tensor says"),
-        (16, True, None, {"names": NAMES}, "names is a list of 16 values, and the batch has 16 rows"),
-        (16, True, None, {"a": [NAMES]}, r"a\[0\] is a list of 16 values, and the batch has 16 rows"),
-        (16, True, NAMES * 2, {}, None),
-        (16, False, [replicate(torch.ones(3))] * 2, {}, None),
-    ],
-)
-@pytest.mark.parametrize("stage", [0, 1])
-def test_a_list_is_refused_where_it_is_as_long_as_the_batch(stage, rows, args, target, kwargs, said):
-    """Stage 0 of 2 cuts the inputs, stage 1 the target, both cut the keywords."""
-    call = Call((torch.ones(rows, 3),) if args else (), target, kwargs)
-    cutter, seeds = Cutter(2), {stage: 0}
-    if stage == 0 and (not args or target is not None):
-        return
-    if said is None:
-        assert call.feeds(cutter, seeds, last_stage=1)
-    else:
-        with pytest.raises(ValueError, match=f"{said}.*per_microbatch"):
-            call.feeds(cutter, seeds, last_stage=1)
 
 
 def test_lists_of_batches_and_tuples_are_split_along_their_rows():

@@ -35,7 +35,7 @@ from zbpp.runtime.mesh import is_spread, local_of
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.context import as_if_divided
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
-from zbpp.runtime.sequence_parts import sequence_part
+from zbpp.runtime.parallel.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded

@@ -19,7 +19,7 @@ from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
 from zbpp.runtime.microbatch import Cutter, into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
-from zbpp.runtime.sequence_parts import sequence_part
+from zbpp.runtime.parallel.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable

@@ -7,7 +7,9 @@ From `Pipeline(...)` to the end of a step, in reading order:
     parameters    names and state_dict of the parameters
     lowering      timetables with this rank's programs, made ahead in any thread; last_used: keeps the last 64
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
-    call          what one call gives to each stage (inputs, keywords, targets, seeds), and what it returns
+    batch         one call's arguments, cut, and in which order they go: THE WAY OF A BATCH is drawn here
+    call          what the caller gives, and what each stage gets (inputs, keywords, targets, seeds)
+    results       what a call returns: losses, named losses, outputs, metrics
     executor      one rank's program: sends, receives and actions, run in the plan's order
     resolve       a program's instructions as functions over slots
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
@@ -18,8 +20,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     host_links    the same through host memory, for GPUs in a job on gloo
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
-    microbatch    cuts a batch into microbatches; replicate, per_microbatch
-    sequence_parts  the part of each sequence that this process computes, and results of whole sequences
+    microbatch    cuts one value into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, buffers of a step that begins again
     mesh          make_mesh; MeshPosition, where a process is in it; DTensors. groups: one for each link
     ties          parameters that are one parameter of the model, in several places of its stages

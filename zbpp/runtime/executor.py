@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
 from zbpp.runtime.buffers import BufferPool
-from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.last_used import LastUsed
@@ -46,12 +45,12 @@ _PARTS = {
 class BeginAgain(Exception):
     """The step has to run again from its beginning: its F's have used weights that have changed since.
 
-    call: the arguments for the second run. The handler of PassGate raises it.
+    loss_scale: of the second run; None: the first run's. The handler of PassGate raises it.
     """
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, loss_scale: float | None = None) -> None:
         super().__init__("a step begins again")
-        self.call = call
+        self.loss_scale = loss_scale
 
 
 class _Bound(NamedTuple):
@@ -69,8 +68,8 @@ class Executor:
     place receives on these links. layouts: of messages, see layouts.py. extras: of the pipeline; None: none.
     call: "step", "evaluate" or "predict".
 
-    given: the program before the passes of extras. inboxes: by sender. pool: the receive buffers of inboxes
-    that have no other pool.
+    given: the program before the passes of extras. sizes: of the units of the newest call. inboxes: by
+    sender. pool: the receive buffers of inboxes that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
     and a tuner do. True for the first pass, for the first one after `rebind` or `forget_layouts`, and for
@@ -98,7 +97,7 @@ class Executor:
         self._outboxes = make_outboxes(program, links, device, self.layouts)
         self._workers, self._methods, self._num_stages = workers, methods, num_stages
         self._extras, self._call = Extras() if extras is None else extras, call
-        self.postings, self._sizes = postings, list[Size]()
+        self.postings, self.sizes = postings, list[Size]()
         self._bound = LastUsed[str, _Bound]()  # by the program's name
         self.use("", program)
         self.rebind()
@@ -138,9 +137,9 @@ class Executor:
         """Prepare the next `run`, whose microbatches have these sizes. Called before the extras' `begin`."""
         if self.layouts.begin(sizes):
             self.may_wait = True
-        if sizes != self._sizes:  # else the same buffers serve again
+        if sizes != self.sizes:  # else the same buffers serve again
             self.pool.clear()
-        self._sizes = [*sizes]
+        self.sizes = [*sizes]
         self._prepare()
 
     def _prepare(self) -> None:

@@ -7,11 +7,15 @@ two. A user gives extras to a pipeline, for good or for a while:
     with pipeline.using(Recorder()) as recorder:
         pipeline.step(x, target=y)
 
-A FEATURE changes a call by up to three methods. Their argument `call` is "step", "evaluate" or "predict":
+A FEATURE changes a call by up to five methods:
 
+    take       Call -> Call: changes what the caller has given, before it is cut into microbatches
+    give       Result -> Result: changes what the caller gets
     rewrite    a pass: Program -> Program. It inserts instructions of its own, drops or replaces others
     handlers   {type of an instruction: the function that runs there}
     around     returns a function that wraps the function of an instruction, or replaces it
+
+The argument `call` of the last three is "step", "evaluate" or "predict".
 
 An OBSERVER has `around`, too. Its function changes nothing, and wraps those of all features:
 
@@ -22,7 +26,7 @@ An OBSERVER has `around`, too. Its function changes nothing, and wraps those of 
 
 Passes run in the order of the list: a feature sees the instructions that earlier features have inserted.
 Functions are wrapped once, when a program is resolved, so without extras a step costs nothing more. The other
-methods are called in the order of the list, too, except `close`: the last extra is closed first.
+methods are called in the order of the list, too, except `give` and `close`: the last extra comes first.
 """
 
 from __future__ import annotations
@@ -36,12 +40,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.call import Call
 from zbpp.runtime.layout import Message, Run
+from zbpp.runtime.results import Result
 from zbpp.schedule import Action, Op, Program
 from zbpp.schedule.program import HeadW, Instruction
 
 if TYPE_CHECKING:
+    from zbpp.runtime.batch import Batch
     from zbpp.runtime.rank import Rank
     from zbpp.runtime.stage import StageWorker
 
@@ -80,7 +86,7 @@ class Extra:
         """Return the function that runs at an instruction: `run` itself, or one that wraps or replaces it."""
         return run
 
-    def announce(self, call: Call) -> None:
+    def announce(self, batch: Batch) -> None:
         """Called when a call's arguments are cut, before this rank waits for another one in the call."""
 
     def begin(self, call: Call) -> None:
@@ -107,6 +113,14 @@ class Extra:
 
 class Feature(Extra):
     """Base class of extras that change calls; see above."""
+
+    def take(self, call: Call) -> Call:
+        """Return the call that runs in the place of the caller's."""
+        return call
+
+    def give(self, call: Call, result: Result) -> Result:
+        """Return what the caller gets. call: what `take` returned. result: of that call."""
+        return result
 
     def rewrite(self, call: str, program: Program) -> Program:
         """Return the program of a call with the instructions of this feature."""
@@ -228,10 +242,22 @@ class Extras(list[Extra]):
         """The first observer's `background` for an instruction; None if no observer has one."""
         return next((found for each in self.observers if (found := each.background(at)) is not None), None)
 
-    def announce(self, call: Call) -> None:
+    def take(self, call: Call) -> Call:
+        """See Feature."""
+        for each in self.features:
+            call = each.take(call)
+        return call
+
+    def give(self, call: Call, result: Result) -> Result:
+        """See Feature."""
+        for each in reversed(self.features):
+            result = each.give(call, result)
+        return result
+
+    def announce(self, batch: Batch) -> None:
         """See Extra."""
         for each in self:
-            each.announce(call)
+            each.announce(batch)
 
     def begin(self, call: Call) -> None:
         """See Extra."""

@@ -227,6 +227,15 @@ class MeshPosition:
         """Into how many parts a step's tokens are divided: parts of rows, and of these parts of sequences."""
         return self.size(REPLICATE) * self.size(SHARD)
 
+    def divided_over(self, call: str) -> dict[str, int]:
+        """{dimension: number of processes} of the dimensions over which the tokens of one call are divided.
+
+        All replicas and shards make a step together. In an evaluation each context group has a batch of its
+        own, and divides the sequences.
+        """
+        names = (SHARD, REPLICATE) if call == "step" else (CONTEXT,)
+        return {name: self.size(name) for name in names if self.size(name) > 1}
+
     @property
     def token_part(self) -> int:
         """Which part of a step's tokens this process computes, from 0."""

@@ -31,13 +31,14 @@ from zbpp.runtime.arguments import (
     rank_in,
     timetable_of,
 )
-from zbpp.runtime.call import Call, Metrics, NamedLosses, Observe, Outputs, summed
+from zbpp.runtime.call import Call, Metrics, Observe
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.mesh import MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.results import NamedLosses, Result, summed
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.ties import TiedStages, copies_here
 from zbpp.runtime.weights import Count
@@ -210,10 +211,18 @@ class Pipeline:
         zero them before the next step. Changes that forward made to buffers are not undone, either.
         """
         with self._one_call():
-            call = Call(args, target, kwargs, loss_scale=self.loss_scale, name=self._rank.name_of_step)
-            losses, self.step_losses = self._rank.run(call, self.seeds())
+            call = Call(
+                args,
+                target,
+                kwargs,
+                name=self._rank.name_of_step,
+                loss_scale=self.loss_scale,
+                slice_bounds=self.slice_bounds,
+            )
+            result = self._rank.run(call, self.seeds())
+        self.step_losses = result.named
         self.num_steps += 1
-        return losses
+        return result.losses
 
     def evaluate(
         self,
@@ -255,19 +264,23 @@ class Pipeline:
         return_outputs: bool,
         metrics: Metrics | None,
     ) -> Any:
-        seen = Outputs(is_kept=return_outputs, metrics=metrics) if return_outputs or metrics else None
-        self.finish_update()
-        with eval_mode([*self.stages.values(), self._loss_fn]):
-            losses = self._forward(Call(args, target, kwargs, seen.take if seen else None, kind=kind))
-        if seen is None:
-            return losses
-        found: list[Any] = [losses]
+        call = Call(
+            args,
+            target,
+            kwargs,
+            kind,
+            slice_bounds=() if kind == "predict" else self.slice_bounds,
+            returns_outputs=return_outputs,
+            metrics=metrics,
+        )
+        result = self._evaluated(call)
+        self.evaluation_losses = result.named
+        found: list[Any] = [result.losses]
         if return_outputs:
-            found.append(self._whole(seen.concatenated(), is_sliced=kind == "evaluate"))
+            found.append(result.outputs)
         if metrics:
-            means = seen.metrics()
-            found.append(means if self._rank.parts is None else self._rank.parts.mean_of(means))
-        return tuple(found)
+            found.append(result.metrics)
+        return tuple(found) if len(found) > 1 else result.losses
 
     def forward(
         self, *args: Any, target: Any = None, observe: Observe | None = None, **kwargs: Any
@@ -277,29 +290,27 @@ class Pipeline:
         Arguments and losses are those of `evaluate`. observe(output, target) is called by the last stage for
         each microbatch, in order; the target may then be left out.
         """
-        return self._forward(Call(args, target, kwargs, observe, kind="evaluate"))
-
-    def _forward(self, call: Call) -> list[Tensor]:
-        self.finish_update()
-        with self._one_call(), torch.no_grad():
-            losses, self.evaluation_losses = self._rank.run(call, self.seeds())
-        return losses
+        call = Call(args, target, kwargs, "evaluate", observe=observe, slice_bounds=self.slice_bounds)
+        result = self._forward(call)
+        self.evaluation_losses = result.named
+        return result.losses
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
 
         As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
         """
-        self.finish_update()
-        seen = Outputs(is_kept=True, metrics=None)
-        with self._evaluating():
-            self._rank.run(Call(args, None, kwargs, seen.take, kind="predict"), self.seeds())
-        return self._whole(seen.concatenated(), is_sliced=False)
+        return self._evaluated(Call(args, None, kwargs, "predict", returns_outputs=True)).outputs
 
-    def _whole(self, output: Any, *, is_sliced: bool) -> Any:
-        """An output of the last stage, of whole sequences; None on other ranks."""
-        parts = self._rank.parts
-        return output if parts is None or output is None else parts.whole(output, is_sliced=is_sliced)
+    def _evaluated(self, call: Call) -> Result:
+        """Run a call in eval mode."""
+        return self._forward(call, [*self.stages.values(), self._loss_fn])
+
+    def _forward(self, call: Call, evaluated: Iterable[object] = ()) -> Result:
+        """Run a call without gradients. evaluated: the modules among these are in eval mode meanwhile."""
+        self.finish_update()
+        with self._one_call(), eval_mode(evaluated), torch.no_grad():
+            return self._rank.run(call, self.seeds())
 
     @contextmanager
     def _one_call(self) -> Iterator[None]:
@@ -317,11 +328,6 @@ class Pipeline:
                 yield
         finally:
             self._running.release()
-
-    @contextmanager
-    def _evaluating(self) -> Iterator[None]:
-        with self._one_call(), eval_mode([*self.stages.values(), self._loss_fn]), torch.no_grad():
-            yield
 
     def seeds(self) -> dict[int, int]:
         """Per stage, the seed of its unit 0 in the next step."""

@@ -20,9 +20,10 @@ alive, the other rank waits there until that group's timeout.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -30,8 +31,9 @@ from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import error_text
-from zbpp.job.agreement import AgreementError
-from zbpp.runtime.call import NO_FEED, Call, Feed, NamedLosses, Result, in_callers_order
+from zbpp.job.errors import communicating
+from zbpp.runtime.batch import Batch
+from zbpp.runtime.call import Call
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras
 from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
@@ -39,24 +41,18 @@ from zbpp.runtime.host_links import OWN_LIMIT
 from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import MeshPosition
-from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.resolve import StageMethod
-from zbpp.runtime.sequence_parts import SequenceParts
-from zbpp.runtime.sizes import Announcer, Sizes, is_empty
+from zbpp.runtime.results import Result
+from zbpp.runtime.sizes import Announcer
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weights import Count, Weights, weights_of
+from zbpp.runtime.weights import Count
 from zbpp.schedule import Op, Timetable
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
-from zbpp.stage_api import batch_norms, mark_of
+from zbpp.stage_api import mark_of
 
 _log = logging.getLogger(__name__)
 
-_BATCH_NORM = (
-    "a stage has a BatchNorm in training mode, and the microbatches of this step have different sizes: its "
-    "statistics would weigh each microbatch the same, and a token of a long one less. Use LayerNorm or "
-    "GroupNorm, or put the BatchNorm into eval mode"
-)
 COMPILE_TIMEOUT = 1800.0  # s that a wait may last in a step that may compile
 
 METHODS: dict[str, dict[Op, StageMethod]] = {
@@ -98,13 +94,13 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set six more. lost: for error messages, what a failed call has destroyed beside its
+    An extra may set five more. lost: for error messages, what a failed call has destroyed beside its
     messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
     those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
     next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
-    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. sum_over_data: a
-    function that sums numbers, in place, over the processes that see different tokens; if one of these fails,
-    the others stop waiting. parts: of the sequences, if processes share them.
+    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. groups: {dimension
+    of the mesh: a group like the mesh's that closes with the pipeline, so that no process waits there for one
+    that has failed}.
     """
 
     def __init__(
@@ -131,8 +127,7 @@ class Rank:
         self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
         self.name_of_step = "step"
         self.released: Mapping[int, Tensor] | None = None
-        self.sum_over_data: Callable[[Tensor], None] = place.sum_over_data
-        self.parts: SequenceParts | None = None
+        self.groups: dict[str, dist.ProcessGroup] = {}
         self.is_alone = timetable.num_ranks == 1 and not place.groups
         self.extras = Extras()
         self.count: Count | None = mark_of(loss_fn, "num_targets")
@@ -148,7 +143,6 @@ class Rank:
         pairs = self.programs.links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
         self._announcer = Announcer(timetable.rank_of, index, self._links, device)
-        self._norms = [each for module in stages.values() for each in batch_norms(module)]
         self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
         self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
         self.executors = Executors(self._executor)
@@ -218,25 +212,21 @@ class Rank:
     # ---- Calls
 
     def run(self, call: Call, seeds: Mapping[int, int]) -> Result:
-        """Make one call; returns its losses. seeds: per stage, of its unit 0."""
+        """Make one call. seeds: per stage, of its unit 0."""
         self.check_not_over()
         executor = self.executors[call.kind]
         try:
-            if self.parts is not None:
-                call = self.parts.part_of(call)
+            call = self.extras.take(call)
             if call.kind != "step":  # its shapes may differ from the last evaluation's
                 executor.forget_layouts()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
-                cutter, call, sizes = self._run(executor, call, seeds)
+                batch = self._batch(call, seeds)
+                self._execute(executor, batch)
             self._announcer.end()
             ended = [worker.end() for worker in self.workers.values()]
-            cutter.backward()
-            losses = _per_microbatch([loss for each in ended for loss in each.losses], cutter.num_slices)
-            losses = in_callers_order(losses, sizes)
-            if self.parts is not None:
-                losses = self.parts.mean(losses)
-            result = Result(losses, NamedLosses([each.named for each in ended], cutter.num_microbatches))
+            batch.backward()
+            result = self.extras.give(call, batch.result(ended))
             self.extras.end(call, result)
         except BaseException as error:
             self._fail(error)
@@ -259,108 +249,50 @@ class Rank:
             if isinstance(group, dist.ProcessGroup):
                 set_timeout(group, seconds)
 
-    def _run(self, executor: Executor, call: Call, seeds: Mapping[int, int]) -> tuple[Cutter, Call, Sizes]:
-        """Give the stages their parts of a call, and run its program, again if the step begins again."""
-        is_whole = call.kind == "predict"
-        bounds = self.slice_bounds if self.parts is None else self.parts.bounds
-        cutter = Cutter(1) if is_whole else Cutter(self.timetable.num_microbatches, bounds)
-        feeds = call.feeds(cutter, seeds, last_stage=self.timetable.num_stages - 1)
-        call = call._replace(rows=cutter.rows, has_graph=cutter.has_graph)
-        self.extras.announce(call)
-        sizes = self._sizes_of(call, cutter, feeds)
-        call, feeds = self._arranged(call, feeds, sizes, cutter.num_slices)
+    def _batch(self, call: Call, seeds: Mapping[int, int]) -> Batch:
+        """Cut a call's arguments, in the order that all ranks are told, and weigh its losses. Collective."""
+        num_microbatches = 1 if call.kind == "predict" else self.timetable.num_microbatches
+        batch = Batch(call, num_microbatches, seeds, self.timetable.num_stages - 1, self.count)
+        self.extras.announce(batch)
+        sizes = self._announcer.told(batch.sizes(self._lowering.number))
+        if sizes.left_out:
+            self.check_new_timetable()
+        batch.arrange(sizes)
+        dimensions = self.place.divided_over(call.kind)
+        batch.weigh(self.device, math.prod(dimensions.values()), partial(self._sum, [*dimensions]))
+        return batch
+
+    def _sum(self, dimensions: Sequence[str], values: Tensor) -> None:
+        """Sum the values, in place, over these dimensions of the mesh. Collective."""
+        for name in dimensions:
+            with communicating(f"rank {self.index}, summing the numbers of targets over replicas and shards"):
+                dist.all_reduce(values, group=self.groups.get(name) or self.place.group(name))
+
+    def _execute(self, executor: Executor, batch: Batch) -> None:
+        """Give the stages their parts of a batch, and run the program; again, if the step begins again."""
         for stage, worker in self.workers.items():
-            worker.begin(feeds[stage])
+            worker.begin(batch.feed(stage))
+        sizes = batch.told
         lowering = self._lowering.without(sizes.left_out)
-        executor.use(lowering.text, lowering.program(call.kind))
-        executor.begin(sizes.of_units(cutter.num_slices))
+        executor.use(lowering.text, lowering.program(batch.call.kind))
+        executor.begin(batch.sizes_of_units)
         self._limit_waits(executor)
-        self.extras.begin(call)
-        again: Call | None = None
+        self.extras.begin(batch.call)
+        begins_again = False
         try:
             executor.run()
         except BeginAgain as error:
-            again = error.call
+            begins_again = True
             executor.drop_messages()
             self._abandon()
             self.extras.fail(error)
+            batch.begin_again(error.loss_scale)
         except Exception as error:
             if not sizes.is_plain:
                 error.add_note(f"the microbatches go in this order, by the caller's numbers: {sizes.order}")
             raise
-        return (cutter, call, sizes) if again is None else self._run(executor, again, seeds)
-
-    def _sizes_of(self, call: Call, cutter: Cutter, feeds: Mapping[int, Feed]) -> Sizes:
-        """The sizes of the call's microbatches, as the rank that has the inputs tells them. Collective.
-
-        Raises AgreementError if that rank is in another call, has another timetable or gave another order.
-        """
-        number = self._lowering.number
-        if 0 in feeds:
-            mine = call.sizes(cutter, feeds[0], number)
-        else:
-            mine = Sizes(call.kind, number, (), ())
-        sizes = self._announcer.told(mine)
-        first = self.timetable.rank_of[0]
-        if sizes.call != call.kind:
-            raise AgreementError(
-                f"rank {first} is in {sizes.call}() while rank {self.index} is in {call.kind}()"
-            )
-        if sizes.timetable != number:
-            raise AgreementError(
-                f"rank {first} follows another timetable than rank {self.index}: call use_timetable on all "
-                "ranks, with the same timetable"
-            )
-        given = [each for each in cutter.order or () if each in sizes.order]
-        if call.kind == "step" and given and (*given,) != sizes.order:
-            raise AgreementError(
-                f"per_microbatch has the order {given} on rank {self.index}, and {list(sizes.order)} on rank "
-                f"{first}: give it to the first stage's arguments alone, or the same everywhere"
-            )
-        return sizes
-
-    def _arranged(
-        self, call: Call, feeds: dict[int, Feed], sizes: Sizes, num_slices: int
-    ) -> tuple[Call, dict[int, Feed]]:
-        """The call with the weights of its losses, and the feeds in the order in which microbatches go.
-
-        Raises ValueError for what does not go with microbatches of different sizes, or with empty ones.
-        """
-        last, num_microbatches = self.timetable.num_stages - 1, len(sizes.of)
-        if sizes.left_out:
-            self.check_new_timetable()
-            self._refuse_targets_of_empty(feeds.get(last, NO_FEED).targets, sizes, num_slices)
-        if call.kind == "step" and len({*sizes.in_order}) > 1 and any(each.training for each in self._norms):
-            raise ValueError(_BATCH_NORM)
-        if not sizes.is_plain:
-            units = [each * num_slices + part for each in sizes.order for part in range(num_slices)]
-            feeds = {stage: feed.in_order(units) for stage, feed in feeds.items()}
-        targets = feeds[last].targets if last in feeds else None
-        if self.count is not None and targets is not None:
-            call = call._replace(weights=call.weights or self._weights(call, targets, num_microbatches))
-            feeds[last] = feeds[last]._replace(weights=call.weights)
-        return call, feeds
-
-    def _refuse_targets_of_empty(self, targets: Sequence[Any] | None, sizes: Sizes, num_slices: int) -> None:
-        """Raise ValueError if a microbatch without inputs has targets."""
-        for each in sizes.left_out:
-            target = None if targets is None else targets[each * num_slices]
-            if not (is_empty(target) or (self.count is not None and not self.count(target))):
-                raise ValueError(
-                    f"microbatch {each} has a target and no inputs: a microbatch is left out if its inputs "
-                    "are None or without elements, and its target must be, too"
-                )
-
-    def _weights(self, call: Call, targets: Sequence[Any], num_microbatches: int) -> Weights:
-        """Return the weights of the losses. A step calls this on all processes that see different tokens."""
-        assert self.count is not None
-        sizes = self.device, num_microbatches
-        if call.kind == "step":
-            num_parts = self.place.num_token_parts
-            return weights_of(targets, self.count, *sizes, num_parts, self.sum_over_data)
-        if self.parts is not None:
-            return weights_of(targets, self.count, *sizes, self.parts.num, self.parts.sum)
-        return weights_of(targets, self.count, *sizes)
+        if begins_again:
+            self._execute(executor, batch)
 
     # ---- Timetables
 
@@ -442,11 +374,3 @@ class Rank:
         self._announcer.close()
         close_groups(self._links.values())
         self._links.clear()
-
-
-def _per_microbatch(losses: list[Tensor], num_slices: int) -> list[Tensor]:
-    """The loss of each microbatch: the sum of its slices', which are weighted."""
-    if num_slices == 1:
-        return losses
-    firsts = range(0, len(losses), num_slices)
-    return [torch.stack(losses[first : first + num_slices]).sum() for first in firsts]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import communicating
 from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
 from zbpp.runtime.layout import name_of
@@ -126,11 +127,17 @@ class Announcer:
         self.source, self.limit, self._index, self._device = source_of(index), OWN_LIMIT, index, device
         self._groups = {each: links[index, each] for each in sorted({*rank_of}) if source_of(each) == index}
         self._inbound = None if self.source is None else links[self.source, index]
+        self._first = rank_of[0]
         self._pending: list[tuple[Tensor, Started]] = []
         self._num_calls = 0
 
     def told(self, mine: Sizes) -> Sizes:
-        """The sizes of a call. mine: what this rank was given, for the rank that has the inputs."""
+        """The sizes of a call, as the rank that has the inputs tells them. Collective.
+
+        mine: of this rank. The order is () if it was given none; the sizes are () if it has no inputs. Raises
+        AgreementError if the rank with the inputs is in another call, follows another timetable, or was given
+        another order.
+        """
         data = mine.encoded() if self._groups and self._inbound is None else b""
         tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
         self._num_calls += 1
@@ -140,7 +147,27 @@ class Announcer:
         for peer, group in self._groups.items():
             with communicating(f"rank {self._index}, Send sizes to {peer}"):
                 self._send(group, int(peer > self._index), data, tag)
-        return mine if self._inbound is None else Sizes.decoded(data)
+        if self._inbound is None:
+            return mine
+        sizes = Sizes.decoded(data)
+        self._check_agree(mine, sizes)
+        return sizes
+
+    def _check_agree(self, mine: Sizes, sizes: Sizes) -> None:
+        rank, first = self._index, self._first
+        if sizes.call != mine.call:
+            raise AgreementError(f"rank {first} is in {sizes.call}() while rank {rank} is in {mine.call}()")
+        if sizes.timetable != mine.timetable:
+            raise AgreementError(
+                f"rank {first} follows another timetable than rank {rank}: call use_timetable on all "
+                "ranks, with the same timetable"
+            )
+        given = [each for each in mine.order if each in sizes.order]
+        if given and (*given,) != sizes.order:
+            raise AgreementError(
+                f"per_microbatch has the order {given} on rank {rank}, and {list(sizes.order)} on rank "
+                f"{first}: give it to the first stage's arguments alone, or the same everywhere"
+            )
 
     def end(self) -> None:
         """Wait until the sizes that this rank has sent are out: called when a call ends."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zbpp.job.cuda_settings import use_expandable_segments
+from zbpp.runtime.checks.batch_norms import BatchNorms
 from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
 from zbpp.runtime.checks.same_calls import SameCalls
@@ -25,7 +26,7 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
 
     After each sequence the processes agree that none of them refuses it. reshard, mp_policy: as in Pipeline.
     """
-    yield [SameCalls(), SharedHooks()]
+    yield [SameCalls(), BatchNorms(), SharedHooks()]
     if rank.receives_on_device and rank.device.type == "cuda":
         use_expandable_segments()
         yield [FullDevice()]

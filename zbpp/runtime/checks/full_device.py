@@ -12,9 +12,10 @@ from collections.abc import Callable
 
 import torch
 
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.results import Result
 
 _log = logging.getLogger(__name__)
 

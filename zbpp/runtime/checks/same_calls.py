@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from zbpp.job.agreement import AgreementError, gather
 from zbpp.job.errors import CommunicationError, communicating
-from zbpp.runtime.call import Call
+from zbpp.runtime.batch import Batch
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.rank import Rank
@@ -134,10 +134,10 @@ class SameCalls(Observer):
         store = job_store(place.broadcast(rank.key))
         self._order = CallOrder(store, me, neighbours, rank.device, place.gather(me))
 
-    def announce(self, call: Call) -> None:
+    def announce(self, batch: Batch) -> None:
         """See Extra."""
         if self._order is not None:
-            self._order.begin(call.name or call.kind, call.rows)
+            self._order.begin(batch.call.name or batch.call.kind, batch.rows)
 
     def fail(self, error: BaseException) -> None:
         """A peer may have closed its links because it is in another call: raise that error instead.

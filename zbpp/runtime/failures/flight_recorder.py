@@ -33,11 +33,13 @@ import torch.distributed as dist
 
 from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.batch import Batch
+from zbpp.runtime.call import Call
 from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.results import Result
 from zbpp.schedule import to_csv
 from zbpp.schedule.program import Instruction
 
@@ -82,11 +84,12 @@ class FlightRecorder(Observer):
 
         return noted
 
-    def announce(self, call: Call) -> None:
+    def announce(self, batch: Batch) -> None:
         """See Extra. The call begins, and its sizes are received like a message."""
         number = self._rank.num_steps
         after = f"after step {number}" if number else "before the first step"
-        self._call = f"step {number + 1}" if call.kind == "step" else f"{call.kind} {after}"
+        kind = batch.call.kind
+        self._call = f"step {number + 1}" if kind == "step" else f"{kind} {after}"
         self._ring.append(("call", self._call, monotonic()))
         source = self._rank.source_of_sizes
         if source is not None:

@@ -26,11 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.batch import Batch
+from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.memory.accumulation import Accumulation, refusal_of
 from zbpp.runtime.memory.restricted_update import is_optimi, parameters_of, update
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.results import Result
 from zbpp.runtime.squares import squares_of
 from zbpp.schedule import Program
 from zbpp.schedule.passes.update import with_accumulation, with_updates
@@ -159,12 +161,13 @@ class GradientRelease(Feature):
         """See Feature."""
         return {Update: self._complete, Accumulate: self._take}
 
-    def begin(self, call: Call) -> None:
-        """See Extra. Raises ValueError for a step with a loss scale, or with a gradient from before.
+    def announce(self, batch: Batch) -> None:
+        """If a graph of the caller gets gradients at the end of the step, all updates wait for it."""
+        self._waits_for_graph = batch.has_graph
 
-        If a graph of the caller gets gradients at the end of the step, all updates wait for it.
-        """
-        self._has_updated, self._waits_for_graph = False, call.has_graph
+    def begin(self, call: Call) -> None:
+        """See Extra. Raises ValueError for a step with a loss scale, or with a gradient from before."""
+        self._has_updated = False
         if call.kind != "step":
             return
         if call.loss_scale != 1:

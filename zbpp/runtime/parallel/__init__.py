@@ -8,6 +8,7 @@ shard_stages      which stages FSDP2 shards: wraps them, or takes those that are
 fully_shard       stages that FSDP2 shards, driven microbatch by microbatch
 experts           a feature: experts of a layer that are spread over processes
 context           a feature: sequences that are divided over processes
+sequence_parts    what a call takes and gives where sequences are divided
 all_to_all        rows exchanged over a group, for experts and context
 overlap_exchange  a feature: W's run while rows are exchanged
 norm              clip_grad_norm_ over all ranks

@@ -21,12 +21,14 @@ from torch import nn
 from zbpp.autograd.models.context import Context, refusal_of_heads
 from zbpp.autograd.models.exchange import stays
 from zbpp.job.agreement import refuse_together
+from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.mesh import CONTEXT, TENSOR
 from zbpp.runtime.parallel.all_to_all import AllToAll
+from zbpp.runtime.parallel.sequence_parts import SequenceParts
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.sequence_parts import SequenceParts
+from zbpp.runtime.results import Result
 
 
 class ContextParallel(Feature):
@@ -61,8 +63,16 @@ class ContextParallel(Feature):
         refuse_together(refusal, rank.place.gather)
         for each in self._contexts:
             _connect(each, self._group)
-        self._between = between
-        rank.parts = SequenceParts(self._group, rank.slice_bounds, has_inputs=0 in rank.workers)
+        self._between, rank.groups[CONTEXT] = between, self._group
+        self._parts = SequenceParts(self._group, has_inputs=0 in rank.workers)
+
+    def take(self, call: Call) -> Call:
+        """See Feature. Of each sequence this process's part."""
+        return self._parts.of(call)
+
+    def give(self, call: Call, result: Result) -> Result:
+        """See Feature. Of whole sequences, equal on all processes of the group. Collective."""
+        return self._parts.whole(call, result)
 
     def _hold(self, stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
         for stage in stages:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature, Handler, replaced_w
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.layout import Message, Run
@@ -42,6 +42,7 @@ from zbpp.runtime.parallel.reduce import AllReduce, AllReduces, Reducer, can_ave
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.passes.reduce import with_reductions
@@ -91,16 +92,8 @@ class Reductions(Feature):
                 copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
                 group = group_like(place.groups[name], rank.timeout)
                 self._groups.append(group)
+                rank.groups[name] = group
                 self._replicate(stages, copied, loss, group, rank.index)
-
-        rank.sum_over_data = self._sum_over_data
-
-    def _sum_over_data(self, values: Tensor) -> None:
-        """See Rank. In the groups that `close` closes."""
-        rank = self._rank.index
-        with communicating(f"rank {rank}, summing the numbers of targets over replicas and shards"):
-            for group in self._of_data():
-                dist.all_reduce(values, group=group)
 
     def _of_data(self) -> list[dist.ProcessGroup]:
         return [each for each in self._groups if each is not self._copies]

@@ -13,12 +13,13 @@ from typing import Protocol
 
 from zbpp.error_text import error_text
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.call import Call, Result
+from zbpp.runtime.call import Call
 from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers, InPlaceChanges
+from zbpp.runtime.results import Result
 from zbpp.runtime.update.posts import Posts
 from zbpp.schedule import Program
 from zbpp.schedule.passes.gate import with_gate
@@ -80,7 +81,6 @@ class Validation(Feature):
 
     def begin(self, call: Call) -> None:
         """Note the step's inputs: a step that changes them in place could not begin again with them."""
-        self._call = call
         if call.kind == "step" and (self.pending is not None or self._begins_again):
             self._buffers.keep()
         feeds = [worker.feed for worker in self._rank.workers.values()]
@@ -112,10 +112,10 @@ class Validation(Feature):
             was_right = self._validated(update)
             update.zero_grad()
             if not was_right:
-                raise BeginAgain(self._call._replace(loss_scale=update.loss_scale))
+                raise BeginAgain(update.loss_scale)
         elif self._begins_again:
             self._begins_again = False
-            raise BeginAgain(self._call)
+            raise BeginAgain()
 
     # ---- Between steps
 

@@ -20,25 +20,23 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call
 from zbpp.runtime.microbatch import PerMicrobatch, Replicated, sequence_length
+from zbpp.runtime.results import Result
 
 
 class SequenceParts:
     """The parts of the sequences that the processes of a group compute.
 
-    slice_bounds: as in Pipeline, each a multiple of the group's size: each process has a part of each slice.
     has_inputs: whether this rank owns stage 0, whose keywords are inputs, too.
-    bounds: of the slices in a process's part.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, slice_bounds: Sequence[int] = (), *, has_inputs: bool = True
-    ) -> None:
-        self._group, self._whole_bounds, self._has_inputs = group, slice_bounds, has_inputs
+    def __init__(self, group: dist.ProcessGroup, *, has_inputs: bool = True) -> None:
+        self._group, self._has_inputs = group, has_inputs
         self.index, self.num = dist.get_rank(group), dist.get_world_size(group)
-        self.bounds = tuple(bound // self.num for bound in slice_bounds)
 
-    def part_of(self, call: Call) -> Call:
+    def of(self, call: Call) -> Call:
         """The call with this process's part of each sequence in its tensors.
+
+        With slices it is the part of each slice; the slice bounds are multiples of the group's size.
 
         The length is dimension 1 of the first argument, else of the target, else of the first keyword of
         stage 0. Tensors with another dimension 1 stay whole, and `replicate(tensor)` does. Raises ValueError
@@ -51,7 +49,7 @@ class SequenceParts:
                 "per_microbatch(...) doesn't go with a mesh's dimension context, which divides the "
                 "sequences of one batch: give one tensor of the whole batch"
             )
-        bounds = () if call.kind == "predict" else self._whole_bounds
+        bounds = call.slice_bounds
         time = self._time(*given, bounds)
         if time is None:
             return call
@@ -65,7 +63,8 @@ class SequenceParts:
             )
         given = tree_map(self._with_mean_gradient, given, is_leaf=_is_replicated)
         args, target, kwargs = sequence_part(given, time, self.index, self.num, bounds)
-        return call._replace(args=args, target=target, kwargs=kwargs)
+        own = tuple([bound // self.num for bound in bounds])
+        return call._replace(args=args, target=target, kwargs=kwargs, slice_bounds=own)
 
     def _with_mean_gradient(self, value: Any) -> Any:
         """A tensor of the caller's graph, which gets the gradient of whole sequences on each process."""
@@ -90,18 +89,22 @@ class SequenceParts:
                 )
         return None
 
-    def mean(self, losses: Sequence[Tensor]) -> list[Tensor]:
-        """The means of losses over the processes: the losses of whole sequences. Collective."""
-        if not losses:
-            return []
-        return list((self.sum(torch.stack([*losses])) / self.num).unbind())
+    def whole(self, call: Call, result: Result) -> Result:
+        """The result of whole sequences, given that of each process's part. Collective.
 
-    def mean_of(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The means of metrics over the processes. Collective."""
-        if not metrics:
-            return {}
-        total = self.sum(torch.tensor([*metrics.values()], dtype=torch.float64))
-        return dict(zip(metrics, (total / self.num).tolist(), strict=True))
+        Losses and metrics are means over the processes; tensors in outputs are joined along dimension 1.
+        """
+        losses, metrics = result.losses, result.metrics
+        if losses:
+            losses = [*self._mean(torch.stack(losses)).unbind()]
+        outputs = tree_map(partial(self._joined, call.slice_bounds), result.outputs)
+        if metrics:
+            means = self._mean(torch.tensor([*metrics.values()], dtype=torch.float64))
+            metrics = dict(zip(metrics, means.tolist(), strict=True))
+        return result._replace(losses=losses, outputs=outputs, metrics=metrics)
+
+    def _mean(self, values: Tensor) -> Tensor:
+        return self.sum(values) / self.num
 
     def sum(self, values: Tensor) -> Tensor:
         """Sum the values, in place, over the processes; returns them. Collective."""
@@ -109,20 +112,13 @@ class SequenceParts:
             dist.all_reduce(values, group=self._group)
         return values
 
-    def whole(self, output: Any, *, is_sliced: bool) -> Any:
-        """An output of the whole sequences: its tensors are joined along dimension 1. Collective.
-
-        is_sliced: whether the call had slices.
-        """
-        return tree_map(partial(self._joined, is_sliced), output)
-
-    def _joined(self, is_sliced: bool, value: Any) -> Any:
+    def _joined(self, slice_bounds: Sequence[int], value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2:
             return value
         parts = [torch.empty_like(value, memory_format=torch.contiguous_format) for _ in range(self.num)]
         with communicating("joining outputs of the processes that share sequences"):
             dist.all_gather(parts, value.contiguous(), group=self._group)
-        bounds = self.bounds if is_sliced and self.bounds else (0, value.shape[1])
+        bounds = slice_bounds or (0, value.shape[1])
         return torch.cat([part[:, start:end] for start, end in pairwise(bounds) for part in parts], 1)
 
 
