@@ -144,6 +144,11 @@ IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in tr
 
 def num_tokens(target: Any) -> Tensor:
     """How many targets there are in labels: whole numbers, of which -100 is none."""
+    if target is None:
+        raise ValueError(
+            "a microbatch has inputs, and its target is None: give it targets (-100 for one that doesn't "
+            "count), or None for its inputs, too"
+        )
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         raise ValueError(
             f"mean_over_tokens counts a tensor of whole numbers, not {_described(target)}: mark the loss by "
@@ -216,12 +221,15 @@ def takes_slices(stage: nn.Module, index: int) -> bool:
     check = getattr(stage, "check_slices", None)
     if check is not None:
         check()
-    # The class's forward: recompute puts one with (*args, **kwargs) on the object.
-    if "sequence_slice" in signature(type(stage).forward).parameters:
+    # The class's forward: recompute puts one with (*args, **kwargs) on the object. The module that
+    # torch.compile returns has the given one inside.
+    inner: nn.Module = getattr(stage, "_orig_mod", stage)
+    own = type(inner)
+    if "sequence_slice" in signature(own.forward).parameters:
         return True
     if getattr(stage, "mixes_time", True):
         raise ValueError(
-            f"stage {index}, a {type(stage).__name__}, can't be run in slices of a sequence: its forward has "
+            f"stage {index}, a {own.__name__}, can't be run in slices of a sequence: its forward has "
             "no argument sequence_slice. If no token of its output depends on another token, declare "
             "mixes_time = False on the stage; else let its attention take keys and values from "
             "sequence_slice.whole (zbpp/stage_api.py)"

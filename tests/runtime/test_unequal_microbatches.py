@@ -396,6 +396,7 @@ REFUSED = {
     "too few": (on_one_rank, rows(1, 2), rows(1, 2), "2 values.*=3: write None for a microbatch that is"),
     "all empty": (on_one_rank, rows(None, 0, 0), rows(0, 0, 0), "all 3 microbatches are empty"),
     "a target too many": (on_one_rank, rows(1, None, 3), rows(1, 2, 3), "microbatch 1 has a target and no"),
+    "a target too few": (on_one_rank, rows(1, 2, 3), rows(1, None, 3), "has inputs, and its target is None"),
     "norm": (
         lambda: on_one_rank(stages={0: Stage(0, 2), 1: Normed(1, 2)}),
         rows(1, 2, 3), rows(1, 2, 3), "BatchNorm in training mode, and the microbatches of",
