@@ -60,10 +60,6 @@ def with_main_grad(stage):
         each.main_grad = torch.zeros_like(each)
 
 
-def compiled_by_layer(stage):
-    compile_stage(stage, whole=False, backend="eager")
-
-
 TOGETHER = {
     "alone": ({}, nothing, ()),
     "blocks recompute": ({}, block_by_block, ()),
@@ -77,7 +73,7 @@ TOGETHER = {
 }
 
 
-def sliced(rank, name, schedule="zb_v", num_ranks=1, degrees=None):
+def sliced(rank, name, schedule="zb_v", num_ranks=1, degrees=None, compiled=nothing):
     """(losses, gradients) of this rank."""
     torch.set_default_dtype(torch.float64)
     options, prepare, extras = TOGETHER[name]
@@ -90,6 +86,7 @@ def sliced(rank, name, schedule="zb_v", num_ranks=1, degrees=None):
             model.parallelize(stage, mesh["tensor"])
     for stage in stages.values():
         prepare(stage)
+        compiled(stage)
     if name == "tied":
         _tie(stages)
     made = [each() for each in extras]
@@ -116,14 +113,64 @@ def alone(rank):
     return {name: sliced(rank, name) for name in TOGETHER}
 
 
+def compiled(rank, whole):
+    """(losses, gradients, what was compiled) of this rank."""
+    said, cache = [], {}
+
+    def by_zbpp(stage):
+        compile_stage(stage, whole=whole, backend="eager", cache=cache, say=said.append)
+
+    found = sliced(rank, "alone", "zb_v", 2, compiled=by_zbpp)
+    return *found, [each for each in said if each.endswith("compiling")]
+
+
 @pytest.mark.slow  # Dynamo traces a layer's parts once per length of a slice
-def test_attention_of_compiled_layers_stays_eager():
-    TOGETHER["compiled layers"] = {}, compiled_by_layer, ()
-    losses, grads = sliced(0, "compiled layers")
-    torch.set_default_dtype(torch.float32)
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_attention_of_compiled_stages_stays_eager_and_the_rest_is_compiled_once_per_length(is_whole):
+    """The lengths are 5, 4 and 3; all layers share what is compiled."""
+    ranks = run_ranks(compiled, 2, is_whole)
     loss, expected = whole()
-    assert sum(losses) / M == pytest.approx(loss, rel=1e-12)
-    assert_close({each: grads[each] for each in expected}, expected, 1e-12)
+    assert sum(each for losses, *_ in ranks for each in losses) / M == pytest.approx(loss, rel=1e-12)
+    assert_close({name: grad for _, own, _ in ranks for name, grad in own.items()}, expected, 1e-12)
+    for *_, said in ranks:
+        assert len(said) == 3
+        assert all("mlp" in each for each in said)
+
+
+def by_torch_compile(rank, is_wrapped, bounds):
+    """(sum of losses, gradients, numbers of graphs made in the first step and later) of this rank."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # takes seconds
+
+    torch.set_default_dtype(torch.float64)
+    torch._dynamo.reset()
+    made = CompileCounterWithBackend("eager")
+    timetable, model = plan("zb_h1", 2, M, num_slices=len(bounds) - 1), llama()
+    stage = model.build_stage(rank, 2).double()
+    if is_wrapped:
+        stage = torch.compile(stage, backend=made)
+    else:
+        stage.compile(backend=made)
+    numbers, (x, target) = [], batch()
+    with Pipeline({rank: stage}, timetable, model.loss, slice_bounds=bounds) as pipeline:
+        for _ in range(2):
+            stage.zero_grad()
+            losses = pipeline.step(x, target=target)
+            numbers.append(made.frame_count)
+    grads = {name.removeprefix("_orig_mod."): each.grad for name, each in stage.named_parameters()}
+    return sum(each.item() for each in losses), grads, numbers
+
+
+@pytest.mark.slow  # Dynamo traces stages on two ranks
+@pytest.mark.parametrize(("is_wrapped", "bounds"), [(True, BOUNDS), (False, (0, 3, 5, 7, 8, 9, 10, 11, 12))])
+def test_torch_compile_makes_graphs_for_all_lengths_and_leaves_the_past_to_python(is_wrapped, bounds):
+    """Eight lengths and starts need no more graphs than three: the second one makes them dynamic."""
+    ranks = run_ranks(by_torch_compile, 2, is_wrapped, bounds)
+    loss, expected = whole()
+    assert sum(found for found, *_ in ranks) / M == pytest.approx(loss, rel=1e-12)
+    assert_close({name: grad for _, own, _ in ranks for name, grad in own.items()}, expected, 1e-12)
+    for *_, (first, both) in ranks:
+        assert 0 < first <= 12
+        assert both == first
 
 
 def test_alone_with_each_feature():

@@ -12,10 +12,10 @@ import inspect
 import re
 import warnings
 from ast import literal_eval
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.models.python_generators import restored_python_generators
+
+Returned = TypeVar("Returned")
 
 # Hugging Face's models set and reset this global in each forward.
 _COLLECTOR = "G['__import_transformers_dot_utils_dot_output_capturing']._active_collector"
@@ -181,3 +183,9 @@ def _is_numpy_random(node: Node) -> bool:
 def break_graph() -> None:
     """Called in code that is being traced: the code from here on runs as Python."""
     torch._dynamo.graph_break()
+
+
+@torch._dynamo.disable  # type: ignore[untyped-decorator]  # torch's
+def run_eager(function: Callable[..., Returned], *args: Any) -> Returned:
+    """Called in code that is being traced: `function` runs as Python, and so does all that it calls."""
+    return function(*args)

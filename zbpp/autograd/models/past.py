@@ -73,18 +73,27 @@ class SequenceSlice:
         twice, and if an earlier slice has not used the name. In backward, RuntimeError if B's do not descend.
         Both raise ValueError if the result of an earlier slice was changed in place.
         """
-        if own.shape[-2] != self.end - self.start:
-            raise ValueError(
-                f"slice {self.index} has tokens {self.start} to {self.end}, and {_text(use)} got "
-                f"{own.shape[-2]} of them in a tensor of shape {tuple(own.shape)}: give [..., time, d]"
-            )
-        buffer = self.past._buffers.get(use)
-        if buffer is None:
-            buffer = self.past._buffers[use] = _Buffer(use, own, self.past.bounds)
-        buffer.refuse_changes()
-        if not _is_recompute():
-            buffer.write(own, self)
-        return _WithPast.apply(own, buffer, self, self.first(window))  # type: ignore[no-untyped-call]  # torch's
+        if torch.compiler.is_compiling():
+            from zbpp.autograd.compiled.dynamo import run_eager
+
+            return run_eager(_whole, self, use, own, window)
+        return _whole(self, use, own, window)
+
+
+def _whole(place: SequenceSlice, use: Hashable, own: Tensor, window: int | None) -> Tensor:
+    """`SequenceSlice.whole`. No graph contains it: it reads what other forwards have written."""
+    if own.shape[-2] != place.end - place.start:
+        raise ValueError(
+            f"slice {place.index} has tokens {place.start} to {place.end}, and {_text(use)} got "
+            f"{own.shape[-2]} of them in a tensor of shape {tuple(own.shape)}: give [..., time, d]"
+        )
+    buffer = place.past._buffers.get(use)
+    if buffer is None:
+        buffer = place.past._buffers[use] = _Buffer(use, own, place.past.bounds)
+    buffer.refuse_changes()
+    if not _is_recompute():
+        buffer.write(own, place)
+    return _WithPast.apply(own, buffer, place, place.first(window))  # type: ignore[no-untyped-call]  # torch's
 
 
 def _is_recompute() -> bool:
@@ -129,13 +138,13 @@ class _Buffer:
         """
         assert self.values is not None
         view = _part(self.values, first, end).data
-        if not (view.is_inference() or torch.compiler.is_compiling()):  # a graph has no counts
+        if not view.is_inference():
             self.given = view.detach()  # shares the count of changes
         return view
 
     def refuse_changes(self) -> None:
         """Raise ValueError if a forward has written into the view that it got: other slices read it, too."""
-        if self.given is not None and not torch.compiler.is_compiling() and self.given._version:
+        if self.given is not None and self.given._version:
             raise ValueError(
                 f"a forward has changed the whole {_text(self.use)} in place, which other slices read, too: "
                 "use an operation that makes a new tensor, such as x * 2 in place of x.mul_(2)"
