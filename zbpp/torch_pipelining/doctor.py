@@ -99,7 +99,7 @@ class Diagnosis:
 
 
 def _runs_text(runs: Mapping[int, Mapping[str, float]]) -> str:
-    """`once` if every block runs once; else the blocks that run more often."""
+    """The blocks that do not run once; "each once" if there are none."""
     often = [
         f"{name} of stage {stage} {number:g} times"
         for stage, blocks in sorted(runs.items())

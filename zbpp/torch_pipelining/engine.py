@@ -33,7 +33,7 @@ from zbpp.runtime.extra import Feature
 from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
 from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.schedule import PlanError, Timetable
-from zbpp.torch_pipelining.features import FORWARD_KEYWORDS, MICROBATCH, ForwardKeywords, WeightsByUser
+from zbpp.torch_pipelining.features import ForwardKeywords, WeightsByUser, forward_keywords
 from zbpp.torch_pipelining.order import orders_of, scales_gradients, timetable_of
 from zbpp.torch_pipelining.refusal import refusal
 
@@ -148,8 +148,8 @@ class _Engine:
         factor = number if is_scaled else 1
         args = _columns(arg_mbs, factor)
         kwargs = {name: _column([each[name] for each in kwarg_mbs], factor) for name in kwarg_mbs[0]}
-        if hasattr(schedule, FORWARD_KEYWORDS):
-            kwargs[MICROBATCH] = per_microbatch(range(number))
+        told = forward_keywords(schedule, stages_of(schedule)[0])
+        kwargs |= dict.fromkeys(told, per_microbatch(range(number)))
         target = None if target_mbs is None else per_microbatch(target_mbs)
         self._loss.begin(loss_kwargs, keeps_outputs=return_outputs)
         pipeline.seed = int(torch.randint(_MOST_SEED, ()))
@@ -210,7 +210,8 @@ def _columns(arg_mbs: list[Any], factor: int) -> list[Any]:
 def _column(values: Iterable[Any], factor: int) -> Any:
     """An argument's value in every microbatch.
 
-    factor: by which its gradient is multiplied, since torch does not divide it.
+    factor: the gradient of the argument is multiplied by it, since torch does not divide that gradient by the
+    number of microbatches.
     """
 
     def scaled(value: Any) -> Any:
@@ -276,7 +277,8 @@ def _features_of(schedule: Any, stages: list[Any]) -> list[Feature]:
     """The features of a schedule's Pipeline."""
     builders = {each.stage_index: each.dw_builder for each in stages if each.dw_builder is not None}
     found: list[Feature] = [WeightsByUser(builders)] if builders else []
-    return [*found, ForwardKeywords(schedule, stages)] if hasattr(schedule, FORWARD_KEYWORDS) else found
+    told = forward_keywords(schedule, stages[0])
+    return [*found, ForwardKeywords(schedule, stages, told)] if told else found
 
 
 def _planned(own: Timetable, name: str, options: Mapping[str, Any], place: MeshPosition) -> Timetable:

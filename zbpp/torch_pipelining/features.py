@@ -17,7 +17,12 @@ if TYPE_CHECKING:
     from zbpp.runtime.stage import StageWorker
 
 FORWARD_KEYWORDS = "_stage_forward_kwargs"  # method of a newer torch's schedules
-MICROBATCH = "_zbpp_microbatch"  # a keyword that ForwardKeywords takes off: the microbatch's number
+
+
+def forward_keywords(schedule: Any, stage: Any) -> list[str]:
+    """The names of the keywords that a schedule of torch's adds to each forward."""
+    make = getattr(schedule, FORWARD_KEYWORDS, None)
+    return [] if make is None else [*(make(stage, 0, {}) or {})]
 
 
 class WeightsByUser(Feature):
@@ -55,13 +60,15 @@ class ForwardKeywords(Feature):
 
     With `pass_pipeline_stage_info=True` a forward is told its stage and its microbatch. The schedule's own
     method FORWARD_KEYWORDS makes the keywords, here as on torch's runtime.
+    names: those of the keywords. A call is given the number of the microbatch under each of these names.
     """
 
     name = "forward_keywords"
 
-    def __init__(self, schedule: Any, stages: Sequence[Any]) -> None:
+    def __init__(self, schedule: Any, stages: Sequence[Any], names: Sequence[str]) -> None:
         self._schedule = weakref.ref(schedule)  # the schedule holds the Pipeline, which holds this
         self._stages = {each.stage_index: each for each in stages}
+        self._names = names
         self._workers: Mapping[int, StageWorker] = {}
 
     def attach(self, rank: Rank) -> None:
@@ -70,8 +77,14 @@ class ForwardKeywords(Feature):
 
     def begin(self, call: Call) -> None:
         """See Extra."""
-        make = getattr(self._schedule(), FORWARD_KEYWORDS)
         for index, worker in self._workers.items():
-            given = [dict(each) for each in worker.feed.kwargs]
-            made = [make(self._stages[index], each.pop(MICROBATCH), each) for each in given]
+            made = [self._made(self._stages[index], each) for each in worker.feed.kwargs]
             worker.feed = worker.feed._replace(kwargs=made)
+
+    def _made(self, stage: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+        """The keywords of a stage's forward of a microbatch."""
+        of_user = {name: value for name, value in given.items() if name not in self._names}
+        made: dict[str, Any] = getattr(self._schedule(), FORWARD_KEYWORDS)(
+            stage, given[self._names[0]], of_user
+        )
+        return made

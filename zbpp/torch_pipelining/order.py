@@ -8,8 +8,8 @@
     OVERLAP_F_B  its parts, one after the other, as torch's runtime runs them
 
 Two differences are settled here. In zbpp the microbatches of a stage ascend in each kind of action. torch's
-looped BFS runs backwards in descending order: they are numbered anew, since every order of a stage's
-backwards is right behind all of its F's. And torch's own table for 1F1B omits actions, so GPipe and 1F1B,
+looped BFS runs backwards in descending order. They are numbered anew: after all F's of a stage, its backwards
+may run in any order. And torch's own table for 1F1B omits actions, so GPipe and 1F1B,
 which torch does not run by a table, are planned here.
 """
 
