@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
 from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
 from zbpp.benchmark.measurement import both_forms
@@ -22,6 +21,7 @@ from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
 from zbpp.planning import RankCosts
 from zbpp.runtime.measure import measured_costs, two_parts
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
 
@@ -53,7 +53,7 @@ def fit_lengths(
             "longer rows (model.sequence_length), or other lengths"
         )
     runs = [
-        start(f"{name}, {count} tokens", workload, form, partial(ShortRunner, num_tokens=count))
+        start(f"{name}, {count} tokens", workload, form, partial(ShortRunner, bounds=(0, count, tokens)))
         for count in counts
         for name, form in both_forms(timetable).items()
     ]
@@ -76,18 +76,16 @@ def row_shape(workload: Workload, timetable: Timetable) -> tuple[int, int]:
 
 
 class ShortRunner(ZbppRunner):
-    """A runner of the first `num_tokens` tokens of each row."""
+    """A runner of the first tokens of each row; bounds: 0, their number, and the length of a row."""
 
-    def __init__(self, workload: Workload, timetable: Timetable, num_tokens: int) -> None:
+    def __init__(self, workload: Workload, timetable: Timetable, bounds: Sequence[int]) -> None:
         super().__init__(workload, timetable)
-        self._num_tokens = num_tokens
+        self._bounds = bounds
 
     def step(self, args: tuple[Any, ...], target: Any) -> list[Tensor]:
         """As `ZbppRunner.step`."""
-        return super().step(*tree_map(self._shortened, (args, target)))
-
-    def _shortened(self, value: Any) -> Any:
-        return value[:, : self._num_tokens] if isinstance(value, Tensor) and value.dim() > 1 else value
+        first, _ = into_microbatches("the batch", (args, target), 1, self._bounds)
+        return super().step(*first)
 
 
 def fitted(measured: Mapping[float, Costs], shape: tuple[int, int]) -> LengthCosts:
