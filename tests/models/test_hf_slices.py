@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 pytest.importorskip("transformers")
 
@@ -170,6 +171,23 @@ def test_a_pipeline_over_slices_has_the_losses_and_gradients_of_whole_sequences(
         assert sum(map(float, losses)) / 2 == pytest.approx(loss.item(), rel=1e-13)
         found = {name: each.grad for name, each in pipeline.named_parameters()}
     assert_close(found, {name: each.grad for stage in expected for name, each in stage.named_parameters()})
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_torchs_counter_counts_the_operations_of_stages_as_of_the_librarys_model(kind):
+    """schedule.slices=4 asks it how much of a stage's work is attention."""
+    (only,), two = stages_of(kind, 1), stages_of(kind, 2)
+
+    def count(run):
+        with FlopCounterMode(display=False) as counter:
+            run()
+        return counter.get_total_flops()
+
+    expected = count(lambda: only.library_model(input_ids=tokens()))
+    assert count(lambda: two[1](two[0](tokens()))) == count(lambda: only(tokens())) == expected > 0
+    (own_loss,) = stages_of(kind, 1, head="auto")
+    without_head = count(lambda: own_loss(tokens(), head=False))
+    assert expected - without_head == 2 * tokens().numel() * SIZES["hidden_size"] * WORDS
 
 
 # ---- Refusals

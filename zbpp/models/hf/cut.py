@@ -114,17 +114,18 @@ class PatchedModel:
     ) -> nn.Module:
         """A copy of a module above the layers; it shares its tensors and all other modules with it."""
         copy: nn.Module = object.__new__(type(module))
-        children: dict[str, Any] = dict(module._modules)
+        children, plain = dict(module._modules), dict[str, Any]()
         for name, child in module._modules.items():
             below = f"{path}.{name}".removeprefix(".")
             if below == self.path:
-                children[name] = list(layers)
+                plain[name] = [*layers]  # no child: torch's counters walk over those, and they are modules
+                del children[name]
             elif below in self.copied and child is not None:
                 children[name] = self._copy(child, below, layers, like, training)
         shapes = self.shapes.get(path, {})
         zeros = {name: like.new_zeros(()).expand(shape) for name, shape in shapes.items()}
         changed = {"_modules": children, "_parameters": {**module._parameters, **zeros}}
-        copy.__dict__.update({**module.__dict__, **changed, "training": training})
+        copy.__dict__.update({**module.__dict__, **changed, **plain, "training": training})
         return copy
 
 
