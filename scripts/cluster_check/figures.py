@@ -91,7 +91,7 @@ def _message(check: Check, links: Any, sender: int, nbytes: int) -> str:
 def tokens(check: Check) -> None:
     """A Llama with four layers of Llama-3.2-1B's size per rank."""
     world = check.here
-    here = Here(world.device, check.is_small, 60.0)
+    here = Here(world.device, check.is_small)
     sizes: Sizes = here.choose(LLAMA_1B, SMALL)
     num_microbatches = 4 * world.size
     costs = _costs(here, sizes)

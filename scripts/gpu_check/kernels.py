@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpu_check.measuring import MIB, error_of, has_same_bits, ms_of, peak_mib
-from gpu_check.page import Page
+from gpu_check.page import ROUNDED, Page
 from gpu_check.stages import LLAMA_8B, SMALL, Sizes
 from zbpp.autograd import backward_input
 from zbpp.planning import plan
@@ -39,7 +39,10 @@ def rows(
         f"{what}: most live bytes", "MiB", lambda: peak_mib(here, run), floor=nbytes / MIB, why="the results"
     )
     for name, value in exact.items():
-        page.figure(f"{what}: error of {name}", "", lambda n=name, v=value: error_of(run()[n][: len(v)], v))
+        why = f"{ROUNDED:.4g}: rounded to bfloat16 once" if name in ("dx", "dW") else "below 1e-4"
+        page.figure(
+            f"{what}: error of {name}", "", lambda n=name, v=value: error_of(run()[n][: len(v)], v), why=why
+        )
     page.check(f"{what}: unlike in two more runs", lambda: _repeated(run))
 
 

@@ -9,26 +9,37 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import gpu_check
-from gpu_check.parts import Part, run_parts
+from gpu_check.parts import Part, end_with_parent, exit_on_sigterm, run_parts
 
 SCRIPT = Path(__file__).resolve().parent.parent / "gpu_check.py"
 
-# A part is the function `run` of the module of its name. The most important ones come first.
+# What zbpp sets for ranks on NCCL. To load all kernels of torch at its start takes a process seconds, so the
+# other parts load kernels at their first use.
+_EAGER = {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+_LAZY = {
+    "CUDA_MODULE_LOADING": "LAZY",
+    # gloo asks for the host's name otherwise, which a machine without a network may not resolve.
+    "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+}
+
+# A part is the function `run` of the module of its name, up to "-". The most important ones come first.
 PARTS = (
-    Part("waits", 100),
-    Part("ranks", 140),
-    Part("split", 70),
-    Part("graphs", 45),
-    Part("compiled", 70),
-    Part("nccl", 40),
-    Part("kernels", 50),
-    Part("offload", 40),
-    Part("tokens", 60),
+    Part("waits", 60, _EAGER),
+    Part("waits-lazy", 60, _LAZY),
+    Part("ranks", 170, _LAZY),
+    Part("split", 70, _LAZY),
+    Part("graphs", 45, _LAZY),
+    Part("compiled", 70, _LAZY),
+    Part("nccl", 40, _LAZY),
+    Part("kernels", 50, _LAZY),
+    Part("offload", 40, _LAZY),
+    Part("tokens", 60, _LAZY),
 )
 _BEFORE = 4.0  # s before its limit a part writes where it stands
 
@@ -42,33 +53,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command += ["--small"] if options.small else []
     names = options.parts or [part.name for part in PARTS]
     slack = 4 if options.small else 1  # a CPU that others use, too
-    parts = [part._replace(limit=slack * part.limit) for part in PARTS if part.name in names]
-    num_failed = run_parts(
-        parts,
+    exit_on_sigterm()
+    failed = run_parts(
+        [part._replace(limit=slack * part.limit) for part in PARTS if part.name in names],
         lambda part: [*command, "--part", part.name, "--limit", f"{part.limit}"],
         options.out,
         title=title(options),
         seconds=options.seconds,
-        # gloo asks for the host's name otherwise, which a machine without a network may not resolve.
-        environment={"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")},
     )
-    print(f"{num_failed or 'no'} part(s) failed; the page: {options.out / 'page.md'}")
-    return int(num_failed > 0)
+    print(f"parts that failed: {', '.join(failed) or 'none'}; the page: {options.out / 'page.md'}")
+    return int(bool(failed))
 
 
 def title(options: argparse.Namespace) -> str:
-    import torch
-
     small = ", THE SMALL FORM, whose times and bytes say nothing" if options.small else ""
     device = "cpu"
     if options.device == "cuda":
-        driver = f"CUDA {torch.version.cuda}"
-        device = f"{torch.cuda.device_count()} GPU(s), {driver}"
-    return f"zbpp on one GPU: {device}, torch {torch.__version__}, {time.strftime('%Y-%m-%d %H:%M')}{small}"
+        import torch
+
+        device = f"{torch.cuda.device_count()} GPU(s), CUDA {torch.version.cuda}"
+    return f"zbpp on one GPU: {device}, torch {version('torch')}, {time.strftime('%Y-%m-%d %H:%M')}{small}"
 
 
 def run(options: argparse.Namespace) -> int:
     """One part, in a process of its own."""
+    end_with_parent()
     faulthandler.enable()
     faulthandler.dump_traceback_later(max(1.0, options.limit - _BEFORE))
     import torch
@@ -81,16 +90,11 @@ def run(options: argparse.Namespace) -> int:
     else:
         device = torch.device("cpu")
         torch.set_num_threads(1)
-    page = Page(Here(device, options.small, options.limit))
+    page = Page(Here(device, options.small))
     if options.device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
         page.say(f"{gpu.name}, {torch.cuda.mem_get_info()[0] / 2**30:.0f} GiB free; rates {page.here.rates}")
-    try:
-        module = importlib.import_module(f"gpu_check.{options.part}")
-    except ModuleNotFoundError as error:
-        page.say(f"skipped: {error}")
-        return 0
-    module.run(page)
+    importlib.import_module(f"gpu_check.{options.part.partition('-')[0]}").run(page)
     return int(page.num_failed > 0)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Mapping
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from gpu_check.page import Here
 from zbpp.runtime.measure.live_tensors import live_bytes
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+_AHEAD = 10_000_000  # cycles of the device, about 5 ms
 
 
 def ms_of(here: Here, run: Callable[[], object], *, rounds: int = 7) -> float:
@@ -23,27 +25,23 @@ def ms_of(here: Here, run: Callable[[], object], *, rounds: int = 7) -> float:
 
 
 def phases_ms(here: Here, phases: Mapping[str, Callable[[], object]], *, rounds: int = 7) -> dict[str, float]:
-    """Each phase's median time (ms) on the device, the phases run in turn; two rounds are not counted."""
+    """Each phase's median time (ms) on the device, the phases run in turn; two rounds are not counted.
+
+    Each round begins behind a kernel that sleeps: meanwhile the host runs ahead, and the device has no gaps.
+    """
     rounds = here.choose(rounds, 2)
     found: dict[str, list[float]] = {name: [] for name in phases}
     for _ in range(rounds + here.choose(2, 1)):
-        for name, run in phases.items():
-            begin = _now(here)
+        if here.is_cuda:
+            torch.cuda._sleep(_AHEAD)
+        marks = [_now(here)]
+        for run in phases.values():
             run()
-            found[name].append(_between(here, begin, _now(here)))
-    return {name: median(times[-rounds:]) for name, times in found.items()}
-
-
-def host_ms_of(here: Here, run: Callable[[], object], *, rounds: int = 7) -> float:
-    """The median time (ms) until the host goes on; the device is idle at the start of each run."""
-    times = []
-    for _ in range(here.choose(rounds, 2) + 1):
+            marks.append(_now(here))
         here.synchronize()
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    here.synchronize()
-    return 1e3 * median(times[1:])
+        for name, (begin, end) in zip(phases, pairwise(marks), strict=True):
+            found[name].append(begin.elapsed_time(end) if here.is_cuda else 1e3 * (end - begin))
+    return {name: median(times[-rounds:]) for name, times in found.items()}
 
 
 def peak_mib(here: Here, run: Callable[[], object]) -> float:
@@ -88,10 +86,3 @@ def _now(here: Here) -> Any:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
-
-
-def _between(here: Here, begin: Any, end: Any) -> float:
-    if not here.is_cuda:
-        return float(1e3 * (end - begin))
-    end.synchronize()
-    return float(begin.elapsed_time(end))

@@ -1,4 +1,4 @@
-"""NCCL in a world of one: the options of links, a reduced and a sharded layer, abort. gloo on the CPU."""
+"""NCCL in a world of one: the options of links, a reduced layer, a sharded stage, abort. gloo on the CPU."""
 
 from __future__ import annotations
 
@@ -11,10 +11,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from gpu_check.measuring import MIB, digest, unlike
 from gpu_check.page import Here, Page
-from zbpp.runtime.groups import close_groups, urgent_options
+from zbpp.job.cuda_settings import use_expandable_segments
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline, groups
+from zbpp.runtime.groups import urgent_options
 from zbpp.runtime.parallel.reduce import AllReduce
 
 _LIMIT = timedelta(seconds=20)
@@ -33,6 +38,10 @@ def run(page: Page) -> None:
             _layers(page)
             _group(page, backend)
             page.note("destroy_process_group", "below 1 s", lambda: _took(dist.destroy_process_group))
+    if here.is_cuda:
+        page.note("expandable segments, as a pipeline on NCCL sets them", "True", lambda: _segments(here))
+    else:
+        page.skip("expandable segments", "they are a GPU's")
 
 
 def _init(backend: str, store: dist.Store, options: dict[str, torch.device]) -> str:
@@ -42,12 +51,12 @@ def _init(backend: str, store: dist.Store, options: dict[str, torch.device]) -> 
 
 
 def _layers(page: Page) -> None:
-    """A layer whose gradient is reduced, and one that FSDP2 shards, over this one process."""
+    """A layer whose gradient is reduced, and a stage that FSDP2 shards, over this one process."""
     here = page.here
     torch.manual_seed(0)
     size = here.choose(4096, 64)
     plain = nn.Linear(size, size, bias=False, device=here.device, dtype=here.dtype)
-    reduced, sharded = copy.deepcopy(plain), copy.deepcopy(plain)
+    reduced, staged, sharded = (copy.deepcopy(plain) for _ in range(3))
     x = torch.randn(size, size, device=here.device, dtype=here.dtype)
     plain(x).square().mean().backward()
     reduced(x).square().mean().backward()
@@ -64,17 +73,20 @@ def _layers(page: Page) -> None:
     page.figure("a first all-reduce of a gradient", "ms", reduce, floor=here.ms(nbytes=nbytes), why="bytes")
     page.figure("another one", "ms", reduce, floor=here.ms(nbytes=nbytes), why="bytes")
     page.check("reduced: gradients unlike plain's", lambda: _unlike(reduced, plain))
-    page.check("sharded by FSDP2: gradients unlike plain's", lambda: _sharded(sharded, plain, x, here))
+    page.check("a stage, sharded by FSDP2: gradients unlike without", lambda: _sharded(sharded, staged, x))
 
 
-def _sharded(layer: nn.Module, plain: nn.Module, x: torch.Tensor, here: Here) -> int:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    fully_shard(layer, mesh=init_device_mesh(here.device.type, (1,)))
-    layer(x).square().mean().backward()
-    found = {"weight": layer.weight.grad.to_local()}
-    return unlike(digest(found), digest({"weight": plain.weight.grad}))
+def _sharded(sharded: nn.Module, plain: nn.Module, x: torch.Tensor) -> int:
+    """Two steps of a pipeline with zb_h1, of a stage sharded over this process, and of a plain stage."""
+    mesh = init_device_mesh(x.device.type, (1, 1), mesh_dim_names=("pipeline", "shard"))
+    fully_shard(sharded, mesh=mesh["shard"])
+    for stage, options in ((plain, {}), (sharded, {"mesh": mesh})):
+        with Pipeline({0: stage}, plan("zb_h1", 1, 4), nn.functional.mse_loss, **options) as pipeline:
+            for _ in range(2):
+                stage.zero_grad()
+                pipeline.step(x, target=x)
+    found = {name: each.grad.to_local() for name, each in sharded.named_parameters()}
+    return unlike(digest(found), digest({name: each.grad for name, each in plain.named_parameters()}))
 
 
 def _unlike(one: nn.Module, other: nn.Module) -> int:
@@ -90,7 +102,9 @@ def _group(page: Page, backend: str) -> None:
     def make() -> str:
         before = _free(here)
         options = urgent_options(backend, _LIMIT)
-        made.append(dist.new_group([0], timeout=_LIMIT, pg_options=options))
+        group = groups._group_by_its_ranks([0], groups.unique_name(), _LIMIT, options)
+        assert group is not None  # this process is in it
+        made.append(group)
         dist.all_reduce(torch.ones(1, device=here.device), group=made[0])
         here.synchronize()
         names = ("is_high_priority_stream", "config")
@@ -99,9 +113,18 @@ def _group(page: Page, backend: str) -> None:
         said = {name: getattr(config, name, None) for name in ("max_ctas", "min_ctas", "cga_cluster_size")}
         return f"{given.get('is_high_priority_stream')}, {said}; {(before - _free(here)) / MIB:.0f} MiB"
 
-    page.note("a group with the options of a link", "priority, CTAs; 100 to 200 MiB", make)
+    page.note("a group as a link has it", "True, max_ctas 8; 10 to 200 MiB", make)
     if made:
-        page.note("abort of this group, and its end", "below 1 s", lambda: _took(lambda: close_groups(made)))
+        closed = lambda: _took(lambda: groups.close_groups(made))  # noqa: E731
+        page.note("abort of this group, and its end", "below 1 s", closed)
+
+
+def _segments(here: Here) -> str:
+    """Whether memory that is taken from now on is in expandable segments."""
+    use_expandable_segments()
+    kept = torch.empty(64 * MIB, dtype=torch.uint8, device=here.device)
+    found = [each["is_expandable"] for each in torch.cuda.memory_snapshot()]
+    return f"{any(found)}, of {len(found)} segments, after {kept.nbytes // MIB} MiB were taken"
 
 
 def _free(here: Here) -> int:

@@ -27,16 +27,16 @@ RATES = {
     "L40S": Rates(362e12, 0.86e12, 25e9),
     "cpu": Rates(5e10, 1e10, 1e10),  # for the small form, whose predictions say nothing
 }
+ROUNDED = 0.0017  # the error of numbers that were rounded to bfloat16 once, by its norm
 UNKNOWN = Rates(float("nan"), float("nan"), float("nan"))
 
 
 @dataclass(frozen=True)
 class Here:
-    """The device. is_small: a CPU does the sizes in seconds. limit: of the part, in s."""
+    """The device. is_small: a CPU does the sizes in seconds."""
 
     device: torch.device
     is_small: bool
-    limit: float
 
     @property
     def is_cuda(self) -> bool:
@@ -144,7 +144,12 @@ class Page:
             print(f"{found()} |", flush=True)
         except Exception as error:  # whatever it is belongs into the row
             self.num_failed += 1
-            first_line = str(error).strip().partition("\n")[0].replace("|", "/")[:160]
-            print(f"FAILED: {type(error).__name__}: {first_line} | |", flush=True)
+            print(f"FAILED: {first_line(error)} | |", flush=True)
             if self.here.is_cuda:
                 torch.cuda.empty_cache()  # it may have run out of memory
+
+
+def first_line(error: Exception) -> str:
+    """An error in a row of a table."""
+    text = str(error).strip().partition("\n")[0].replace("|", "/")[:160]
+    return f"{type(error).__name__}: {text}"

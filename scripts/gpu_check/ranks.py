@@ -10,6 +10,8 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from itertools import islice
 from typing import Any, NamedTuple
 
 import torch
@@ -24,11 +26,14 @@ from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.planning import plan
 from zbpp.runtime import ActivationOffload, CudaGraphs, Pipeline
+from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timetable
 
 M, ROWS, TIME, VOCAB = 8, 16, 16, 61
 NUM_STEPS = 5  # CUDA graphs are captured in the third
 TOLERANCE = 1e-9
+ALONE = "one rank"
+_MOST_LOST = 3  # cases in a row: then something is wrong with all of them
 SIZES: dict[str, int] = {"vocab_size": VOCAB, "num_layers": 8, "sequence_length": TIME}
 UNEVEN = Costs(f=1.0, b=1.3, w=0.7, comm=0.2)
 
@@ -40,7 +45,7 @@ class Case(NamedTuple):
     model: str = "gpt"
     schedule: str = "zb_h1"
     variant: str = ""
-    same_as: str = "one rank"
+    same_as: str = ALONE
 
 
 class Run(NamedTuple):
@@ -61,6 +66,10 @@ def model_of(name: str, here: Here) -> Any:
 
 def cases(num_ranks: int, here: Here) -> Iterator[Case]:
     """The cases of a job."""
+    if num_ranks == 1:
+        yield Case(ALONE, schedule="gpipe", same_as="")
+        yield Case(f"{ALONE}, a tie", "tie", "gpipe", same_as="")
+        return
     if here.is_small and num_ranks == 4:
         yield Case("zb_v, random delays", schedule="zb_v", variant="delays")
         return
@@ -81,24 +90,29 @@ def cases(num_ranks: int, here: Here) -> Iterator[Case]:
 
 
 def run(page: Page) -> None:
-    here = page.here
-    alone = {name: trained(Case("one rank", model, "gpipe"), 0, 1, here) for name, model in ALONE.items()}
-    for name, found in alone.items():
-        page.figure(f"{name}: difference from plain autograd", "", lambda e=found.error: e, most=TOLERANCE)
-    for num_ranks in (2, 4):
-        page.say(f"{num_ranks} ranks; unlike: losses and gradients with other bits than one rank's")
-        known = {name: (found.losses, found.bits) for name, found in alone.items()}
-        results = on_ranks(num_ranks, on_rank, here, num_ranks)
-        for case in cases(num_ranks, here):
-            _row(page, case, known, results)
+    known: Known = {}
+    for num_ranks in (1, 2, 4):
+        page.say(f"{num_ranks} rank(s); unlike: losses and gradients with other bits than one rank's")
+        _job(page, num_ranks, known)
 
 
-ALONE = {"one rank": "gpt", "one rank, a tie": "tie"}
 Known = dict[str, tuple[list[float], dict[str, str]]]
 
 
-def _row(page: Page, case: Case, known: Known, results: Iterator[list[Run]]) -> None:
-    """Write the next result of a job."""
+def _job(page: Page, num_ranks: int, known: Known) -> None:
+    """All cases with so many ranks. A case that fails costs its ranks: new ones go on with the next case."""
+    results, num_lost = iter(()), 0
+    for place, case in enumerate(cases(num_ranks, page.here)):
+        if place == 0 or num_lost:
+            results = on_ranks(num_ranks, on_rank, page.here, num_ranks, place)
+        num_lost = 0 if _row(page, case, known, results) else num_lost + 1
+        if num_lost == _MOST_LOST:
+            page.say(f"{_MOST_LOST} cases failed one after the other: the others are left out")
+            return
+
+
+def _row(page: Page, case: Case, known: Known, results: Iterator[list[Run]]) -> bool:
+    """Write the next result of a job; whether there was one."""
     found: list[Run] = []
 
     def error() -> float:
@@ -108,21 +122,23 @@ def _row(page: Page, case: Case, known: Known, results: Iterator[list[Run]]) -> 
     limit = None if case.model == "dropout" else TOLERANCE
     page.figure(f"{case.name}: difference from plain autograd", "", error, most=limit)
     if not found:
-        return
+        return False
     losses = [loss for each in found for loss in each.losses]
     bits = {name: value for each in found for name, value in each.bits.items()}
     known[case.name] = losses, bits
-    if case.same_as:
+
+    def num_unlike() -> int:
         expected, expected_bits = known[case.same_as]
-        page.check(
-            f"{case.name}: unlike",
-            lambda: sum(a != b for a, b in zip(losses, expected, strict=True)) + unlike(bits, expected_bits),
-        )
+        return sum(a != b for a, b in zip(losses, expected, strict=True)) + unlike(bits, expected_bits)
+
+    if case.same_as:
+        page.check(f"{case.name}: unlike", num_unlike)
+    return True
 
 
-def on_rank(rank: int, here: Here, num_ranks: int) -> Iterator[Run]:
-    """All cases on one rank."""
-    for case in cases(num_ranks, here):
+def on_rank(rank: int, here: Here, num_ranks: int, first: int) -> Iterator[Run]:
+    """The cases from the first one of this number on, on one rank."""
+    for case in islice(cases(num_ranks, here), first, None):
         print(f"rank {rank}: {case.name}", file=sys.stderr, flush=True)
         yield trained(case, rank, num_ranks, here)
 
@@ -142,7 +158,7 @@ class Prepared:
 
 def trained(case: Case, rank: int, num_ranks: int, here: Here) -> Run:
     """The losses and gradients of the last of some equal steps."""
-    model, timetable = model_of(case.model, here), timetable_of(case.schedule, num_ranks)
+    model, timetable = model_of(case.model, here), timetable_of(case.schedule, num_ranks, here)
     change, extras = VARIANTS[case.variant]
     x, target = (each.to(here.device) for each in batch())
     args = (x,) if timetable.rank_of[0] == rank else ()
@@ -156,12 +172,13 @@ def trained(case: Case, rank: int, num_ranks: int, here: Here) -> Run:
             pipeline.num_steps = 0  # the same dropout in each step
             losses = [loss.item() for loss in pipeline.step(*args, **given)]
         own = {name: each.clone() for name, each in gradients(pipeline.stages).items()}
-    return Run(losses, digest(own), 0.0 if case.model == "dropout" else _error(losses, own, model, here))
+    return Run(losses, digest(own), 0.0 if case.model == "dropout" else _error(losses, own, case.model, here))
 
 
-def timetable_of(schedule: str, num_ranks: int) -> Timetable:
-    if schedule == "searched":
-        return plan("zb_auto", num_ranks, M, costs=UNEVEN, time_limit=2.0, seed=0)
+def timetable_of(schedule: str, num_ranks: int, here: Here) -> Timetable:
+    if schedule == "searched":  # for so many seconds: two ranks may find two plans
+        limit = here.choose(1.0, 0.1)
+        return planned_by_rank_0(lambda: plan("zb_auto", num_ranks, M, costs=UNEVEN, time_limit=limit))
     return plan(schedule, num_ranks, M)
 
 
@@ -170,22 +187,29 @@ def batch() -> tuple[Tensor, Tensor]:
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
-def _error(losses: list[float], own: Mapping[str, Tensor], model: Any, here: Here) -> float:
+def _error(losses: list[float], own: Mapping[str, Tensor], name: str, here: Here) -> float:
     """The largest difference from plain autograd: of losses, and of each gradient by its norm."""
+    expected, named = plain(name, here)
+    least = 1e-6 * max(float(each.norm()) for each in named.values() if each is not None)
+    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False)]  # most ranks have none
+    for key, gradient in own.items():
+        exact = named[TIED.get(key, key) if named.get(key) is None else key]
+        errors.append(float((gradient - exact).norm()) / max(float(exact.norm()), least))
+    return max(errors)
+
+
+@cache
+def plain(name: str, here: Here) -> tuple[list[float], dict[str, Any]]:
+    """The losses of the microbatches and the gradients, by plain autograd."""
+    model = model_of(name, here)
     whole = model.build_stage(0, 1).to(here.device, torch.float64)
     x, target = (each.to(here.device).chunk(M) for each in batch())
-    expected = []
+    losses = []
     for inputs, targets in zip(x, target, strict=True):
         loss = model.loss(whole(inputs), targets)
         (loss / M).backward()
-        expected.append(loss.item())
-    named = {name: each.grad for name, each in whole.named_parameters()}
-    least = 1e-6 * max(float(each.norm()) for each in named.values() if each is not None)
-    errors = [abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=False)]  # most ranks have none
-    for name, gradient in own.items():
-        plain = named[TIED.get(name, name) if named.get(name) is None else name]
-        errors.append(float((gradient - plain).norm()) / max(float(plain.norm()), least))
-    return max(errors)
+        losses.append(loss.item())
+    return losses, {name: each.grad for name, each in whole.named_parameters()}
 
 
 TIED = {"head.weight": "embedding.weight"}

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from gpu_check.measuring import error_of, ms_of, peak_mib, phases_ms
-from gpu_check.page import Page
+from gpu_check.page import ROUNDED, Page, first_line
 from gpu_check.stages import LLAMA_8B, SMALL, Sizes, blocks, saved_mib, stage_of, x_and_dy
 from zbpp.autograd.adding import add_product
 
@@ -42,7 +42,7 @@ def _stage(page: Page, sizes: Sizes, layers: int, *, main_grad: bool) -> None:
             bench_split.run_step(columns["torch"], stage, x, dy)
         except Exception as error:  # a private function of torch may raise anything
             columns.pop("torch", None)
-            page.skip("torch's split", f"{type(error).__name__}: {error}".partition("\n")[0])
+            page.skip("torch's split", first_line(error))
     flops = sizes.flops(layers)
     for name, column in columns.items():
         measured = cache(lambda c=column: phases_ms(here, bench_split.phases(c, stage, x, dy)))
@@ -111,7 +111,7 @@ def products(page: Page, sizes: Sizes) -> None:
         try:
             add()
         except (NotImplementedError, RuntimeError, TypeError) as error:
-            page.skip(name, f"not with this torch and device: {type(error).__name__}")
+            page.skip(name, f"not with this torch and device: {first_line(error)}")
             continue
         page.figure(name, "ms", lambda a=add: ms_of(here, a), floor=floor, why=why)
         page.figure(f"{name}: most live bytes", "MiB", lambda a=add: peak_mib(here, a), floor=0, why="none")
@@ -121,7 +121,9 @@ def products(page: Page, sizes: Sizes) -> None:
             a()
             return error_of(t[: len(exact)], exact)
 
-        page.figure(f"{name}: error", "", error)
+        rounded, kept = f"{ROUNDED:.4g}: rounded to bfloat16 once", "1e-7 to 1e-5: sums in float32"
+        is_rounded = dtype == torch.bfloat16 or "in bfloat16" in name
+        page.figure(f"{name}: error", "", error, why=rounded if is_rounded else kept)
 
 
 def _widened(target: Tensor, left: Tensor, right: Tensor) -> None:

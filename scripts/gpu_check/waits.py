@@ -1,49 +1,31 @@
 """What waits for the whole device? A kernel sleeps on a stream of its own; does the call return before it?
 
 A receive of NCCL that waits for its peer is such a kernel. Whatever waits for it while the peer waits for
-this rank hangs the job. Two processes: modules loaded lazily (torch's default), and eagerly with expandable
-segments.
+this rank hangs the job. Asked twice, by two parts: with zbpp's settings (modules loaded eagerly, expandable
+segments), and with torch's and CUDA's own.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpu_check.page import Page
 
-_MODE = "ZBPP_WAITS"  # in the environment of a child
-_MODES = {
-    "lazy": {"CUDA_MODULE_LOADING": "LAZY"},
-    "eager": {"CUDA_MODULE_LOADING": "EAGER", "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
-}
-SLEEP, _LONG_SLEEP = 0.4, 6.0  # s; the longer one where something is compiled
+SLEEP, _LONG_SLEEP = 0.4, 8.0  # s; the longer one where something is compiled
+_RETURN = 0.2  # s after the kernel's end in which a call that waits for it returns
+SETTINGS = ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def run(page: Page) -> None:
-    if _MODE in os.environ:
-        return Waits(page).all()
-    script = str(Path(__file__).resolve().parent.parent / "gpu_check.py")
-    options = ["--device", page.here.device.type, *(["--small"] if page.here.is_small else [])]
-    for mode, environment in _MODES.items():
-        page.say(f"{mode}: {environment}")
-        limit = page.here.limit * 0.48
-        command = [sys.executable, script, *options, "--part", "waits", "--limit", f"{limit}"]
-        sys.stdout.flush()
-        try:
-            done = subprocess.run(command, timeout=limit, env={**os.environ, _MODE: mode, **environment})
-            page.num_failed += done.returncode != 0
-        except subprocess.TimeoutExpired:
-            page.num_failed += 1
-            page.say(f"{mode}: STOPPED after {limit:.0f} s: the last row's call never returned")
-    return None
+    page.say(", ".join(f"{name}={os.environ.get(name, '(not set)')}" for name in SETTINGS))
+    Waits(page).all()
 
 
 class Waits:
@@ -73,7 +55,7 @@ class Waits:
         ask("first attention", "", self._attention)
         ask("a copy from ordinary host memory", "", lambda: torch.ones(1 << 20).to(self.here.device))
         ask("cudaMalloc of 1 GiB", "", lambda: self._allocate(1 << 30))
-        ask("cudaFree, by empty_cache", "waits", self._empty_cache)
+        ask("cudaFree, by empty_cache", "waits; not with expandable segments", self._empty_cache)
         if not self.here.is_cuda:
             return
         ask(
@@ -86,7 +68,8 @@ class Waits:
         ask("capture and instantiation of a graph", "", self._graph)
         ask("first replay of a graph", "does not wait", lambda: self.graph.replay())
         ask("torch.cuda.graph, which synchronizes", "waits", self._torch_graph)
-        if importable("triton"):
+        if importlib.util.find_spec("triton"):
+            importlib.import_module("torch._inductor.compile_fx")  # takes seconds, and nothing of the device
             ask("Inductor: compile, load, launch", "", self._compiled, _LONG_SLEEP)
             ask("the same, launched again", "does not wait", lambda: self.compiled(x))
             ask("Inductor's benchmarker, as in autotuning", "waits", self._benchmark, 2.0)
@@ -109,7 +92,8 @@ class Waits:
             call()
             took, is_over = time.perf_counter() - begin, ended.query()
             torch.cuda.synchronize()
-            verdict = "waits (or took longer than the kernel)" if is_over else "does not wait"
+            waits = "waits" if took < sleep + _RETURN else "waits, or took longer than the kernel"
+            verdict = waits if is_over else "does not wait"
             return f"{verdict}: {took:.3f} s beside a kernel of {sleep:g} s"
 
         self.page.note(what, predicted or "unknown", measure)
@@ -166,10 +150,3 @@ class Waits:
 
     def _reduction(self) -> None:
         torch.compile(lambda x: x.float().softmax(-1).sum(0))(self.x.repeat(8, 64))
-
-
-def importable(name: str) -> bool:
-    """Whether a module is there."""
-    import importlib.util
-
-    return importlib.util.find_spec(name) is not None

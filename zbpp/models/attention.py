@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
-from torch.nn.attention.bias import causal_lower_right
 
 
 def causal_attention(
@@ -43,6 +42,8 @@ def _lower_right(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> T
         is_grouped = query.shape[1] != key.shape[1]
         params = SDPAParams(query, key, value, None, dropout, False, is_grouped)
         if can_use_flash_attention(params) or can_use_efficient_attention(params):
+            from torch.nn.attention.bias import causal_lower_right  # imports Dynamo: a second of a core
+
             return causal_lower_right(time, seen)
     return torch.ones(time, seen, dtype=torch.bool, device=query.device).tril(seen - time)
 
