@@ -1,8 +1,8 @@
 """Times of messages on each link, beside its bandwidth; tokens per second, beside the bubble's prediction.
 
-By the datasheet a link between GPUs of one machine moves 450 GB/s (NVLink 4), one between machines 50 GB/s
-(400 Gb/s). The prediction of a schedule is its simulated bubble, with the times of F, B and W that one rank
-needs for its share of the model.
+A message takes two launches and a handshake, about 20 us, and its bytes: by the datasheet a link between
+GPUs of one machine moves 450 GB/s (NVLink 4), one between machines 50 GB/s (400 Gb/s). The prediction of a
+schedule is its simulated bubble, with the times of F, B and W that one rank needs for its share of the model.
 """
 
 from __future__ import annotations
@@ -37,6 +37,7 @@ from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, PlanError, simulate
 
 _INSIDE, _BETWEEN = 450e9, 50e9  # bytes per s
+_LATENCY = 20e-6  # s: two launches and NCCL's handshake
 _LAYERS = 4  # of a rank
 
 
@@ -53,7 +54,9 @@ def messages(check: Check) -> None:
         links = link_groups(None, [(sender, sender + 1)], check.timeouts.waiting, here.device)
         rate = _INSIDE if names[sender] == names[sender + 1] else _BETWEEN
         for nbytes in (1 << 10, (1 << 15) if check.is_small else (1 << 25)):
-            predicted = f"{1e3 * nbytes / rate:.3g} ms: bytes over {rate / 1e9:g} GB/s"
+            predicted = (
+                f"{1e3 * (_LATENCY + nbytes / rate):.3g} ms: 20 us, and bytes over {rate / 1e9:g} GB/s"
+            )
             check.row(
                 f"rank {sender} to {sender + 1}, {nbytes >> 10} KiB",
                 lambda s=sender, n=nbytes, k=links: _message(check, k, s, n),

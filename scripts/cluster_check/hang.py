@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,7 @@ from zbpp.job.world import World
 from zbpp.planning import plan
 from zbpp.render import render_hang
 from zbpp.runtime import FlightRecorder, Pipeline
+from zbpp.runtime.groups import job_store
 
 SPARE = 15.0  # s beyond the timeout in which a stopped rank has to be named
 _POLL = 0.1  # s
@@ -32,24 +35,23 @@ def run(check: Check) -> None:
     if here.size == 1:
         check.write("hang: needs two ranks")
         return
-    begun = threading.Event()
-    threading.Thread(target=_judge, args=(check, folder, begun), daemon=True).start()
+    begun, store = threading.Event(), job_store("cluster_check_hang")
+    threading.Thread(target=_judge, args=(check, folder, begun, store), daemon=True).start()
     _stop_in_a_step(check.timeouts, here, folder, begun.set)
     time.sleep(check.timeouts.hanging + 2 * SPARE)  # the judge ends this process
 
 
-def _judge(check: Check, folder: Path, begun: threading.Event) -> None:
-    """Rank 0 writes the row, other ranks wait until their own record is there; then the process ends."""
+def _judge(check: Check, folder: Path, begun: threading.Event, store: Any) -> None:
+    """Rank 0 writes the row, and the other ranks wait for that; then the process ends."""
     here, hanging = check.here, check.timeouts.hanging
     begun.wait()
     begin = time.time()
     predicted = f"{0.5 * hanging:g} to {hanging + 1:g} s"
     if here.rank == 0:
         check.row("a rank stops", lambda: named(folder, here, hanging, begin), predicted, is_alone=True)
-    elif here.rank < here.size - 1:
-        _awaited(lambda: (folder / f"flight-rank-{here.rank}.json").exists(), hanging + SPARE)
+        store.set("judged", "")
     else:
-        time.sleep(hanging + SPARE)
+        _awaited(lambda: store.check(["judged"]), hanging + SPARE)
     os._exit(int(check.num_failed > 0))
 
 
@@ -117,4 +119,4 @@ def _stop_in_a_step(timeouts: Timeouts, here: World, folder: Path, begin: Callab
         losses = pipeline.step(batch, target=batch)
         assert all(each.isfinite() for each in losses)  # waits for the device
     except Exception as error:  # what is raised differs; the records say who is to blame
-        print(f"rank {here.rank}: {type(error).__name__}", flush=True)
+        print(f"rank {here.rank}: {type(error).__name__}", file=sys.stderr, flush=True)

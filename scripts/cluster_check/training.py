@@ -39,7 +39,7 @@ def rows(check: Check, cases: Sequence[Case], *, is_compiled: bool = False) -> N
         return compared(pipeline_losses(check, timetable, degrees, is_compiled=is_compiled), expected)
 
     for text, degrees, name in cases:
-        check.row(text, partial(row, degrees, name))
+        check.row(text, partial(row, degrees, name), f"differ by at most {TOLERANCE:g}")
 
 
 def small_gpt(num_layers: int) -> Gpt:
