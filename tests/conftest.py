@@ -3,6 +3,7 @@
 Random tests draw the same data in every run; `--free-seeds` lets them draw anew.
 """
 
+import gc
 import importlib.util
 import random
 import sys
@@ -34,6 +35,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if item.get_closest_marker("slow")}
         items.sort(key=lambda item: item.path not in slow)
+
+
+def pytest_collection_finish() -> None:
+    """gc.collect(), which many tests call, searches what they make and not a million imported objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session", autouse=True)
