@@ -400,8 +400,7 @@ def sharded(rank, name, head, schedule, reshard, at_once, tensor=1):
             return trained(one)
 
 
-@pytest.mark.parametrize("at_once", [False, True])
-@pytest.mark.parametrize("reshard", ["step", "microbatch"])
+@pytest.mark.parametrize("reshard, at_once", [("step", False), ("step", True), ("microbatch", True)])
 @pytest.mark.parametrize("head", OWN)
 @pytest.mark.parametrize("name, schedule", [("llama", "zb_v"), ("gpt, tied", "zb_h1")])
 def test_heads_in_shards(name, schedule, head, reshard, at_once):

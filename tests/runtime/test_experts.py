@@ -157,7 +157,7 @@ def test_two_processes_share_the_experts():
 
 
 def test_shards_share_the_experts():
-    everyone = run_ranks(in_mesh, 4, {"shard": 2, "expert": 2}, SCHEDULES)
+    everyone = run_ranks(in_mesh, 4, {"shard": 2, "expert": 2}, ("zb_v", "zb_h1", "zb_h2"))
     check_against_one_process(everyone, 2)
     check_equal_bits(everyone)
 
