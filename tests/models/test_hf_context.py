@@ -11,7 +11,7 @@ import torch
 from helpers.hf_float64 import library_in_float64
 from helpers.processes import run_ranks
 from helpers.split import assert_close
-from zbpp import Pipeline, backward_input, make_mesh, plan
+from zbpp import OverlapExchange, Pipeline, backward_input, make_mesh, plan
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import token_loss
 from zbpp.run.stages import recompute_stages
@@ -79,13 +79,14 @@ def data(given):
     return args[given], target
 
 
-def divided(rank, cases, kind=Hf64):
+def divided(rank, cases, kind=Hf64, extras=()):
     """Per case the losses, the gradients, and how many gradients wait in each W, by stage."""
     found = {}
     with library_in_float64():
         for family, given, timetable in cases:
             mesh, args, target = make_mesh(context=2), *data(given)
-            with Pipeline(model_of(family, kind), **TIMETABLES[timetable], mesh=mesh) as pipeline:
+            options = {**TIMETABLES[timetable], "mesh": mesh, "extras": [each() for each in extras]}
+            with Pipeline(model_of(family, kind), **options) as pipeline:
                 waiting = {stage: count_tasks(each) for stage, each in pipeline._rank.workers.items()}
                 losses = [each.item() for each in pipeline.step(*args, target=target)]
                 grads = {name: p.grad for name, p in pipeline.named_parameters()}
@@ -155,10 +156,11 @@ def test_every_linear_waits_for_w_as_without_context_and_slices(everyone):
             assert seen == {expected[family, num_stages][stage]}, (family, given, timetable, stage)
 
 
-def test_recompute_exchanges_in_slices_again():
+def test_recompute_exchanges_in_slices_again_and_pending_ws_run_meanwhile():
     """The cache is asked once more for the keys of a slice, in B."""
     case = "gemma3_text", "plain", "zb_v in slices"
-    assert_is_alone([each[case] for each in run_ranks(divided, 4, [case], Recomputed)], *case[:2])
+    everyone = run_ranks(divided, 4, [case], Recomputed, [OverlapExchange])
+    assert_is_alone([each[case] for each in everyone], *case[:2])
 
 
 REFUSED = {
