@@ -39,8 +39,9 @@ def lengths_of(num_microbatches: int, cv: float, draw: int) -> npt.NDArray[np.fl
     return drawn / drawn.mean()
 
 
-def costs_of(timetable: Timetable, lengths: npt.NDArray[np.float64]) -> Costs:
-    each = 10 / (timetable.num_stages // timetable.num_ranks)  # ms per stage
+def costs_of(timetable: Timetable, lengths: npt.NDArray[np.float64], ms: float = 10) -> Costs:
+    """ms: F of a microbatch of length 1 on a rank."""
+    each = ms / (timetable.num_stages // timetable.num_ranks)  # per stage
     linear, squared = (1 - SHARE) * each, SHARE * each
     held = Costs(f=linear, b=linear, w=linear, saved=each / 10, deferred=each / 20)
     return Costs.of_lengths(lengths, held, Costs(f=squared, b=2 * squared, w=0))

@@ -43,7 +43,7 @@ M = 8  # microbatches
 
 
 def _real(given: tuple[str, int, int, list[int]]) -> list[Any]:
-    """For each number of slices (tokens per second, live bytes of each rank)."""
+    """For each number of slices (tokens per second, idle share of a step, live bytes of each rank)."""
     schedule, tokens, repeats, slices = given
     model = Llama(
         vocab_size=512, num_layers=4, hidden_size=128, num_heads=4, num_kv_heads=2, sequence_length=tokens
@@ -63,11 +63,14 @@ def _real(given: tuple[str, int, int, list[int]]) -> list[Any]:
                 begin = time.perf_counter()
                 pipeline.step(batch[0], target=batch[1])
                 times.append(time.perf_counter() - begin)
+            with pipeline.using(Recorder()) as recorder:
+                pipeline.step(batch[0], target=batch[1])
+                idle = recorder.timeline().bubble_rate
             level = live_bytes(
                 lambda pipeline=pipeline: pipeline.step(batch[0], target=batch[1]), pipeline.device
             )
             levels = pipeline.place.gather(level.highest)
-        found.append((M * tokens / median(times), levels))
+        found.append((M * tokens / median(times), idle, levels))
     return found
 
 
@@ -153,14 +156,18 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192, help="of a sequence of the real model")
     parser.add_argument("--repeats", type=int, default=3, help="timed steps of the real model")
     parser.add_argument("--ranks", type=int, default=4, help="of the emulated stages")
-    parser.add_argument("--ms", type=float, default=200.0, help="F of a sequence on a rank, emulated")
+    parser.add_argument("--ms", type=float, default=800.0, help="F of a sequence on a rank, emulated")
     given = parser.parse_args()
     for schedule in given.schedules:
         if given.what == "real":
             found = on_ranks(2, real, (schedule, given.tokens, given.repeats, [1, 4]))
-            for number, (speed, levels) in zip([1, 4], found, strict=True):
+            for number, (speed, idle, levels) in zip([1, 4], found, strict=True):
                 mib = ", ".join(f"{level / 2**20:.1f}" for level in levels)
-                print(f"{schedule:6} S={number}: {speed:.0f} tokens/s, live MiB by rank {mib}", flush=True)
+                print(
+                    f"{schedule:6} S={number}: {speed:.0f} tokens/s, idle {100 * idle:.1f} %, "
+                    f"live MiB by rank {mib}",
+                    flush=True,
+                )
         else:
             found = on_ranks(given.ranks, emulated, (schedule, given.ranks, [1, 8], given.ms))
             for number, (took, predicted) in zip([1, 8], found, strict=True):
