@@ -3,9 +3,11 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
+from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
@@ -53,6 +55,54 @@ def test_live_tensors_are_counted_once_and_until_they_are_freed():
         assert live.now == 0
         live.count([before])
         assert live.now == 400
+
+
+# ---------------------------------------------------------------- a whole backward
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
+
+
+def recomputing(block):
+    recompute(block)
+    return block
+
+
+@pytest.mark.parametrize("wrap", [Checkpointed, recomputing], ids=["torch's checkpoint", "zbpp's"])
+def test_bw_of_checkpointed_blocks_takes_the_memory_of_a_plain_backward_and_has_the_bits_of_b_and_w(wrap):
+    rows, hidden, num = 64, 128, 2
+    x, y = torch.randn(2, num * rows, hidden)
+
+    def block():
+        layers = [nn.Linear(hidden, 4 * hidden), nn.GELU(), nn.Linear(4 * hidden, hidden)]
+        return wrap(nn.Sequential(nn.LayerNorm(hidden), *layers))
+
+    def model():
+        torch.manual_seed(0)
+        return nn.Sequential(*[block() for _ in range(6)])
+
+    def plain(model):
+        for own in zip(x.chunk(num), y.chunk(num), strict=True):
+            (nn.functional.mse_loss(model(own[0]), own[1]) / num).backward()
+
+    models, peaks = [model() for _ in range(3)], []
+    steps = [lambda: plain(models[0])]
+    for module, schedule in zip(models[1:], ("1f1b", "zb_h1"), strict=True):
+        pipeline = Pipeline({0: module}, plan(schedule, 1, num), nn.functional.mse_loss)
+        steps.append(lambda pipeline=pipeline: pipeline.step(x, target=y))
+    for step in steps:
+        step()
+        peaks.append(live_bytes(step, CPU).highest)
+    _, whole, split = ([each.grad for each in module.parameters()] for module in models)
+    assert all(map(torch.equal, whole, split))
+    one_more = 4 * rows * 4 * hidden  # bytes: W of one block holds a dy, which a plain backward has dropped
+    assert peaks[1] <= peaks[0] + one_more < peaks[2]
 
 
 # ---------------------------------------------------------------- what a microbatch leaves on a stage

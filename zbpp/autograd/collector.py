@@ -26,18 +26,30 @@ Gradients = Sequence[Tensor | None]
 class Collector:
     """Takes the tasks that Functions put off while one B runs: the attribute `zbpp_collector` of their nodes.
 
-    inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep: as in `split`.
+    inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep, at_once: as in `split`.
     large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
     that hold them may run right after B, see WeightGrads.take_large.
     """
 
-    def __init__(self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool) -> None:
+    def __init__(
+        self, inputs: tuple[Any, ...], wanted: set[int] | None, is_hooked: bool, keep: bool, at_once: bool
+    ) -> None:
         self.inputs, self.wanted, self.is_hooked, self.keep = inputs, wanted, is_hooked, keep
+        self.at_once = at_once
         self.tasks: list[Task] = []
         self.large: list[Tensor] = []
         # A checkpoint's function may close over a tensor that was computed from the inputs. The split of its
         # recompute then finds gradients of these inputs, too, which are added to those of this B.
         self.input_grads: list[Gradients] = []
+
+    def put_off(self, tasks: list[Task]) -> None:
+        """Take tasks of W; they run now if W follows B at once. Empties the list."""
+        if not self.at_once:
+            self.tasks += tasks
+            return
+        with torch.set_grad_enabled(False):
+            while tasks:
+                tasks.pop(0).accumulate()
 
     def may_defer(self, leaf: Tensor) -> bool:
         """Whether W may compute this leaf's gradient: B itself has to return it if the leaf is an input."""
@@ -49,7 +61,7 @@ class Collector:
         """The input gradients and tasks that B found, with the collected ones."""
         if self.input_grads:
             grads = [*map(_sum, zip(grads, *self.input_grads, strict=True))]
-        return grads, tasks + self.tasks
+        return grads, self.tasks + tasks
 
 
 def _sum(grads: Gradients) -> Tensor | None:
@@ -95,5 +107,5 @@ def defer(ctx: Any, weight: Tensor, compute: Callable[..., Tensor], *tensors: Te
     if not (leaf.requires_grad and collector.may_defer(leaf)):
         return compute(*held)
     if collector.wanted is None or id(leaf) in collector.wanted:
-        collector.tasks.append(FunctionTask(leaf, compute, held, version_of(held)))
+        collector.put_off([FunctionTask(leaf, compute, held, version_of(held))])
     return None

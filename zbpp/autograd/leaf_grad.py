@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -65,6 +66,37 @@ def set_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
             leaf.grad = grad
             if main is not None:
                 leaf.main_grad = main
+
+
+class _AddAtOnce(Internal):
+    """A hook of a leaf: adds the gradient; the pass goes on with zeros that take no memory."""
+
+    def __init__(self, leaf: Tensor) -> None:
+        self.leaf = leaf
+
+    def __call__(self, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        add_to_grad(self.leaf, gradient)
+        return gradient.new_zeros(()).expand_as(gradient)
+
+
+@contextmanager
+def added_at_once(leaves: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, a pass that captures the gradients of these leaves adds them instead, each once it is whole.
+
+    The leaves have no hooks. What the pass captures for them has no meaning.
+    """
+    mine: list[Any] = [*leaves]
+    for leaf in mine:
+        add = _AddAtOnce(leaf)
+        leaf._backward_hooks = OrderedDict({add: add})
+    try:
+        yield
+    finally:
+        for leaf in mine:
+            leaf._backward_hooks.clear()  # the leaf's node holds this dictionary
+            leaf._backward_hooks = None
 
 
 class _ToMainGrad(Internal):

@@ -41,6 +41,7 @@ from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
 from zbpp.autograd.hooked_leaves import grouped
 from zbpp.autograd.hooks import num_hooks_made, without_hooks
+from zbpp.autograd.leaf_grad import added_at_once
 from zbpp.autograd.node_roles import changes_no_gradient, node_name
 from zbpp.autograd.reentrant import is_reentrant, whole_backward
 from zbpp.autograd.weight_grads import (
@@ -106,13 +107,16 @@ def split(
     *,
     is_hooked: bool,
     keep: bool = False,
+    at_once: bool = False,
 ) -> tuple[tuple[Tensor | None, ...], list[Task], list[Tensor]]:
     """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
     may run these tasks at once, see WeightGrads.take_large.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time. keep: as in backward_input.
+    looking for hooks takes time. keep: as in backward_input. at_once: whether W follows B at once (BW). What
+    B computes of weight gradients is then added to `.grad` in the pass, and so is what Functions such as a
+    checkpoint put off: their memory is free before the pass is over. Leaves with hooks wait for W.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -124,14 +128,19 @@ def split(
         return *whole_backward(roots, root_grads, inputs, edges, wanted, found, keep=keep), []
     if keep:
         share_chains(found.uses)
-    collector = Collector(inputs, wanted, is_hooked, keep) if found.functions else None
+    at_once = at_once and not found.hooked
+    collector = Collector(inputs, wanted, is_hooked, keep, at_once) if found.functions else None
     # W runs the hooks of leaves: B captures the gradients that come before them.
     hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
-    with without_hooks(hooked) if hooked else nullcontext():
+    # A Function may put off a gradient of such a leaf, too: W adds them in one order, whenever W runs.
+    added = [*found.computed_in_b.values()] if at_once and collector is None else []
+    with without_hooks(hooked) if hooked else nullcontext(), added_at_once(added):
         captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
+    if added:
+        found.computed_in_b.clear()  # nothing is left of them for W
     tasks = _tasks(found, captured, wanted)
     if collector is not None:
         grads, tasks = collector.added_to(grads, tasks)
@@ -209,7 +218,7 @@ def _tasks(found: Survey, captured: Iterator[Tensor | None], wanted: set[int] | 
         if dy is not None
     ]
     tasks: list[Task] = tasks_per_leaf(uses) if found.has_sums else uses
-    for leaf, gradient in zip(found.computed_in_b.values(), captured, strict=True):
+    for leaf, gradient in zip(found.computed_in_b.values(), captured, strict=False):
         if gradient is not None and (wanted is None or id(leaf) in wanted):
             tasks.append(new_tuple(ComputedTask, (leaf, gradient, gradient._version)))
     return tasks

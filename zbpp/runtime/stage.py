@@ -198,13 +198,15 @@ class StageWorker:
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
-        """BW: B and at once its W; the same kernels in the same order as B and a later W."""
-        grads, weight_grads = self._backward(microbatch, message)
+        """BW: B and at once its W; the same kernels as B and a later W, with less memory (see `split`)."""
+        grads, weight_grads = self._backward(microbatch, message, at_once=True)
         if weight_grads is not None:
             self.accumulate(weight_grads)
         return grads
 
-    def _backward(self, microbatch: int, message: Message) -> tuple[Message, WeightGrads | None]:
+    def _backward(
+        self, microbatch: int, message: Message, *, at_once: bool = False
+    ) -> tuple[Message, WeightGrads | None]:
         """Run the split backward of a microbatch; message: per output of F its gradient, None if it has none.
 
         Calls `split`, not `backward_input`, whose checks are needless here: a gradient has the layout of the
@@ -219,7 +221,9 @@ class StageWorker:
         if not edges:
             return (None,) * len(inputs), None
         try:
-            grads, deferred, large = split(edges, output_grads, inputs, None, is_hooked=may_have_hooks)
+            grads, deferred, large = split(
+                edges, output_grads, inputs, None, is_hooked=may_have_hooks, at_once=at_once
+            )
         except RuntimeError as error:
             explained = explained_in_backward(error, self.module, self.index)
             if explained is None:

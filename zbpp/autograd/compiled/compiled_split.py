@@ -196,7 +196,7 @@ def _put_off(ctx: Any, task: CompiledTask) -> None:
         task = task._replace(module_tensors=_needed_in_w(task))
     tasks = grouped([task._replace(wanted=wanted)], hooked)
     if collector is not None:
-        collector.tasks += tasks
+        collector.put_off(tasks)
         return
     for each in tasks:
         each.accumulate()

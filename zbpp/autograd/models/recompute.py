@@ -198,10 +198,11 @@ class _Checkpoint(torch.autograd.Function):
         inputs = (*tensors, *collector.inputs)
         # If fn closes over a computed tensor, this pass goes through the graph around the checkpoint, too.
         keep = collector.keep
+        at_once = collector.at_once
         grads, tasks, large = split(
-            roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep
+            roots, root_grads, inputs, collector.wanted, is_hooked=is_hooked, keep=keep, at_once=at_once
         )
-        collector.tasks += tasks
+        collector.put_off(tasks)
         collector.large += large
         collector.input_grads.append(grads[len(tensors) :])
         return (None, None, *grads[: len(tensors)], *(None for _ in ctx.call.hooked))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -58,7 +59,7 @@ def microbatch_memory(
     head_at_once: bool = False,
     slice_bounds: Sequence[int] = (),
 ) -> MicrobatchMemory:
-    """Run F, B and W of two microbatches, one after the other, and measure the second.
+    """Run F, B and W of two microbatches, then F and BW of a third, and measure the last two.
 
     The first microbatch allocates the gradients, which stay. inputs, target: of each slice of a microbatch;
     one entry without slices. live: a LiveTensors that the caller has entered. head_at_once: see
@@ -66,10 +67,10 @@ def microbatch_memory(
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
     head_w, num = worker.accumulate if head_at_once else None, len(inputs)
-    pasts = [past_of(index, module, slice_bounds) for _ in range(2)]
+    pasts = [past_of(index, module, slice_bounds) for _ in range(3)]
     keywords = [each for past in pasts for each in slice_keywords(past, num)]
-    args = [*inputs] * 2 if index == 0 else ()
-    worker.begin(Feed(args, keywords, [*target] * 2, range(2 * num), LossGradients()))
+    args = [*inputs] * 3 if index == 0 else ()
+    worker.begin(Feed(args, keywords, [*target] * 3, range(3 * num), LossGradients()))
     outputs: list[tuple[Any, ...]] = []
 
     def keep(found: tuple[Any, ...]) -> None:
@@ -78,13 +79,20 @@ def microbatch_memory(
             if isinstance(each, Tensor):
                 live.forget(each)
 
-    for microbatch, past in enumerate(pasts):
+    def runs_of(microbatch: int) -> list[_UnitRun]:
         outputs.clear()
+        past = pasts[microbatch]
         units = enumerate(inputs, microbatch * num)
-        runs = [_UnitRun(worker, live, each, unit, head_w, keep, past) for unit, each in units]
-        found = _measured(runs, past)
+        return [_UnitRun(worker, live, each, unit, head_w, keep, past) for unit, each in units]
+
+    _measured(runs_of(0), pasts[0])
+    found = _measured(runs_of(1), pasts[1])
+    rises = _rises_of_bw(runs_of(2))
     worker.end()
-    return found._replace(outputs=outputs)
+    slices = [
+        replace(each, rises=(*each.rises[:3], rise)) for each, rise in zip(found.bytes, rises, strict=True)
+    ]
+    return found._replace(bytes=slices, outputs=outputs)
 
 
 def past_of(index: int, module: nn.Module, slice_bounds: Sequence[int]) -> Past | None:
@@ -108,6 +116,13 @@ def _measured(runs: Sequence[_UnitRun], past: Past | None) -> MicrobatchMemory:
             gradients = past.held_bytes - held
         found.insert(0, run.weights_after(f, b))
     return MicrobatchMemory(found, [], held, gradients)
+
+
+def _rises_of_bw(runs: Sequence[_UnitRun]) -> list[int]:
+    """Run F's of the slices of a microbatch, then BW of each, from the last slice to the first."""
+    for run in runs:
+        run.forward()
+    return [run.backward() for run in reversed(runs)][::-1]
 
 
 class StageMemory(NamedTuple):
@@ -148,14 +163,13 @@ class _Half(NamedTuple):
     """F or B of a microbatch.
 
     held: the bytes of this microbatch that are alive after it. message: the bytes that it was given. sent:
-    the bytes that it gave. start: the level before it; rise: the most above that level. keeps_x, keeps_g:
-    whether the messages that F and B were given are alive after it.
+    the bytes that it gave. rise: the most above the level before it. keeps_x, keeps_g: whether the messages
+    that F and B were given are alive after it.
     """
 
     held: int
     message: int
     sent: int
-    start: int
     rise: int
     keeps_x: bool
     keeps_g: bool = False
@@ -198,7 +212,7 @@ class _UnitRun:
         del outputs
         sent = with_outputs - self._live.now
         self._held += self._own_level() - before
-        return _Half(self._held, x, sent, start, rise, self._keeps_x())
+        return _Half(self._held, x, sent, rise, self._keeps_x())
 
     def backward_input(self) -> _Half:
         """Run B."""
@@ -215,10 +229,17 @@ class _UnitRun:
         del given
         sent = with_given - self._live.now
         self._held += self._own_level() - before
-        return _Half(self._held, g, sent, start, rise, self._keeps_x(), keeps_g())
+        return _Half(self._held, g, sent, rise, self._keeps_x(), keeps_g())
+
+    def backward(self) -> int:
+        """Run BW; returns the most above the level before it."""
+        message = tuple(each and gradient_for(each, self._worker.device) for each in self._layout)
+        start = self._live.mark()
+        self._worker.backward(self._unit, message)
+        return self._live.highest - start
 
     def weights_after(self, f: _Half, b: _Half) -> MicrobatchBytes:
-        """Run W; returns all that was measured of the unit."""
+        """Run W; returns all that was measured of F, B and W."""
         start = self._live.mark()
         self._worker.backward_weight(self._unit)
         rise = self._live.highest - start
@@ -231,7 +252,7 @@ class _UnitRun:
             sent_g=b.sent,
             x_until=Op.W if b.keeps_x else Op.B if f.keeps_x else Op.F,
             g_until=Op.W if b.keeps_g else Op.B,
-            rises=(f.rise, b.rise, rise, max(b.rise, start + b.sent - b.start + rise)),
+            rises=(f.rise, b.rise, rise, 0),  # of BW: `_rises_of_bw`
         )
 
     def _own_level(self) -> int:
