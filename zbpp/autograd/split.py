@@ -134,7 +134,10 @@ def split(
     hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
     # A Function may put off a gradient of such a leaf, too: W adds them in one order, whenever W runs.
     added = [*found.computed_in_b.values()] if at_once and collector is None else []
-    with without_hooks(hooked) if hooked else nullcontext(), added_at_once(added):
+    with (
+        without_hooks(hooked) if hooked else nullcontext(),
+        added_at_once(added) if added else nullcontext(),
+    ):
         captured = iter(_captured(roots, root_grads, [*edges.values()], found, collector, is_hooked, keep))
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
