@@ -164,6 +164,26 @@ def test_programs_of_every_family_run(name, num_ranks):
     check(plan(name, num_ranks, 8), random.Random(0), bounded=True)
 
 
+def test_replicas_that_lack_different_microbatches_reduce_stages_in_one_order(first_seed):
+    """A reduction is collective over the replicas. Some orders would differ, or the test could not fail."""
+    differing = 0
+    for seed in range(first_seed, first_seed + 60):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng)
+        number = timetable.num_microbatches
+        lacking = timetable.without(rng.sample(range(number), rng.randrange(number)))
+        orders = [
+            [
+                [each.stage for each in program.instructions if isinstance(each, Reduce)]
+                for program in programs
+            ]
+            for programs in (lower(timetable), lower(lacking).reducing_as(timetable), lower(lacking))
+        ]
+        assert orders[0] == orders[1]
+        differing += orders[1] != orders[2]
+    assert differing > 5
+
+
 def test_lower_sends_nothing_between_stages_of_one_rank():
     """In a V, stages 1 and 2 share rank 1: x and g stay there."""
     timetable = Timetable.parse("0F0 3F0 3BW0 0BW0\n1F0 2F0 2BW0 1BW0")

@@ -20,11 +20,13 @@ _FORWARDS = {"evaluate": Timetable.forward_only, "predict": Timetable.forward_of
 class Lowering:
     """A timetable, and this rank's programs for the calls "step", "evaluate" and "predict".
 
-    index: the rank. text: of the timetable. number: tells timetables apart, the same in all processes.
+    index: the rank. text: of the timetable. whole: the timetable that this one lacks some microbatches of;
+    None: it lacks none. number: tells timetables apart, the same in all processes.
     """
 
-    def __init__(self, timetable: Timetable, text: str, index: int) -> None:
+    def __init__(self, timetable: Timetable, text: str, index: int, whole: Timetable | None = None) -> None:
         self.timetable, self.text, self.number = timetable, text, crc32(text.encode())
+        self._whole = whole
         self._index, self._lock = index, Lock()
         self._programs: dict[str, Program] = {}
         self._of_step: Programs | None = None
@@ -34,7 +36,8 @@ class Lowering:
     def programs(self) -> Programs:
         """The programs of all ranks for a step. Raises PlanError for a timetable that can't run."""
         if self._of_step is None:
-            self._of_step = lower(self.timetable)
+            programs = lower(self.timetable)
+            self._of_step = programs if self._whole is None else programs.reducing_as(self._whole)
         return self._of_step
 
     def program(self, call: str) -> Program:
@@ -52,7 +55,8 @@ class Lowering:
         key = tuple(sorted(microbatches))
 
         def made() -> Lowering:
-            return Lowering(self.timetable.without(key), f"{self.text}\nwithout {key}", self._index)
+            text = f"{self.text}\nwithout {key}"
+            return Lowering(self.timetable.without(key), text, self._index, self.timetable)
 
         with self._lock:
             return self._without.of(key, made)

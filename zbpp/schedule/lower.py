@@ -51,9 +51,19 @@ class Programs(Sequence[Program]):
     """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+        self._timeline, self._whole = timeline, timeline.timetable
         self._links = _connected(timeline.timetable)
         self._values = Values.of(timeline.timetable)
+
+    def reducing_as(self, whole: Timetable) -> Programs:
+        """These programs, with the stages of each rank reduced in the order of another timetable.
+
+        whole: the timetable that this one lacks some microbatches of. Replicas may lack different ones, and a
+        reduction is collective over replicas.
+        """
+        found = Programs(self._timeline)
+        found._whole = whole
+        return found
 
     @property
     def links(self) -> list[tuple[int, int]]:
@@ -104,9 +114,10 @@ class Programs(Sequence[Program]):
             instructions += [Send(value, peer) for value in link.values]
             instructions += [Release(value, peer) for value in link.values[:-behind]]
             keys += [_sort_keys(link.sent_at, _SEND), _sort_keys(link.sent_at[behind:], _RELEASE)]
-        complete_at = complete_stages(row)
-        instructions += map(Reduce, complete_at)
-        keys += [_sort_keys(np.array([*complete_at.values()], dtype=np.int64), _REDUCE)]
+        complete_at, reduced = complete_stages(row), [*complete_stages(self._whole.rows[rank])]
+        instructions += map(Reduce, reduced)
+        places = np.array([complete_at[stage] for stage in reduced], dtype=np.int64)
+        keys += [_sort_keys(np.maximum.accumulate(places), _REDUCE)]
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         sends = sorted((time, peer) for peer, link in inbound.items() for time in link.sent.tolist())
