@@ -184,6 +184,16 @@ def test_gradients_are_those_of_plain_autograd(case, arguments, expected):
         assert expected <= facts.deferred
 
 
+WHOLE = {case.__name__: [row[1] for row in rows() if row[0] is case] for case, _, _ in rows()}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_bw_gives_the_bits_of_b_and_w(name):
+    case = next(row[0] for row in rows() if row[0].__name__ == name)
+    for arguments in WHOLE[name]:
+        case(*arguments).compare_whole()
+
+
 # ---------------------------------------------------------------- under zbpp.checkpoint as without any
 
 CHECKPOINTED = [
@@ -210,6 +220,7 @@ def test_gradients_are_those_without_checkpointing(case):
     found, expected = case(how=zbpps).compare(), case(how=checkpoint.plainly).compare()
     assert_close(found.grads, expected.grads)
     assert found.deferred
+    case(how=zbpps).compare_whole()
 
 
 # ---------------------------------------------------------------- more than gradients

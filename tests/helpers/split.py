@@ -17,7 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.autograd import WeightGrads, backward_input
+from zbpp.autograd.arguments import roots_and_grads
 from zbpp.autograd.hooked_leaves import HookedTask
+from zbpp.autograd.hooks import num_hooks_made
+from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ComputedTask
 
 Call = Callable[..., Any]
@@ -62,6 +65,16 @@ class Case(NamedTuple):
         assert_close(found.buffers, expected.buffers, self.buffer_tolerance)
         assert found.num_products <= expected.num_products
         return facts
+
+    def compare_whole(self) -> None:
+        """BW gives the gradients that B and W give, to the last bit."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self.dtype)
+        try:
+            found, expected = _whole(self), _split(self)[0].grads
+        finally:
+            torch.set_default_dtype(before)
+        assert_close(found, expected, 0.0)
 
 
 def assert_equals_plain(*args: Any, **options: Any) -> Facts:
@@ -168,6 +181,17 @@ def _split(case: Case) -> tuple[_Side, Facts]:
     assert all(torch.equal(found, buffers[name]) for name, found in buffers_of(module).items())
     side = _Side(grads_of(module), input_grads, buffers_of(module), counted.number if counted else 0)
     return side, Facts(deferred, computed, held_bytes, side.grads)
+
+
+def _whole(case: Case) -> dict[str, Tensor]:
+    """The gradients of parameters by BW of all microbatches."""
+    module = _made(case)
+    for microbatch, (inputs, output) in enumerate(zip(*_forward(case, module), strict=True)):
+        roots, grads = roots_and_grads(output, output_grads(output, microbatch))
+        is_hooked = num_hooks_made() > 0
+        _, tasks, _ = split(roots, grads, tuple(inputs), None, is_hooked=is_hooked, at_once=True)
+        WeightGrads(tasks).accumulate()
+    return grads_of(module)
 
 
 def _made(case: Case) -> nn.Module:

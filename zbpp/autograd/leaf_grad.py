@@ -69,7 +69,7 @@ def set_aside(leaves: Iterable[Tensor]) -> Iterator[None]:
 
 
 class _AddAtOnce(Internal):
-    """A hook of a leaf: adds the gradient; the pass goes on with zeros that take no memory."""
+    """A hook of a leaf: adds the gradient. In place of a plain one the pass keeps zeros without memory."""
 
     def __init__(self, leaf: Tensor) -> None:
         self.leaf = leaf
@@ -78,25 +78,30 @@ class _AddAtOnce(Internal):
         if gradient is None:
             return None
         add_to_grad(self.leaf, gradient)
-        return gradient.new_zeros(()).expand_as(gradient)
+        is_plain = type(gradient) is Tensor and gradient.layout is torch.strided
+        return gradient.new_zeros(()).expand_as(gradient) if is_plain else None  # None: as it is
 
 
 @contextmanager
 def added_at_once(leaves: Iterable[Tensor]) -> Iterator[None]:
     """Inside, a pass that captures the gradients of these leaves adds them instead, each once it is whole.
 
-    The leaves have no hooks. What the pass captures for them has no meaning.
+    The leaves have no hooks but zbpp's own: a pass around this one may guard them. What the pass captures for
+    them has no meaning.
     """
-    mine: list[Any] = [*leaves]
-    for leaf in mine:
-        add = _AddAtOnce(leaf)
-        leaf._backward_hooks = OrderedDict({add: add})
+    mine: list[tuple[Any, Any, _AddAtOnce]] = [
+        (leaf, leaf._backward_hooks, _AddAtOnce(leaf)) for leaf in leaves
+    ]
+    for leaf, hooks, add in mine:
+        if hooks is None:
+            leaf._backward_hooks = OrderedDict()
+        leaf._backward_hooks[add] = add
     try:
         yield
     finally:
-        for leaf in mine:
-            leaf._backward_hooks.clear()  # the leaf's node holds this dictionary
-            leaf._backward_hooks = None
+        for leaf, hooks, add in mine:
+            del leaf._backward_hooks[add]  # the leaf's node holds this dictionary
+            leaf._backward_hooks = hooks
 
 
 class _ToMainGrad(Internal):
