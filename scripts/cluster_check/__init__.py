@@ -1,7 +1,7 @@
 """What zbpp does on a cluster of GPUs under torchrun and NCCL, on one page to send back.
 
     torchrun --nproc-per-node 8 scripts/cluster_check.py                 # the GPUs of this machine
-    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-1:29600 \
+    torchrun --nnodes 4 --nproc-per-node 8 --rdzv-backend c10d --rdzv-endpoint node-1:29600 \\
         scripts/cluster_check.py                                         # the same line on each of four nodes
     torchrun --nproc-per-node 2 scripts/cluster_check.py --device cpu --small    # tries the check itself
 

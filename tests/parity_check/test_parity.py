@@ -1,5 +1,6 @@
 """zbpp.parity names the mistakes that are planted in a hand-written trainer, and accuses no right one."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.hand_written import MICROBATCHES, HandWritten, Whole, loss_fn, toke
 from helpers.processes import run_ranks
 from helpers.split import float64
 from zbpp.parity_check import faults
+from zbpp.parity_check.command import main
 
 IN_ONE_PROCESS = [
     "",
@@ -173,11 +175,30 @@ def test_a_whole_that_does_not_fit_is_refused(whole, text):
         ({"num_microbatches": 3}, "has 4 rows, which don't split"),
         ({"clip": 1.0}, "clip_grad_norm is missing"),
         ({"update": print}, "optimizer is missing"),
+        ({"batch": (torch.ones(4, 3),)}, r"batch on rank 0 has one value: write \(\*inputs, target\)"),
+        ({"batch": torch.ones(4, 3)}, r"batch on rank 0 is a Tensor: write \(\*inputs, target\)"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options, text):
     with pytest.raises(ValueError, match=text):
         report_of(lambda: chain(nn.Linear), chain(nn.Linear), **options)
+
+
+@pytest.mark.parametrize(
+    "found, text",
+    [
+        ({"batchh": 1}, "zbpp.parity has no argument 'batchh'; did you mean batch?"),
+        ({"step": 1, "stages": 1, "whole": 1, "batch": 1}, "loss_fn is missing: zbpp.parity needs it"),
+        ([], "returned a list: return a dict"),
+    ],
+)
+def test_a_case_that_does_not_fit_is_one_line_and_the_status_2(found, text, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "some_case", SimpleNamespace(case=lambda: found))
+    assert main(["some_case.py:case", "--device", "cpu"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ")
+    assert text in said
+    assert said.count("\n") == 1
 
 
 def test_a_model_that_does_not_run_in_float64_runs_as_it_is_made():

@@ -402,6 +402,11 @@ def test_what_only_torch_can_run_runs_there_and_says_so_once():
         assert_alike(losses, expected if rank else [])
 
 
+def test_a_plan_of_no_schedule_is_refused_where_it_is_named():
+    with pytest.raises(ValueError, match="unknown schedule 'zb_outo'.*did you mean zb_auto"):
+        door.use_plan(SimpleNamespace(), "zb_outo")
+
+
 def dropped(rank, by_plan):
     """Pipelines that are given up: with their schedule, or for another plan of the same schedule."""
     x, y = batch()

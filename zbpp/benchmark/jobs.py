@@ -58,7 +58,7 @@ def measure(config: MeasureConfig) -> Summary:
         if config.lengths and workload.data.unit != "tokens":
             raise ConfigError(
                 f"lengths={config.lengths} cuts rows of tokens, and these data are no tokens: choose "
-                "data=text, tokens or chat, or leave lengths out"
+                "data=stdlib, text, tokens or chat, or leave lengths out"
             )
         costs = measurement.measure(workload, timetable, config.repeats).costs
         cut = layers_per_stage(workload.model, timetable.num_stages)

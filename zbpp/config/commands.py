@@ -43,9 +43,9 @@ class ScheduleConfig(Checked):
     )
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         given = self.slices
         if given is None or (type(given) is int and given >= 1):
+            super().__post_init__()
             return
         bounds = [*given] if isinstance(given, Sequence) and not isinstance(given, str) else []
         if len(bounds) < 2 or any(type(each) is not int for each in bounds):
@@ -53,6 +53,9 @@ class ScheduleConfig(Checked):
                 f"schedule.slices={given}: write how many, as 8; or the tokens at which slices begin, from 0 "
                 "on, and the length of a sequence, as [0,4096,7168,8192]"
             )
+        if len(bounds) == 2 and bounds[0] == 0 < bounds[1]:
+            raise ConfigError(f"schedule.slices={given} is one slice, which cuts nothing: leave it out")
+        super().__post_init__()
         self.slices = bounds  # zbpp/run/plan.py checks that they ascend
 
     @property

@@ -158,7 +158,7 @@ def _missing_module(config: DictConfig) -> str:
 def _data_of_another_model(key: object, text: str) -> str:
     """A message for data that ask for a key which the model has not, such as model.vocab_size."""
     return (
-        f"{key}: {text}. The chosen data, by default text, are not for this model: write "
+        f"{key}: {text}. The chosen data (by default data=stdlib, a text) are not for this model: write "
         "data._target_=my_file.my_data for data of yours, or data=regression; for a language model "
         f"{key}=... (docs/training.md)"
     )
@@ -237,6 +237,8 @@ def _in_python(text: str) -> str:
     )
     if kind and kind[2] in _KIND:
         return f"{kind[1]} is no value for it: write {_KIND[kind[2]]}"
+    if "is not a ListConfig, list or tuple" in text:
+        return "one value is no list: write [...], with commas between its values"
     if "is not Optional" in text:
         return "it can't be null: write a value, or leave it out"
     return text.partition("\n")[0]

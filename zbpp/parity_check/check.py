@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.parity_check.judge import Judge
 from zbpp.parity_check.ranks import Held, Naming, Ranks, Stages, digest_of, without_dropout
-from zbpp.parity_check.reference import Reference
+from zbpp.parity_check.reference import Reference, check_batch
 from zbpp.parity_check.report import Report
 from zbpp.runtime import clip_grad_norm_
 from zbpp.stage_api import mark_of
@@ -137,6 +137,8 @@ class _Check:
                 raise ValueError(
                     f"batch is None on rank {', '.join(missing)}: give every rank the batch of its step"
                 )
+            for rank, (batch, _) in enumerate(batches):
+                check_batch(batch, f" on rank {rank}")
             by_part: dict[str, Any] = {}
             for each, (batch, _) in zip(facts, batches, strict=True):
                 by_part.setdefault(each.part, batch)

@@ -3,7 +3,8 @@
     torchrun --nproc-per-node 2 -m zbpp.parity my_file:case
 
 `case` is a function in my_file.py that returns the arguments of zbpp.parity as a dict. Every rank calls it,
-inside the job's process group. The status is 0 if all is equal, 1 if not, 2 if the check can't be made.
+inside the job's process group. A rank's status is 0 if all is equal, 1 if not, 2 if the check can't be made;
+torchrun's is then 0, 1 and 1.
 """
 
 from __future__ import annotations
@@ -12,10 +13,29 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from inspect import signature
 from pathlib import Path
 
+import torch.distributed as dist
+
+from zbpp.error_text import did_you_mean, kind_of
 from zbpp.job.world import world
 from zbpp.parity_check.check import parity
+
+_ALONE = " (there is one process: torchrun --standalone --nproc-per-node 2 -m zbpp.parity ... starts two)"
+
+
+def _check_arguments(case: str, found: object) -> None:
+    """Raises ValueError unless these are the arguments of `parity`."""
+    if not isinstance(found, dict):
+        raise ValueError(f"{case} returned {kind_of(found)}: return a dict with the arguments of zbpp.parity")
+    known = signature(parity).parameters
+    for name in found:
+        if name not in known:
+            raise ValueError(f"{case}: zbpp.parity has no argument {name!r}{did_you_mean(str(name), known)}")
+    missing = [name for name, each in known.items() if each.default is each.empty and name not in found]
+    if missing:
+        raise ValueError(f"{case}: {', '.join(missing)} is missing: zbpp.parity needs it (docs/parity.md)")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,10 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with world(device=given.device) as here:
         try:
             case = getattr(import_module(module.removesuffix(".py")), function)
-            report = parity(**case())
+            found = case()
+            _check_arguments(given.case, found)
+            report = parity(**found)
         except (ValueError, ImportError, AttributeError) as error:
             if here.rank == 0:
-                print(f"error: {error}", file=sys.stderr)
+                print(f"error: {error}{'' if dist.is_initialized() else _ALONE}", file=sys.stderr)
             return 2
         if here.rank == 0:
             print(report)

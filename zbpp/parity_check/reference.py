@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd import auxiliary_losses
+from zbpp.error_text import kind_of
 from zbpp.parity_check.ranks import Facts, Sent, without_dropout
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.restored import Buffers, eval_mode, restored_generators
@@ -283,6 +284,13 @@ class Reference:
         finally:
             for module, name, parameter in changed:
                 module._parameters[name] = parameter
+
+
+def check_batch(batch: Any, where: str) -> None:
+    """Raises ValueError unless a batch is a mapping, or a tuple or list with inputs and a target."""
+    if not isinstance(batch, Mapping) and (not isinstance(batch, tuple | list) or len(batch) < 2):
+        wrong = "has one value" if isinstance(batch, tuple | list) and batch else f"is {kind_of(batch)}"
+        raise ValueError(f"batch{where} {wrong}: write (*inputs, target), or a dict with 'target'")
 
 
 def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any], Any]:

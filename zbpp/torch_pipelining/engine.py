@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_map
 
 from zbpp.job.agreement import gather, gather_over
 from zbpp.planning import plan
+from zbpp.planning.plan import check_name
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
@@ -49,10 +50,11 @@ Schedule = TypeVar("Schedule")
 def use_plan(schedule: Any, name: str, **options: Any) -> None:
     """From the next step on, run a schedule of zbpp's with the same stages on the same ranks.
 
-    name, options: those of `zbpp.plan`, such as "zb_auto" and memory_limit=4. The next step raises PlanError
-    on all ranks for a plan that does not exist, and for one that places stages on other ranks. Call it on
-    all ranks alike.
+    name, options: those of `zbpp.plan`, such as "zb_auto" and memory_limit=4. Raises PlanError for an unknown
+    name. The next step raises it on all ranks for a plan that does not exist, and for one that places stages
+    on other ranks. Call it on all ranks alike.
     """
+    check_name(name)
     setattr(schedule, _PLAN, (name, options))
 
 
