@@ -16,9 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_check.parts import Part, leave_out, new_file, run_part, write_page
+from gpu_check.parts import LEAST, Part, leave_out, new_file, run_part, write_page
 
-_LEAST = 10.0  # s: with less left no part begins
 _SPARE = 20.0  # s in which a rank's answer comes after the part's limit
 _GRACE = 15.0  # s that a part goes on after it has failed on another rank: ranks that notice it say so
 _FINE = "fine"
@@ -62,7 +61,7 @@ class Driver:
 
     def _part(self, number: int, part: Part, path: Path) -> None:
         """Run one part here. Rank 0 adds what other ranks say."""
-        if part.limit < _LEAST:
+        if part.limit < LEAST:
             leave_out(part, path, part.limit)
             self._failed[part.name] = "left out"
             return

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-_LEAST = 10.0  # s: with less left no part begins
+LEAST = 10.0  # s: with less left no part begins
 _POLL = 0.2  # s between two looks at what may stop a part early
 _LINES = 150  # the last ones of standard error that the page of a part that failed has
 _PR_SET_PDEATHSIG = 1  # of Linux: see prctl(2)
@@ -42,7 +42,7 @@ def run_parts(
         left = end - time.monotonic()
         path = new_file(out, part.name)
         try:
-            if left < _LEAST:
+            if left < LEAST:
                 leave_out(part, path, left)
                 failed.append(part.name)
             else:

@@ -9,7 +9,9 @@ from torch.testing._internal.two_tensor import TwoTensor
 from helpers.split import double
 from zbpp import backward_input
 from zbpp.autograd import rules
+from zbpp.autograd.arguments import roots_and_grads
 from zbpp.autograd.capture import unpack
+from zbpp.autograd.split import split
 
 
 class InList:
@@ -69,3 +71,15 @@ def test_weights_of_a_subclass_wait_once_it_is_registered(monkeypatch):
         )
     assert torch.equal(gradients[0].a, gradients[1].a)
     assert torch.equal(gradients[0].b, gradients[1].b)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+def test_gradients_that_the_pass_adds_at_once_are_those_of_the_given_parameters_alone(at_once):
+    x, scale, other = (double(4, seed=seed).requires_grad_() for seed in range(3))
+    roots, root_grads = roots_and_grads((x * scale * other).sum(), None)
+    _, tasks, _ = split(roots, root_grads, (x,), {id(scale)}, is_hooked=False, at_once=at_once)
+    assert (scale.grad is not None) == at_once
+    for each in tasks:
+        each.accumulate()
+    assert torch.equal(scale.grad, (x * other).detach())
+    assert other.grad is None

@@ -138,7 +138,7 @@ def with_a_bad_target(rank):
 def test_a_replica_whose_target_is_refused_lets_no_other_one_wait():
     (waiting, seconds), (refused, _) = run_ranks(with_a_bad_target, 2)
     assert "mean_over_tokens counts a tensor of whole numbers" in refused
-    assert waiting.startswith("rank 0, summing the numbers of targets over replicas and shards: ")
+    assert waiting.startswith("rank 0, summing the numbers of targets over replicate: ")
     assert seconds < 45
 
 

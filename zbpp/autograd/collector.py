@@ -43,7 +43,7 @@ class Collector:
         self.input_grads: list[Gradients] = []
 
     def put_off(self, tasks: list[Task]) -> None:
-        """Take tasks of W; they run now if W follows B at once. Empties the list."""
+        """Take tasks of W. If W follows B at once they run now, and each leaves the list: its tensors go."""
         if not self.at_once:
             self.tasks += tasks
             return

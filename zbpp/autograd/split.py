@@ -114,9 +114,9 @@ def split(
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
     may run these tasks at once, see WeightGrads.take_large.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
-    looking for hooks takes time. keep: as in backward_input. at_once: whether W follows B at once (BW). What
-    B computes of weight gradients is then added to `.grad` in the pass, and so is what Functions such as a
-    checkpoint put off: their memory is free before the pass is over. Leaves with hooks wait for W.
+    looking for hooks takes time. keep: as in backward_input. at_once: whether W follows B at once (BW). If no
+    leaf has hooks, the pass then adds gradients to `.grad`: those that Functions such as a checkpoint put
+    off, or, without Functions, those that B computes. Their memory is free before the pass is over.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -132,8 +132,8 @@ def split(
     collector = Collector(inputs, wanted, is_hooked, keep, at_once) if found.functions else None
     # W runs the hooks of leaves: B captures the gradients that come before them.
     hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
-    # A Function may put off a gradient of such a leaf, too: W adds them in one order, whenever W runs.
-    added = [*found.computed_in_b.values()] if at_once and collector is None else []
+    # A Function may put off a gradient of a leaf that B computes one of, too: W adds both, in one order.
+    added = _of(wanted, found.computed_in_b.values()) if at_once and collector is None else []
     with (
         without_hooks(hooked) if hooked else nullcontext(),
         added_at_once(added) if added else nullcontext(),
@@ -142,9 +142,7 @@ def split(
     grads: list[Tensor | None] = [None] * len(inputs)
     for position in edges:
         grads[position] = next(captured)
-    if added:
-        found.computed_in_b.clear()  # nothing is left of them for W
-    tasks = _tasks(found, captured, wanted)
+    tasks = _tasks(found, captured, wanted, is_added=bool(added))
     if collector is not None:
         grads, tasks = collector.added_to(grads, tasks)
     if found.hooked or collector is not None:
@@ -213,16 +211,25 @@ def _refuse_added(found: Survey) -> None:
         )
 
 
-def _tasks(found: Survey, captured: Iterator[Tensor | None], wanted: set[int] | None) -> list[Task]:
-    """The tasks of W. As in plain autograd, a node that no gradient reached adds nothing."""
+def _of(wanted: set[int] | None, leaves: Iterable[Tensor]) -> list[Tensor]:
+    return [each for each in leaves if wanted is None or id(each) in wanted]
+
+
+def _tasks(
+    found: Survey, captured: Iterator[Tensor | None], wanted: set[int] | None, *, is_added: bool
+) -> list[Task]:
+    """The tasks of W. As in plain autograd, a node that no gradient reached adds nothing.
+
+    is_added: whether the pass has added the gradients that B computes.
+    """
     uses = [
         new_tuple(UseTask, (use, dy, use.version + dy._version))
         for use, dy in zip(found.uses, captured, strict=False)
         if dy is not None
     ]
     tasks: list[Task] = tasks_per_leaf(uses) if found.has_sums else uses
-    for leaf, gradient in zip(found.computed_in_b.values(), captured, strict=False):
-        if gradient is not None and (wanted is None or id(leaf) in wanted):
+    for leaf, gradient in zip(found.computed_in_b.values(), captured, strict=True):
+        if gradient is not None and not is_added and (wanted is None or id(leaf) in wanted):
             tasks.append(new_tuple(ComputedTask, (leaf, gradient, gradient._version)))
     return tasks
 

@@ -265,7 +265,7 @@ class Rank:
     def _sum(self, dimensions: Sequence[str], values: Tensor) -> None:
         """Sum the values, in place, over these dimensions of the mesh. Collective."""
         for name in dimensions:
-            with communicating(f"rank {self.index}, summing the numbers of targets over replicas and shards"):
+            with communicating(f"rank {self.index}, summing the numbers of targets over {name}"):
                 dist.all_reduce(values, group=self.groups.get(name) or self.place.group(name))
 
     def _execute(self, executor: Executor, batch: Batch) -> None:

@@ -10,8 +10,6 @@ from typing import Any
 from zbpp.schedule.timetable import PlanError, Timetable, shown
 
 LONGEST = 1e50  # the largest length allowed: its square times a cost is still finite
-
-
 _WRITE = "write where each slice begins, from 0 on, and the sequence's end"
 
 

@@ -75,11 +75,9 @@ class Parts(NamedTuple):
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of a tensor over the processes."""
-        return (
-            x
-            if self.context is None
-            else self.whole(x.reshape(1, -1)).view(self.num_processes, *x.shape).sum(0)
-        )
+        if self.context is None:
+            return x
+        return self.whole(x.reshape(1, -1)).view(self.num_processes, *x.shape).sum(0)
 
 
 def try_parts(config: PretrainedConfig, cut: Cut, parts: Parts) -> None:
