@@ -82,7 +82,7 @@ def test_the_last_parts_are_left_out_and_nothing_erases_another_page(tmp_path):
 
 
 def test_a_part_has_an_environment_of_its_own_and_no_more_time_than_is_left(tmp_path, monkeypatch):
-    monkeypatch.setattr(parts, "_LEAST", 0.5)
+    monkeypatch.setattr(parts, "LEAST", 0.5)
     some = [parts.Part("a", 60, {"A": "of a"}), parts.Part("b", 60), parts.Part("c", 60)]
     code = (
         "import os, time; print(os.environ.get('A'), flush=True); time.sleep(0 if 'A' in os.environ else 99)"
@@ -161,7 +161,7 @@ ON_RANKS = {
 
 def test_a_rank_that_crashes_or_hangs_costs_one_part_of_the_cluster_check(tmp_path, monkeypatch, capfd):
     """The page names the part and the rank, the other parts are there, and nothing is left running."""
-    monkeypatch.setattr(driver, "_LEAST", 0.0)
+    monkeypatch.setattr(driver, "LEAST", 0.0)
     monkeypatch.setattr(driver, "_GRACE", 0.5)
     store = HashStore()
 
@@ -197,7 +197,7 @@ def test_a_rank_that_crashes_or_hangs_costs_one_part_of_the_cluster_check(tmp_pa
 
 
 def test_a_rank_whose_driver_is_gone_has_failed(tmp_path, monkeypatch):
-    monkeypatch.setattr(driver, "_LEAST", 0.0)
+    monkeypatch.setattr(driver, "LEAST", 0.0)
     monkeypatch.setattr(driver, "_SPARE", 0.0)
     alone = driver.Driver(HashStore(), "check", 0, 2, do("print('a row')"), tmp_path)
     assert alone.run([parts.Part("a", 2)], 99) == 1
