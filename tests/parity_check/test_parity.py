@@ -1,6 +1,7 @@
 """zbpp.parity names the mistakes that are planted in a hand-written trainer, and accuses no right one."""
 
 import sys
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -11,7 +12,8 @@ import zbpp
 from helpers.hand_written import MICROBATCHES, HandWritten, Whole, loss_fn, tokens
 from helpers.processes import run_ranks
 from helpers.split import float64
-from zbpp.parity_check import faults
+from zbpp.job.world import World
+from zbpp.parity_check import command, faults
 from zbpp.parity_check.command import main
 
 IN_ONE_PROCESS = [
@@ -199,6 +201,14 @@ def test_a_case_that_does_not_fit_is_one_line_and_the_status_2(found, text, monk
     assert said.startswith("error: ")
     assert text in said
     assert said.count("\n") == 1
+
+
+def test_a_case_that_fails_on_another_rank_alone_says_so(monkeypatch, capsys):
+    """The first rank saw a closed connection, and no rank said why."""
+    monkeypatch.setattr(command, "world", lambda device: nullcontext(World(1, 2, torch.device("cpu"))))
+    monkeypatch.setitem(sys.modules, "some_case", SimpleNamespace(case=lambda: int("x")))
+    assert main(["some_case.py:case"]) == 2
+    assert capsys.readouterr().err.startswith("error on rank 1: invalid literal")
 
 
 def test_a_model_that_does_not_run_in_float64_runs_as_it_is_made():

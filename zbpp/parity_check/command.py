@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from inspect import signature
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -25,8 +26,8 @@ from zbpp.parity_check.check import parity
 _ALONE = " (there is one process: torchrun --standalone --nproc-per-node 2 -m zbpp.parity ... starts two)"
 
 
-def _check_arguments(case: str, found: object) -> None:
-    """Raises ValueError unless these are the arguments of `parity`."""
+def _checked(case: str, found: object) -> dict[str, Any]:
+    """What a case has returned. Raises ValueError unless these are arguments of `parity`."""
     if not isinstance(found, dict):
         raise ValueError(f"{case} returned {kind_of(found)}: return a dict with the arguments of zbpp.parity")
     known = signature(parity).parameters
@@ -36,6 +37,7 @@ def _check_arguments(case: str, found: object) -> None:
     missing = [name for name, each in known.items() if each.default is each.empty and name not in found]
     if missing:
         raise ValueError(f"{case}: {', '.join(missing)} is missing: zbpp.parity needs it (docs/parity.md)")
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -53,14 +55,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.exit(2, f"error: {given.case}: write FILE:FUNCTION, such as my_file:case\n")
     sys.path.insert(0, "")  # files of the current folder
     with world(device=given.device) as here:
+        found: object = None
         try:
             case = getattr(import_module(module.removesuffix(".py")), function)
             found = case()
-            _check_arguments(given.case, found)
-            report = parity(**found)
+            report = parity(**_checked(given.case, found))
         except (ValueError, ImportError, AttributeError) as error:
-            if here.rank == 0:
-                print(f"error: {error}{'' if dist.is_initialized() else _ALONE}", file=sys.stderr)
+            if here.rank == 0 or found is None:  # the case may have failed on this rank alone
+                of_rank = f" on rank {here.rank}" if here.rank else ""
+                print(f"error{of_rank}: {error}{'' if dist.is_initialized() else _ALONE}", file=sys.stderr)
             return 2
         if here.rank == 0:
             print(report)
