@@ -2,6 +2,8 @@
 
 import inspect
 import pkgutil
+import subprocess
+import sys
 from importlib import import_module
 from inspect import Parameter
 
@@ -111,3 +113,10 @@ def test_no_public_name_is_hidden_by_a_module_of_that_name():
     for name in modules & set(zbpp.__all__):
         value = getattr(zbpp, name)
         assert import_module(f"zbpp.{name}") is getattr(zbpp, name) is value
+
+
+def test_packages_that_docs_name_need_no_import_of_their_own():
+    code = (
+        "import zbpp; zbpp.stage_api.mean_over_tokens, zbpp.torch_pipelining.install, zbpp.autograd.recompute"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

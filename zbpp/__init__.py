@@ -168,7 +168,13 @@ __all__ = [
 _set_environment()
 
 
+# Packages that the docs name without an import of their own: `zbpp.stage_api.mean_over_tokens`.
+_PACKAGES = ("autograd", "stage_api", "torch_pipelining")
+
+
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"zbpp.{name}")
     if name not in _HOME:
         raise AttributeError(f"module 'zbpp' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

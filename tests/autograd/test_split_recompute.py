@@ -8,6 +8,7 @@ from torch import nn
 
 from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
 from zbpp import backward_input, checkpoint
+from zbpp.autograd import defer
 
 
 class Block(nn.Module):
@@ -209,3 +210,52 @@ def test_a_tensor_hook_sees_the_sum_over_checkpoints_and_other_uses_once(backwar
         plain_backward(plain(double(5, 4, seed=microbatch)))
     assert_close(grads_of(module), grads_of(plain))
     assert count.number == (2 * 2 * 4 if has_others else 0)
+
+
+class _KeepsAttributes(torch.autograd.Function):
+    """Scale by a weight that waits for W; nothing of it is freed by a pass."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.kept = x.detach(), weight
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.kept
+        return dy * weight.detach(), defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
+
+
+def _closed_over(function):
+    torch.manual_seed(0)
+    x = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    scaled = function.apply(x, weight)
+    return x, weight, scaled + checkpoint(lambda z: z.sin() * 2 + scaled, x)
+
+
+def test_function_behind_a_closed_over_tensor_waits_in_both_passes():
+    x, weight, y = _closed_over(_KeepsAttributes)
+    (grad,), weight_grads = backward_input(y, torch.ones_like(y), [x])
+    weight_grads.accumulate()
+    expected_x = 2 * weight + 2 * x.cos()
+    assert torch.allclose(grad, expected_x, rtol=1e-12, atol=1e-12)
+    assert torch.allclose(weight.grad, 2 * x.sum(0), rtol=1e-12, atol=1e-12)
+
+
+class _Saves(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
+
+
+def test_freed_function_behind_a_closed_over_tensor_is_refused_in_words():
+    x, _, y = _closed_over(_Saves)
+    with pytest.raises(RuntimeError, match="pass that tensor as an argument"):
+        backward_input(y, torch.ones_like(y), [x])

@@ -36,7 +36,7 @@ from torch.autograd.graph import GradientEdge
 
 from zbpp.autograd.arguments import Outputs, Root, as_list, edge_of, leaf_ids, needs_grad, roots_and_grads
 from zbpp.autograd.chains import share_chains
-from zbpp.autograd.collector import Collector
+from zbpp.autograd.collector import Collector, collector_of
 from zbpp.autograd.gradient_guard import GradientGuard
 from zbpp.autograd.graph import Edge, Survey, new_tuple, survey
 from zbpp.autograd.hooked_leaves import grouped
@@ -164,6 +164,8 @@ def _captured(
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
     targets += [new_tuple(GradientEdge, (site, 0, None)) for site in found.sites]
     targets += [new_tuple(GradientEdge, (leaf, 0, None)) for leaf in found.computed_in_b]
+    # A checkpoint's pass may go through Functions of the pass around it: they get their collector back.
+    outer = [collector_of(function) for function in found.functions]
     for function in found.functions:
         function.zbpp_collector = collector
     # Functions and hooks are the only Python code in the pass: nothing else can change a captured gradient.
@@ -172,8 +174,8 @@ def _captured(
     try:
         captured = _run(roots, root_grads, targets, keep)
     finally:
-        for function in found.functions:
-            del function.zbpp_collector
+        for function, before in zip(found.functions, outer, strict=True):
+            function.zbpp_collector = before
         changed = guard.end() if guard else []
     _refuse_changed(changed, found.functions)
     if found.functions:
