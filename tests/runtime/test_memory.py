@@ -69,13 +69,31 @@ class Checkpointed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class Identity(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return Identity.apply(x)
+
+
 def recomputing(block):
     recompute(block)
     return block
 
 
+@pytest.mark.parametrize("end", [(), (Same(),)], ids=["", "and a Function"])
 @pytest.mark.parametrize("wrap", [Checkpointed, recomputing], ids=["torch's checkpoint", "zbpp's"])
-def test_bw_of_checkpointed_blocks_takes_the_memory_of_a_plain_backward_and_has_the_bits_of_b_and_w(wrap):
+def test_bw_of_checkpointed_blocks_takes_the_memory_of_a_plain_backward_and_has_the_bits_of_b_and_w(
+    wrap, end
+):
     rows, hidden, num = 64, 128, 2
     x, y = torch.randn(2, num * rows, hidden)
 
@@ -85,7 +103,7 @@ def test_bw_of_checkpointed_blocks_takes_the_memory_of_a_plain_backward_and_has_
 
     def model():
         torch.manual_seed(0)
-        return nn.Sequential(*[block() for _ in range(6)])
+        return nn.Sequential(*[block() for _ in range(6)], *end)
 
     def plain(model):
         for own in zip(x.chunk(num), y.chunk(num), strict=True):

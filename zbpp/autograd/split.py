@@ -115,8 +115,9 @@ def split(
     may run these tasks at once, see WeightGrads.take_large.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
     looking for hooks takes time. keep: as in backward_input. at_once: whether W follows B at once (BW). If no
-    leaf has hooks, the pass then adds gradients to `.grad`: those that Functions such as a checkpoint put
-    off, or, without Functions, those that B computes. Their memory is free before the pass is over.
+    leaf has hooks, the pass then adds gradients to `.grad`: those that Functions put off, and those that B
+    computes, these not beside a zbpp.checkpoint or a compiled call. Their memory is free before the pass is
+    over.
     """
     edges = {position: edge_of(each) for position, each in enumerate(inputs) if needs_grad(each)}
     try:
@@ -132,8 +133,10 @@ def split(
     collector = Collector(inputs, wanted, is_hooked, keep, at_once) if found.functions else None
     # W runs the hooks of leaves: B captures the gradients that come before them.
     hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
-    # A Function may put off a gradient of a leaf that B computes one of, too: W adds both, in one order.
-    added = _of(wanted, found.computed_in_b.values()) if at_once and collector is None else []
+    # An empty leaf is the dummy of a checkpoint or of a compiled call. These may put off the gradient of a
+    # leaf that B computes one of, too, before or behind that one: W adds both, in one order.
+    is_seen = collector is None or all(each.numel() for each in found.computed_in_b.values())
+    added = _of(wanted, found.computed_in_b.values()) if at_once and is_seen else []
     with (
         without_hooks(hooked) if hooked else nullcontext(),
         added_at_once(added) if added else nullcontext(),
