@@ -87,12 +87,13 @@ def _in_order(readers: Sequence[Any], processes: Sequence[Any], limit: float) ->
 def _next(readers: Sequence[Any], processes: Sequence[Any], gone: set[int], limit: float) -> Any:
     """The next (rank, kind, value) of a rank that is not gone."""
     here = [rank for rank in range(len(processes)) if rank not in gone]
-    wait([*(readers[rank] for rank in here), *(processes[rank].sentinel for rank in here)], limit)
+    ready = wait([*(readers[rank] for rank in here), *(processes[rank].sentinel for rank in here)], limit)
     for rank in here:
         if readers[rank].poll():
             return rank, *readers[rank].recv()
     for rank in here:
-        if processes[rank].exitcode is not None:
+        if processes[rank].sentinel in ready:
+            processes[rank].join()
             return rank, "error", f"died, exit code {processes[rank].exitcode}"
     for rank in here:
         os.kill(processes[rank].pid, signal.SIGUSR1)

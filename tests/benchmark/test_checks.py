@@ -223,11 +223,11 @@ def counting(rank, here, first, fails_at):
     [
         ("raises", "rank 1: ValueError: b"),
         ("dies", "rank 1: died, exit code -9"),
-        ("hangs", "no rank answered for 2 s"),
+        ("hangs", "no rank answered for 3 s"),
     ],
 )
 def test_a_rank_that_fails_ends_its_job_after_what_was_done(monkeypatch, how, says, capfd):
-    monkeypatch.setattr(local_ranks, "patience", lambda here: 2.0)
+    monkeypatch.setattr(local_ranks, "patience", lambda here: 3.0 if how == "hangs" else 60.0)
     found = local_ranks.on_ranks(2, counting, Here(torch.device("cpu"), True), 1, {how: 2})
     assert next(found) == [(0, 1), (1, 1)]
     with pytest.raises(RuntimeError, match=says):

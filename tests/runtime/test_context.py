@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from helpers.processes import run_ranks
 from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, plan, replicate
 from zbpp.autograd import backward_input
+from zbpp.autograd.weight_grads import ComputedTask
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.call import Call
@@ -78,9 +79,14 @@ def num_tasks(name, num_stages):
         output = model.build_stage(index, num_stages)(*received)
         inputs = [each for each in received if each.requires_grad]
         _, weight_grads = backward_input([output], [torch.ones_like(output)], inputs)
-        found.append(len(weight_grads._tasks))
+        found.append(num_deferred(weight_grads))
         received = (output.detach().requires_grad_(),)
     return found
+
+
+def num_deferred(weight_grads):
+    """How many gradients W computes. Those that B has computed wait for a W, but not in a BW."""
+    return sum(not isinstance(each, ComputedTask) for each in weight_grads._tasks)
 
 
 CASES = [*product(MODELS, ("ignored",), SCHEDULES + SLICED)]
@@ -122,7 +128,7 @@ def count_tasks(worker, seen):
     accumulate = worker.accumulate
 
     def count(weight_grads):
-        seen.add(len(weight_grads._tasks))
+        seen.add(num_deferred(weight_grads))
         accumulate(weight_grads)
 
     worker.accumulate = count

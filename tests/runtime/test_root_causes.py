@@ -1,6 +1,7 @@
 """Where an error comes from: said by the rank that raised it, and by the ranks that it ended."""
 
 import os
+import re
 import signal
 import traceback
 
@@ -99,4 +100,4 @@ def test_an_error_names_its_action_on_its_rank_and_the_other_rank_what_it_waited
     assert place in on_1
     assert ("in the loss function" in on_1) == (case == "loss")
     assert "CommunicationError: rank 0, instruction " in on_0[0]
-    assert " from 1): " in on_0[0]
+    assert re.search(r" (from|to) 1\): ", on_0[0])  # rank 0 may be in a send when the connection closes
