@@ -25,7 +25,10 @@ _SAID = 4000  # characters of another rank's page, if its part failed
 
 
 class Driver:
-    """Of one rank. store: torch's, shared by all ranks. command: of a part. out: the folder of the page."""
+    """The driver of one rank, which runs the parts of this rank one after the other.
+
+    store: torch's, shared by all ranks. command: of a part. out: the folder of the page.
+    """
 
     def __init__(
         self,

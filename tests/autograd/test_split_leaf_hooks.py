@@ -11,9 +11,9 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 
 from helpers.leaf_hooks import KINDS, Seen, assert_same, assert_same_calls, total_of
-from helpers.split import double, float64
+from helpers.split import Waits, double, float64
 from zbpp import backward_input, checkpoint
-from zbpp.autograd import defer, hooks
+from zbpp.autograd import hooks
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.hooked_leaves import give_to_leaves
 
@@ -47,18 +47,6 @@ class Repeats(torch.autograd.Function):
             y = ctx.fn(x)
         torch.autograd.backward(y, dy)
         return None, x.grad
-
-
-class Waits(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
 
 
 class DropsGradient(torch.autograd.Function):

@@ -6,7 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from helpers.split import CountCalls, assert_close, assert_equals_plain, double, float64, grads_of, leaf
+from helpers.split import (
+    CountCalls,
+    Waits,
+    assert_close,
+    assert_equals_plain,
+    double,
+    float64,
+    grads_of,
+    leaf,
+)
 from zbpp import backward_input, checkpoint
 from zbpp.autograd import defer
 
@@ -243,19 +252,7 @@ def test_function_behind_a_closed_over_tensor_waits_in_both_passes():
     assert torch.allclose(weight.grad, 2 * x.sum(0), rtol=1e-12, atol=1e-12)
 
 
-class _Saves(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
-
-
 def test_freed_function_behind_a_closed_over_tensor_is_refused_in_words():
-    x, _, y = _closed_over(_Saves)
+    x, _, y = _closed_over(Waits)
     with pytest.raises(RuntimeError, match="pass that tensor as an argument"):
         backward_input(y, torch.ones_like(y), [x])

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpp.autograd import WeightGrads, backward_input
+from zbpp.autograd import WeightGrads, backward_input, defer
 from zbpp.autograd.arguments import roots_and_grads
 from zbpp.autograd.hooked_leaves import HookedTask
 from zbpp.autograd.hooks import num_hooks_made
@@ -131,6 +131,20 @@ class _Side(NamedTuple):
     input_grads: dict[str, Tensor]
     buffers: dict[str, Tensor]
     num_products: int
+
+
+class Waits(torch.autograd.Function):
+    """x * weight; the gradient of the weight waits for W."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, weight = ctx.saved_tensors
+        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
 
 
 def _plain(case: Case) -> _Side:

@@ -133,10 +133,7 @@ def split(
     collector = Collector(inputs, wanted, is_hooked, keep, at_once) if found.functions else None
     # W runs the hooks of leaves: B captures the gradients that come before them.
     hooked = [node for node in found.hooked.values() if node in found.computed_in_b]
-    # An empty leaf is the dummy of a checkpoint or of a compiled call. These may put off the gradient of a
-    # leaf that B computes one of, too, before or behind that one: W adds both, in one order.
-    is_seen = collector is None or all(each.numel() for each in found.computed_in_b.values())
-    added = _of(wanted, found.computed_in_b.values()) if at_once and is_seen else []
+    added = _added_in_pass(found, wanted) if at_once else []
     with (
         without_hooks(hooked) if hooked else nullcontext(),
         added_at_once(added) if added else nullcontext(),
@@ -216,7 +213,15 @@ def _refuse_added(found: Survey) -> None:
         )
 
 
-def _of(wanted: set[int] | None, leaves: Iterable[Tensor]) -> list[Tensor]:
+def _added_in_pass(found: Survey, wanted: set[int] | None) -> list[Tensor]:
+    """The leaves whose gradients a BW adds in its pass; [] beside a checkpoint or a compiled call.
+
+    Such a call has an empty leaf as its dummy. It may put off the gradient of a leaf that B computes one of,
+    too, before or behind that one: W adds both, in one order.
+    """
+    leaves = found.computed_in_b.values()
+    if found.functions and not all(each.numel() for each in leaves):
+        return []
     return [each for each in leaves if wanted is None or id(each) in wanted]
 
 

@@ -64,8 +64,8 @@ class Cut(NamedTuple):
     no_head: str  # why
     constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
     refused: Mapping[Kind, str]  # batches that the family can't be trained with, and why
-    # Of each trial of sequences in parts (trial.py), the batches that can't come in them, and why. The key:
-    # whether they come in slices, and how many processes share each sequence.
+    # {(whether sequences come in slices, how many processes share each): the batches that a trial of such
+    # parts has refused, and why}, see trial.py.
     refused_in_parts: dict[tuple[bool, int], Mapping[Kind, str]]
 
 

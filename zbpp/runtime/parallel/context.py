@@ -67,11 +67,11 @@ class ContextParallel(Feature):
         self._parts = SequenceParts(self._group, has_inputs=0 in rank.workers)
 
     def take(self, call: Call) -> Call:
-        """See Feature. Of each sequence this process's part."""
+        """See Feature. Returns the call with this process's part of each sequence."""
         return self._parts.of(call)
 
     def give(self, call: Call, result: Result) -> Result:
-        """See Feature. Of whole sequences, equal on all processes of the group. Collective."""
+        """See Feature. Returns the result of whole sequences, the same on all processes. Collective."""
         return self._parts.whole(call, result)
 
     def _hold(self, stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
