@@ -57,7 +57,6 @@ class _Bound(NamedTuple):
     """A program and its variants as functions. dropped: the W's that a pass has left out."""
 
     given: Program
-    resolver: Resolver
     variants: dict[Posting, tuple[Program, Resolution, list[Action]]]
 
 
@@ -95,8 +94,11 @@ class Executor:
         self.pool = BufferPool(device)
         self.inboxes = make_inboxes(program, links, self.pool, self.layouts)
         self._outboxes = make_outboxes(program, links, device, self.layouts)
-        self._workers, self._methods, self._num_stages = workers, methods, num_stages
+        self._workers = workers
         self._extras, self._call = Extras() if extras is None else extras, call
+        self._resolver = Resolver(
+            workers, methods, num_stages, self.inboxes, self._outboxes, self._extras, call
+        )
         self.postings, self.sizes = postings, list[Size]()
         self._bound = LastUsed[str, _Bound]()  # by the program's name
         self.use("", program)
@@ -104,21 +106,7 @@ class Executor:
 
     def use(self, name: str, program: Program) -> None:
         """Run this program from now on. name: of the program, among this executor's."""
-
-        def bound() -> _Bound:
-            resolver = Resolver(
-                program,
-                self._workers,
-                self._methods,
-                self._num_stages,
-                self.inboxes,
-                self._outboxes,
-                self._extras,
-                self._call,
-            )
-            return _Bound(program, resolver, {})
-
-        self._now, self._name = self._bound.of(name, bound), name
+        self._now, self._name = self._bound.of(name, lambda: _Bound(program, {})), name
 
     @property
     def given(self) -> Program:
@@ -152,7 +140,7 @@ class Executor:
             program = posting(self._extras.rewrite(self._call, self.given))
             kept = set(_weight_actions(program))
             dropped = [each for each in _weight_actions(self.given) if each not in kept]
-            variants[posting] = program, self._now.resolver.resolution(program), dropped
+            variants[posting] = program, self._resolver.resolution(program), dropped
         self._program, self._resolution, self._dropped = variants[posting]
 
     @property
@@ -177,8 +165,7 @@ class Executor:
         and its number, the value and the peer; ValueError for a message whose layout has changed; BeginAgain.
         """
         resolution = self._resolution
-        places = self._now.resolver.slots
-        slots = [_NO_MESSAGE] * (FIRST_SLOT + len(places))
+        slots = [_NO_MESSAGE] * (FIRST_SLOT + len(resolution.slots))
         position = 0
         try:
             for position, (function, takes, gives) in enumerate(resolution.functions):  # noqa: B007  # for explain
@@ -196,7 +183,7 @@ class Executor:
         for stage, _, microbatch in self._dropped:  # a pass has left these W's out
             self._workers[stage].take_deferred(microbatch)
         if any(slots[FIRST_SLOT:]):
-            left = [str(value) for value, slot in places.items() if slots[slot]]
+            left = [str(value) for value, slot in resolution.slots.items() if slots[slot]]
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
 
     def drop_messages(self) -> None:

@@ -46,16 +46,19 @@ from zbpp.schedule.program import Instruction, Update
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
-_NAMES = ("x", "g")  # of messages
+_NAMES = ("x", "g")  # of messages; saved and deferred stay inside their StageWorker
 
 EMPTY_SLOT, UNREAD_SLOT, FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
 
 class _Messages(NamedTuple):
-    """The messages that an action takes, and those that it makes."""
+    """The message that an instruction takes, and the one that it gives; None: it takes, or gives, none."""
 
-    taken: tuple[Value, ...]
-    made: tuple[Value, ...]
+    taken: Value | None = None
+    given: Value | None = None
+
+
+_NO_MESSAGES = _Messages()
 
 
 class Resolved(NamedTuple):
@@ -66,14 +69,16 @@ class Resolved(NamedTuple):
     gives: int = UNREAD_SLOT
 
 
-_OF_AN_EXTRA = Resolved(lambda message: ())
-
-
 class Resolution(NamedTuple):
-    """A program as functions. instructions: of each function; None for the functions that end a pass."""
+    """A program as functions.
+
+    instructions: of each function; None for the functions that end a pass. slots: {value: the slot in which
+    it waits}.
+    """
 
     functions: list[Resolved]
     instructions: list[Instruction | None]
+    slots: dict[Value, int]
 
 
 class Resolver:
@@ -81,13 +86,10 @@ class Resolver:
 
     workers: by stage. methods: {op: the method of StageWorker that does it}. inboxes, outboxes: by peer.
     extras: their handlers and functions run in calls of the kind `call`, see extra.py.
-
-    slots: {value: the slot in which it waits}, for the values that instructions of `program` take.
     """
 
     def __init__(
         self,
-        program: Program,
         workers: Mapping[int, StageWorker],
         methods: Mapping[Op, StageMethod],
         num_stages: int,
@@ -96,92 +98,89 @@ class Resolver:
         extras: Extras,
         call: str,
     ) -> None:
-        self._workers, self._methods, self._num_stages = workers, methods, num_stages
+        self._workers, self._methods = workers, methods
         self._inboxes, self._outboxes = inboxes, outboxes
         self._extras, self._call = extras, call
-        self._sent = [each.value for each in program.instructions if isinstance(each, Send)]
-        self._messages: dict[Action, _Messages] = {}
-        taken = [value for each in program.instructions for value in self._taken(each)]
-        self.slots = dict(zip(taken, count(FIRST_SLOT)))
-        self._handovers = {value: Handover(channel_of(value)) for value in self._handed_over()}
+        self._receive = {peer: _without_message(inbox.receive) for peer, inbox in inboxes.items()}
+        self._release = {peer: _without_message(outbox.release) for peer, outbox in outboxes.items()}
+        # By stage and op, for microbatch 0: the table of the data flow is asked once.
+        self._first = {
+            (stage, op): _messages_of(Action(stage, op, 0), num_stages) for stage in workers for op in Op
+        }
 
     def resolution(self, program: Program) -> Resolution:
         """The functions of a program, and behind them one for each outbox, which ends its last sends."""
-        functions, resolved = list[Resolved](), list[Instruction | None]()
+        functions, resolved, handovers = list[Resolved](), list[Instruction | None](), dict[Value, Handover]()
+        messages = [self._messages(each) for each in program.instructions]
+        slots = dict(zip([each.taken for each in messages if each.taken is not None], count(FIRST_SLOT)))
         bind = self._extras.binder(self._call)
-        for each in program.instructions:
-            found = self._resolve(each)
-            bound = bind(each, None if found is None else found.function)
-            if bound is not None:
-                function = self._guarded(each, bound)
-                functions.append(Resolved(function, *(found or _OF_AN_EXTRA)[1:]))
-                resolved.append(each)
+        for each, own in zip(program.instructions, messages, strict=True):
+            run = bind(each, self._function(each))
+            if run is None:
+                continue
+            if isinstance(each, Action):
+                run = self._handing_over(each.stage, own, run, handovers)
+            elif isinstance(each, Update):
+                run = self._updating(each.stage, run, program)
+            takes = EMPTY_SLOT if own.taken is None else slots[own.taken]
+            gives = UNREAD_SLOT if own.given is None else slots.get(own.given, UNREAD_SLOT)
+            functions.append(Resolved(run, takes, gives))
+            resolved.append(each)
         last = [Resolved(_without_message(outbox.finish)) for outbox in self._outboxes.values()]
-        return Resolution([*functions, *last], [*resolved, *[None] * len(last)])
+        return Resolution([*functions, *last], [*resolved, *[None] * len(last)], slots)
 
-    def _resolve(self, instruction: Instruction) -> Resolved | None:
+    def _function(self, instruction: Instruction) -> Callable[[Message], Any] | None:
         """The function of an instruction that the core knows; None for one of an extra."""
         match instruction:
-            case Action():
-                return self._action(instruction)
+            case Action(stage, op, microbatch):
+                return partial(self._methods[op], self._workers[stage], microbatch)
             case Post(value, peer):
-                return Resolved(_without_message(partial(self._inboxes[peer].post, value)))
-            case Recv(value, peer):
-                return Resolved(_without_message(self._inboxes[peer].receive), gives=self.slots[value])
+                return _without_message(partial(self._inboxes[peer].post, value))
+            case Recv(_, peer):
+                return self._receive[peer]
             case Send(value, peer):
-                send = partial(self._outboxes[peer].send, value)
-                return Resolved(send, takes=self.slots[value])
+                return partial(self._outboxes[peer].send, value)
             case Release(_, peer):
-                return Resolved(_without_message(self._outboxes[peer].release))
+                return self._release[peer]
             case _:
                 return None
 
-    def _of(self, action: Action) -> _Messages:
-        """The messages of an action, found once."""
-        found = self._messages.get(action)
-        if found is None:
-            # saved and deferred stay inside their StageWorker.
-            taken = tuple([value for value in consumes(action) if value.name in _NAMES])
-            made = tuple([value for value in produces(action, self._num_stages) if value.name in _NAMES])
-            found = self._messages[action] = _Messages(taken, made)
-        return found
-
-    def _taken(self, instruction: Instruction) -> tuple[Value, ...]:
-        """The messages that an instruction takes."""
+    def _messages(self, instruction: Instruction) -> _Messages:
+        """The messages of an instruction."""
         match instruction:
-            case Action():
-                return self._of(instruction).taken
+            case Action(stage, op, microbatch):
+                taken, given = self._first[stage, op]
+                return _Messages(
+                    taken and Value(taken.name, taken.stage, microbatch),
+                    given and Value(given.name, given.stage, microbatch),
+                )
             case Send(value, _):
-                return (value,)
+                return _Messages(taken=value)
+            case Recv(value, _):
+                return _Messages(given=value)
             case _:
-                return ()
+                return _NO_MESSAGES
 
-    def _handed_over(self) -> set[Value]:
-        """The messages between two stages of this rank; the gradient of the loss stays in its stage."""
-        made = {
-            value
-            for action, messages in self._messages.items()
-            for value in messages.made
-            if value.stage != action.stage
-        }
-        return {value for messages in self._messages.values() for value in messages.taken if value in made}
+    def _handing_over(self, stage: int, own: _Messages, run: Run, handovers: dict[Value, Handover]) -> Run:
+        """`run` of an action, which guards its messages from and to other stages of this rank, see Handover.
 
-    def _guarded(self, instruction: Instruction, run: Run) -> Run:
-        """`run`, wrapped so that messages are guarded against in-place changes, see in_place.py."""
-        match instruction:
-            case Action():
-                return self._handing_over(instruction, run)
-            case Update(stage):
-                return self._updating(stage, run)
-            case _:
-                return run
+        handovers: of the program so far. The gradient of the loss stays in its stage.
+        """
+        taken, given = own
+        if taken in handovers:
+            run = handovers[taken].checked(run)
+        if given is not None and given.stage != stage and given.stage in self._workers:
+            handovers[given] = Handover(channel_of(given))
+            run = handovers[given].noted(run)
+        return run
 
-    def _updating(self, stage: int, run: Run) -> Run:
+    def _updating(self, stage: int, run: Run, program: Program) -> Run:
         """`run`, which writes the weights of a stage, behind the check of the messages that carried them.
 
         The last gradient of a stage comes after all messages to it and to later stages have been received.
         """
-        channels = {channel_of(value) for value in self._sent if value.stage >= stage}
+        sent = [each.value for each in program.instructions if isinstance(each, Send)]
+        channels = {channel_of(value) for value in sent if value.stage >= stage}
 
         def update(message: Message) -> Message:
             for outbox in self._outboxes.values():
@@ -190,23 +189,12 @@ class Resolver:
 
         return update
 
-    def _handing_over(self, instruction: Action, run: Run) -> Run:
-        """`run`, wrapped so that messages from and to other stages of this rank are guarded, see Handover."""
-        messages = self._of(instruction)
-        for value in messages.taken:
-            if value in self._handovers:
-                run = self._handovers[value].checked(run)
-        for value in messages.made:
-            if value in self._handovers and value.stage != instruction.stage:
-                run = self._handovers[value].noted(run)
-        return run
 
-    def _action(self, action: Action) -> Resolved:
-        messages = self._of(action)
-        takes = [self.slots[value] for value in messages.taken]
-        gives = [self.slots[value] for value in messages.made if value in self.slots]
-        function = partial(self._methods[action.op], self._workers[action.stage], action.microbatch)
-        return Resolved(function, *(takes or [EMPTY_SLOT]), *(gives or [UNREAD_SLOT]))
+def _messages_of(action: Action, num_stages: int) -> _Messages:
+    """The messages of an action, by the table of the data flow."""
+    taken = [value for value in consumes(action) if value.name in _NAMES]
+    given = [value for value in produces(action, num_stages) if value.name in _NAMES]
+    return _Messages(taken[0] if taken else None, given[0] if given else None)
 
 
 def _without_message(function: Callable[[], Any]) -> Callable[[Message], Any]:

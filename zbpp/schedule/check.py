@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, unit_of, units_in_order
+from zbpp.schedule.timetable import Integers, Op, PlanError, Row, Timetable, unit_of, units_in_order
+
+# The ops that a stage has one of per unit, each group in its order, and which ops those are by number.
+_ORDERED = tuple((ops, np.array([op in ops for op in Op])) for ops in ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW)))
 
 
 def check_actions(timetable: Timetable) -> None:
@@ -23,27 +26,23 @@ def check_row(row: Row, num_units: int) -> None:
     for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
         own = row.select(positions)
         stage = int(own.stages[0])
-        if (own.ops == Op.F).all():
-            checked: tuple[tuple[Op, ...], ...] = ((Op.F,),)
-        else:
-            checked = ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW))
-        for ops in checked:
-            is_one = np.array([op in ops for op in Op])
-            _check_order(stage, ops, own.select(is_one[own.ops]), num_units)
+        has_backward = own.ops.max() > Op.F
+        for ops, is_one in _ORDERED if has_backward else _ORDERED[:1]:
+            _check_order(stage, ops, own.microbatches[is_one[own.ops]], row.num_slices, num_units)
 
 
-def _check_order(stage: int, ops: tuple[Op, ...], row: Row, expected: int) -> None:
-    """row: the stage's actions with one of these ops."""
-    places = units_in_order(ops[0], row.microbatches, row.num_slices)
+def _check_order(stage: int, ops: tuple[Op, ...], units: Integers, num_slices: int, expected: int) -> None:
+    """units: of the stage's actions with one of these ops, in the row's order."""
+    places = units_in_order(ops[0], units, num_slices)
     # No array here is as long as `expected`: a short text can name microbatch 2147483647.
-    if len(row) == expected and np.array_equal(places, np.arange(len(row))):
+    if len(units) == expected and np.array_equal(places, np.arange(len(units))):
         return
-    names, per = " or ".join(map(str, ops)), "microbatch" if row.num_slices == 1 else "slice"
+    names, per = " or ".join(map(str, ops)), "microbatch" if num_slices == 1 else "slice"
 
     def text(unit: int) -> str:
-        return f"{stage}{ops[0]}{unit_of(int(unit), row.num_slices)}"
+        return f"{stage}{ops[0]}{unit_of(int(unit), num_slices)}"
 
-    found, counts = np.unique(row.microbatches, return_counts=True)
+    found, counts = np.unique(units, return_counts=True)
     repeated = found[counts > 1]
     if len(repeated):
         raise PlanError(f"{text(repeated[0])} repeats: a stage has one {names} per {per}")
@@ -52,8 +51,8 @@ def _check_order(stage: int, ops: tuple[Op, ...], row: Row, expected: int) -> No
         raise PlanError(f"{text(missing)} is missing: a stage has one {names} per {per}")
     early = np.flatnonzero(np.diff(places) < 0)
     if len(early):
-        one, other = (text(unit) for unit in row.microbatches[early[0] : early[0] + 2])
-        raise PlanError(f"{other} comes after {one}: {names} of a stage must {_law(ops, row.num_slices)}")
+        one, other = (text(unit) for unit in units[early[0] : early[0] + 2])
+        raise PlanError(f"{other} comes after {one}: {names} of a stage must {_law(ops, num_slices)}")
 
 
 def _law(ops: tuple[Op, ...], num_slices: int) -> str:

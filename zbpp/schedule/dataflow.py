@@ -66,14 +66,16 @@ _PRODUCES = {
 
 def consumes(action: Action) -> tuple[Value, ...]:
     """The values that must be there before `action` can start."""
-    values = (Value(name, action.stage + offset, action.microbatch) for name, offset in _CONSUMES[action.op])
-    return tuple(value for value in values if value[:2] != ("x", 0))
+    stage, op, unit = action
+    values = [Value(name, stage + offset, unit) for name, offset in _CONSUMES[op]]
+    return tuple([value for value in values if value[:2] != ("x", 0)])
 
 
 def produces(action: Action, num_stages: int) -> tuple[Value, ...]:
     """The values that `action` makes."""
-    values = (Value(name, action.stage + offset, action.microbatch) for name, offset in _PRODUCES[action.op])
-    return tuple(_at_the_ends(value, num_stages) for value in values if value.stage >= 0)
+    stage, op, unit = action
+    values = [Value(name, stage + offset, unit) for name, offset in _PRODUCES[op]]
+    return tuple([_at_the_ends(value, num_stages) for value in values if value.stage >= 0])
 
 
 def _at_the_ends(value: Value, num_stages: int) -> Value:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,10 @@ class Values:
         self.produced = [[self.number(value) for value in produces(action, num_stages)] for action in actions]
         self._consumed, self._produced = _padded(self.consumed), _padded(self.produced)
 
-    @classmethod
-    def of(cls, timetable: Timetable) -> Values:
-        return cls(timetable.num_stages, timetable.num_units, timetable.num_slices)
+    @staticmethod
+    def of(timetable: Timetable) -> Values:
+        """The values of a timetable's actions, kept for timetables of the same size."""
+        return _values(timetable.num_stages, timetable.num_units, timetable.num_slices)
 
     def __len__(self) -> int:
         return math.prod(self._shape)
@@ -68,6 +70,8 @@ class Values:
         """(position in the row, number) of each value that the row's actions produce, in the row's order."""
         return _in_row(row, self._produced)
 
+
+_values = lru_cache(maxsize=8)(Values)
 
 # A kind is a stage and an op as one number: F, B, W, BW of stage 0 are 0 to 3, those of stage 1 are 4 to 7.
 _NUM_OPS = len(Op)  # a constant, since len(Op) takes longer than all else in the four functions below

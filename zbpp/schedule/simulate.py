@@ -125,6 +125,7 @@ class _RankRun:
     def run(self, messages: Messages) -> Iterator[int]:
         """Run the row as far as `stops_at`. Yield the number of each value that has to be waited for."""
         clock, arrival, send = 0.0, messages.arrival, messages.send
+        started, ended = self.starts.append, self.ends.append
         columns = (self.awaited, self.times.durations, self.given, self.times.delays)
         # Iterated as memoryviews (.data): as lists, the numbers of all ranks would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
@@ -133,9 +134,9 @@ class _RankRun:
                 while (arrived := arrival[needs]) is None:
                     yield needs
                 clock = max(clock, arrived)
-            self.starts.append(clock)
+            started(clock)
             clock += duration
-            self.ends.append(clock)
+            ended(clock)
             if gives != _NONE:
                 send(gives, clock + delay)
 
