@@ -45,7 +45,8 @@ from zbpp.models.emulated import Emulated
 from zbpp.models.llama import Llama
 from zbpp.planning import lower_bound, plan
 from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
-from zbpp.runtime.mesh import MeshPosition, local_of, make_mesh, planned_by_rank_0
+from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.mesh import MeshPosition, make_mesh, planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 WIDTH = 8

@@ -24,7 +24,8 @@ from zbpp.autograd.models.exchange import Exchange, through_experts
 from zbpp.autograd.models.grouped_linear import grouped_linear
 from zbpp.autograd.models.sharded import local_part
 from zbpp.models.llama import Llama
-from zbpp.runtime.mesh import MeshPosition, is_spread
+from zbpp.runtime.dtensors import is_spread
+from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.training.measured_steps import parameters_in_all, parameters_of_a_token
 

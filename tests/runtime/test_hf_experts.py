@@ -13,7 +13,7 @@ from helpers.processes import run_ranks
 from helpers.toy_lm import VOCAB, batch, rows_of
 from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
 from zbpp.models.hf import HuggingFace
-from zbpp.runtime.mesh import is_spread
+from zbpp.runtime.dtensors import is_spread
 
 M, ROWS = 2, 8
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -17,7 +17,7 @@ from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.update.posts import Posts
 from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.precision import PRECISIONS

@@ -23,7 +23,8 @@ from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.mesh import MeshPosition, local_of
+from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.mesh import MeshPosition
 
 Failed = Callable[[str], None]
 

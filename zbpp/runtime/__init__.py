@@ -22,7 +22,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
     layout        dtypes and shapes of a message; its header
     microbatch    cuts one value into microbatches; replicate, per_microbatch
     restored      random numbers, training mode, buffers of a step that begins again
-    mesh          make_mesh; MeshPosition, where a process is in it; DTensors. groups: one for each link
+    mesh          make_mesh; MeshPosition, where a process is in it. groups: one for each link
+    dtensors      tensors that lie on the mesh: how they are split, this process's part, the whole
     ties          parameters that are one parameter of the model, in several places of its stages
     tensor_parallel, wrapped_stages  stages that their model splits; stages that a user has wrapped in FSDP2
     squares       the squared norms of gradients

@@ -21,9 +21,10 @@ from torch import nn
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
+from zbpp.runtime.dtensors import is_spread
 from zbpp.runtime.extra import extras_of
 from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, MeshPosition, is_spread, planned_by_rank_0
+from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, MeshPosition, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
 from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.ties import Tie, TiedStages, agree_on_ties

@@ -23,18 +23,17 @@ x shard is then divided otherwise, in a mesh of its own (EXPERT below):
     expert_copies  copies of the same experts; with shards, a part    different data
                    of each weight, FSDP2
 
-The last part of this file holds what the runtime asks of DTensors, the tensors that lie on such a mesh.
+The tensors that lie on such a mesh are DTensors: zbpp/runtime/dtensors.py.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from zbpp.error_text import kind_of
@@ -52,8 +51,9 @@ EXPERT, EXPERT_COPIES = "expert", "expert_copies"
 Reshard = Literal["step", "microbatch"]
 """When gathered weights of sharded stages are freed, see Pipeline."""
 RESHARD: tuple[str, ...] = get_args(Reshard)
-# Attributes of a DeviceMesh: the mesh with the dimensions of experts, and the one that parameters lie on.
-_EXPERTS, _PARAMETERS = "_zbpp_experts", "_zbpp_parameters"
+# Attributes of a DeviceMesh: the mesh with the dimensions of experts, the one that parameters lie on, and
+# what its dimensions are called here.
+_EXPERTS, _PARAMETERS, _NAMES = "_zbpp_experts", "_zbpp_parameters", "_zbpp_dimensions"
 
 
 def make_mesh(
@@ -156,6 +156,22 @@ def num_pipeline_ranks(num_processes: int, **degrees: int) -> int:
     return num_processes // product
 
 
+def take_as(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
+    """Take the dimensions of a user's own mesh for these ones of the pipeline's, whatever they are called."""
+    setattr(mesh, _NAMES, names)
+
+
+def is_taken(mesh: DeviceMesh) -> bool:
+    """Whether `take_as` has named the mesh's dimensions."""
+    return hasattr(mesh, _NAMES)
+
+
+def names_in(mesh: DeviceMesh) -> tuple[str, ...]:
+    """What the dimensions of a mesh are called here; () if they have no names."""
+    names: tuple[str, ...] = getattr(mesh, _NAMES, mesh.mesh_dim_names or ())
+    return names
+
+
 class MeshPosition:
     """This process's groups and coordinates in a mesh; without a mesh, in a pipeline that stands alone.
 
@@ -209,6 +225,28 @@ class MeshPosition:
         """This process's rank in its pipeline."""
         return dist.get_rank(self.pipeline) if dist.is_initialized() else 0
 
+    def divided_over(self, call: str) -> dict[str, int]:
+        """{dimension: number of processes} of the dimensions over which the tokens of one call are divided.
+
+        All replicas and shards make a step together. In an evaluation each context group has a batch of its
+        own, and divides the sequences. The innermost dimension comes first.
+        """
+        names = (SHARD, REPLICATE) if call == "step" else (CONTEXT,)
+        return {name: self.size(name) for name in names if self.size(name) > 1}
+
+    @property
+    def num_token_parts(self) -> int:
+        """Into how many parts a step's tokens are divided: parts of rows, and of these parts of sequences."""
+        return math.prod(self.divided_over("step").values())
+
+    @property
+    def token_part(self) -> int:
+        """Which part of a step's tokens this process computes, from 0."""
+        part, step = 0, 1
+        for name, size in self.divided_over("step").items():
+            part, step = part + step * self.coordinate(name), step * size
+        return part
+
     @property
     def num_data_parts(self) -> int:
         """Into how many parts a step's rows are divided: each replica and each shard reads one.
@@ -223,25 +261,6 @@ class MeshPosition:
         return self.token_part // self.size(CONTEXT)
 
     @property
-    def num_token_parts(self) -> int:
-        """Into how many parts a step's tokens are divided: parts of rows, and of these parts of sequences."""
-        return self.size(REPLICATE) * self.size(SHARD)
-
-    def divided_over(self, call: str) -> dict[str, int]:
-        """{dimension: number of processes} of the dimensions over which the tokens of one call are divided.
-
-        All replicas and shards make a step together. In an evaluation each context group has a batch of its
-        own, and divides the sequences.
-        """
-        names = (SHARD, REPLICATE) if call == "step" else (CONTEXT,)
-        return {name: self.size(name) for name in names if self.size(name) > 1}
-
-    @property
-    def token_part(self) -> int:
-        """Which part of a step's tokens this process computes, from 0."""
-        return self.coordinate(REPLICATE) * self.size(SHARD) + self.coordinate(SHARD)
-
-    @property
     def num_pipelines(self) -> int:
         """How many pipelines the mesh has."""
         return math.prod(map(self.size, self.groups))
@@ -251,32 +270,16 @@ class MeshPosition:
         """Whether this process is the first of every dimension but the pipeline."""
         return not any(map(self.coordinate, self.groups))
 
-    def sum_over_parts(self, values: torch.Tensor) -> None:
-        """Sum the values, in place, over the processes that hold parts of the same parameters. Collective."""
-        for name in self._dimensions_of_parts:
-            if name in self.groups:
-                dist.all_reduce(values, group=self.groups[name])
-
-    def sum_over_data(self, values: torch.Tensor) -> None:
-        """Sum the values, in place, over the processes that see different tokens. Collective."""
-        for name in (SHARD, REPLICATE):
-            if name in self.groups:
-                dist.all_reduce(values, group=self.groups[name])
-
-    def counts(self, tensor: torch.Tensor) -> bool:
-        """Whether this process counts its part of a parameter where all parts are added up, as for a norm.
-
-        Along a dimension that does not split the parameter, all processes hold the same values: there the
-        first process alone counts them.
-        """
-        placements = dimensions_of(tensor)
-        names = (EXPERT_COPIES, EXPERT) if EXPERT in placements else self._dimensions_of_parts
-        return all(self.coordinate(name) == 0 for name in names if not is_split(placements.get(name)))
-
     @property
-    def _dimensions_of_parts(self) -> tuple[str, ...]:
+    def dimensions_of_parts(self) -> tuple[str, ...]:
         """Their processes hold different parts of a parameter. Replicas do so only if experts are spread."""
         return (TENSOR, SHARD, REPLICATE) if self.expert_groups else (TENSOR, SHARD)
+
+    def sum_over(self, dimensions: Iterable[str], values: torch.Tensor) -> None:
+        """Sum the values, in place, over these dimensions of `mesh`. Collective."""
+        for name in dimensions:
+            if name in self.groups:
+                dist.all_reduce(values, group=self.groups[name])
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every process of the mesh, on every process. Collective.
@@ -315,12 +318,6 @@ def _check(mesh: DeviceMesh, group: dist.ProcessGroup | None) -> None:
         )
 
 
-def copy_to_replicas(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
-    """Give each tensor the values that it has on the group's first process. Collective over the group."""
-    for tensor in tensors:
-        copy_from(0, tensor, group)
-
-
 def planned_by_rank_0(make: Callable[[], Timetable], place: MeshPosition | None = None) -> Timetable:
     """Call `make` on the mesh's first process alone; return its timetable on all, or raise its PlanError.
 
@@ -338,140 +335,3 @@ def planned_by_rank_0(make: Callable[[], Timetable], place: MeshPosition | None 
     if refusal:
         raise PlanError(refusal)
     return Timetable.parse(text)
-
-
-# ---- DTensors
-
-
-def is_split(placement: Any) -> bool:
-    """Whether a placement of a DTensor is Shard: each process along that dimension has another part."""
-    return placement is not None and hasattr(placement, "dim")
-
-
-def is_sharded(tensor: torch.Tensor) -> bool:
-    """Whether FSDP2 has split the tensor: over the dimension "shard", experts over "expert_copies"."""
-    placements = dimensions_of(tensor)
-    return any(is_split(placements.get(name)) for name in (SHARD, EXPERT_COPIES))
-
-
-def is_spread(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds the experts of this process, which has others in the dimension "expert"."""
-    return is_split(dimensions_of(tensor).get(EXPERT))
-
-
-def is_fully_sharded(module: object) -> bool:
-    """Whether the module was given to fully_shard. Found by its class's name, so that nothing is imported."""
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
-
-
-def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This process's part of a DTensor: its local tensor, in the same memory. Any other tensor as it is."""
-    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
-    return local
-
-
-def is_freed(tensor: torch.Tensor) -> bool:
-    """Whether FSDP2 has freed the tensor's memory: it does so by giving the storage no bytes."""
-    local = local_of(tensor)
-    return local.layout is torch.strided and local.numel() > 0 and local.untyped_storage().nbytes() == 0
-
-
-def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Give a tensor the values that it has on process `source` of the group. Collective over the group.
-
-    If it is a DTensor, this process's part gets the values of `source`'s part. A tensor that has the values
-    already is left alone: it does not count as changed in place.
-    """
-    local = local_of(tensor.detach())
-    values = local.contiguous().clone()
-    dist.broadcast(values, group=group, group_src=source)
-    if not torch.equal(values, local):
-        local.copy_(values)
-
-
-def whole_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a DTensor, gathered from its mesh; any other tensor as it is. Collective over the mesh."""
-    gathered: torch.Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return gathered
-
-
-def persistent_buffers(stage: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """(name, buffer) of each buffer that the stage's state_dict has, each once."""
-    seen = set[int]()
-    for prefix, module in stage.named_modules():
-        for name, buffer in module._buffers.items():
-            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
-                continue
-            seen.add(id(buffer))
-            yield f"{prefix}.{name}".lstrip("."), buffer
-
-
-def part_for(own: Any, whole: Any) -> Any:
-    """What to load into `own` from the value `whole` of a state dict.
-
-    This process's part of `whole` as a DTensor, if `own` is a DTensor and `whole` is none; else `whole`.
-    """
-    if (
-        not isinstance(whole, torch.Tensor)
-        or not hasattr(own, "device_mesh")
-        or hasattr(whole, "device_mesh")
-    ):
-        return whole
-    part = whole
-    # From the innermost dimension outwards: FSDP2 shards the parts that tensor parallelism has made.
-    for dimension, placement in reversed([*enumerate(own.placements)]):
-        if is_split(placement):
-            parts = part.chunk(own.device_mesh.size(dimension), placement.dim)
-            number = own.device_mesh.get_local_rank(dimension)
-            part = parts[number] if number < len(parts) else part.narrow(placement.dim, 0, 0)
-    return like(own, part.to(own.device))
-
-
-def like(whole: Any, local: torch.Tensor) -> torch.Tensor:
-    """This process's part as a DTensor with the mesh, placements and shape of `whole`.
-
-    Returns the part itself if `whole` is a plain tensor.
-    """
-    if not hasattr(whole, "device_mesh"):
-        return local
-    from torch.distributed.tensor import DTensor  # lazily: it imports sympy
-
-    return DTensor.from_local(
-        local, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-
-
-_NAMES = "_zbpp_dimensions"  # an attribute of a DeviceMesh
-
-
-def take_as(mesh: DeviceMesh, names: tuple[str, ...]) -> None:
-    """Take the dimensions of a user's own mesh for these ones of the pipeline's, whatever they are called."""
-    setattr(mesh, _NAMES, names)
-
-
-def is_taken(mesh: DeviceMesh) -> bool:
-    """Whether `take_as` has named the mesh's dimensions."""
-    return hasattr(mesh, _NAMES)
-
-
-def names_in(mesh: DeviceMesh) -> tuple[str, ...]:
-    """What the dimensions of a mesh are called here; () if they have no names."""
-    names: tuple[str, ...] = getattr(mesh, _NAMES, mesh.mesh_dim_names or ())
-    return names
-
-
-def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:
-    """{dimension: placement} of a DTensor, {} of any other tensor.
-
-    Raises ValueError for a mesh whose dimensions have no names.
-    """
-    mesh = getattr(tensor, "device_mesh", None)
-    if mesh is None:
-        return {}
-    names = names_in(mesh)
-    if not names:
-        raise ValueError(
-            "a parameter lies on a DeviceMesh whose dimensions have no names: name them as the pipeline's "
-            "mesh does, mesh_dim_names=('shard',) for fully_shard"
-        )
-    return dict(zip(names, tensor.placements, strict=True))  # type: ignore[attr-defined]

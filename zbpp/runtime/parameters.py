@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import gather, refuse_together
-from zbpp.runtime.mesh import part_for
+from zbpp.runtime.dtensors import part_for
 from zbpp.runtime.ties import Tie
 
 _LOSS = "loss."
@@ -126,6 +126,17 @@ def names_of(stages: Mapping[int, nn.Module]) -> Names:
         index: {name: first.setdefault((name, id(value)), index) for name, value in _state(stage).items()}
         for index, stage in sorted(stages.items())
     }
+
+
+def persistent_buffers(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """(name, buffer) of each buffer that the stage's state_dict has, each once."""
+    seen = set[int]()
+    for prefix, module in stage.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is None or name in module._non_persistent_buffers_set or id(buffer) in seen:
+                continue
+            seen.add(id(buffer))
+            yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _state(stage: nn.Module) -> dict[str, Tensor]:

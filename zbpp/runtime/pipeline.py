@@ -32,6 +32,7 @@ from zbpp.runtime.arguments import (
     timetable_of,
 )
 from zbpp.runtime.call import Call, Metrics, Observe
+from zbpp.runtime.dtensors import is_counted
 from zbpp.runtime.extra import Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.mesh import MeshPosition, Reshard
@@ -401,7 +402,7 @@ class Pipeline:
         Replicas count each for itself, unless experts are spread over them.
         """
         mine = (each for each in self.parameters() if id(each) not in self._copies)
-        return filter(self.place.counts, mine)
+        return (each for each in mine if is_counted(each, self.place))
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters with the names that they have in the whole model: the stage modules' own.

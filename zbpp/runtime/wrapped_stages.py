@@ -14,7 +14,6 @@ from zbpp.runtime.mesh import (
     SHARD,
     TENSOR,
     MeshPosition,
-    is_fully_sharded,
     is_taken,
     names_in,
 )
@@ -50,6 +49,11 @@ def refusal_of(stage: nn.Module, place: MeshPosition) -> str:
                 f"mesh['replicate', 'shard'] if it has replicas, or {_PLAIN}"
             )
     return ""
+
+
+def is_fully_sharded(module: object) -> bool:
+    """Whether the module was given to fully_shard. Found by its class's name, so that nothing is imported."""
+    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
 
 
 def _lies_on(mesh: DeviceMesh, place: MeshPosition) -> bool:

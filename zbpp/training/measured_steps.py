@@ -20,9 +20,10 @@ from zbpp.job.agreement import gather
 from zbpp.job.world import World
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.measure import measured_costs_of_lengths
 from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE, local_of
+from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
 from zbpp.runtime.parallel.experts import has_experts
 from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline

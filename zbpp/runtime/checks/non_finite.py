@@ -23,9 +23,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.autograd.models.python_generators import restored_python_generators
+from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.mesh import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import AgreementError
-from zbpp.runtime.mesh import TENSOR, dimensions_of, is_split, local_of, persistent_buffers
+from zbpp.runtime.dtensors import dimensions_of, is_split, local_of
+from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.parameters import persistent_buffers
 from zbpp.runtime.pipeline import Pipeline
 
 _SHOWN = 5  # tensors in an error

@@ -22,9 +22,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
-from zbpp.runtime.mesh import EXPERT, MeshPosition, Reshard, is_freed, is_fully_sharded, is_spread, local_of
+from zbpp.runtime.dtensors import is_freed, is_spread, local_of
+from zbpp.runtime.mesh import EXPERT, MeshPosition, Reshard
 from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.wrapped_stages import is_fully_sharded
 
 
 class FullyShardedStage:
@@ -84,7 +86,7 @@ class FullyShardedStage:
         with communicating(self._what):
             self._state._root_post_backward_final_callback()
             counts = self._flags.on(self._state._device, [not each for each in self._is_missing])
-            self._place.sum_over_data(counts)
+            self._place.sum_over(self._place.divided_over("step"), counts)
         if any(self._is_missing):
             for param, before, count in zip(self._trained, self._before, counts.tolist(), strict=True):
                 param.sharded_param.grad = param.sharded_param.grad if count else before

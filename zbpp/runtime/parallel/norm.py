@@ -17,7 +17,7 @@ from torch import Tensor
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import gather
-from zbpp.runtime.mesh import local_of
+from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.squares import squares_of
 
@@ -87,7 +87,7 @@ def squares_in_mesh(pipeline: Pipeline) -> list[float]:
     for place, parameter in enumerate(parameters):
         if totals[place] is None and id(parameter) in counted and id(parameter) in released:
             squares[place] = released[id(parameter)]
-    pipeline.place.sum_over_parts(squares)
+    pipeline.place.sum_over(pipeline.place.dimensions_of_parts, squares)
     return squares.tolist()
 
 

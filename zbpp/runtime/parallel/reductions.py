@@ -24,23 +24,15 @@ from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooke
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call
+from zbpp.runtime.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
 from zbpp.runtime.extra import Feature, Handler, replaced_w
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.mesh import (
-    EXPERT_COPIES,
-    REPLICATE,
-    SHARD,
-    Reshard,
-    copy_to_replicas,
-    is_sharded,
-    is_spread,
-    local_of,
-    persistent_buffers,
-)
+from zbpp.runtime.mesh import EXPERT_COPIES, SHARD, Reshard
 from zbpp.runtime.parallel.reduce import AllReduce, AllReduces, Reducer, can_average
 from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
+from zbpp.runtime.parameters import persistent_buffers
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
@@ -87,13 +79,12 @@ class Reductions(Feature):
             self._groups.append(self._copies)
         self._last: list[Reducer] = []  # they start when all stages and all ties are reduced
         self._ids = list(map(id, _parameters(stages)))  # of the parameters that are reduced
-        for name in (SHARD, REPLICATE):
-            if name in place.groups:
-                copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
-                group = group_like(place.groups[name], rank.timeout)
-                self._groups.append(group)
-                rank.groups[name] = group
-                self._replicate(stages, copied, loss, group, rank.index)
+        for name in place.divided_over("step"):
+            copied = [each for each in _parameters(stages) if name != SHARD or not is_sharded(each)]
+            group = group_like(place.groups[name], rank.timeout)
+            self._groups.append(group)
+            rank.groups[name] = group
+            self._replicate(stages, copied, loss, group, rank.index)
 
     def _of_data(self) -> list[dist.ProcessGroup]:
         return [each for each in self._groups if each is not self._copies]

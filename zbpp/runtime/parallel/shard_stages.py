@@ -18,19 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.mesh import (
-    EXPERT_COPIES,
-    REPLICATE,
-    RESHARD,
-    SHARD,
-    MeshPosition,
-    Reshard,
-    copy_to_replicas,
-    experts_mesh,
-    is_fully_sharded,
-    is_spread,
-)
+from zbpp.runtime.dtensors import copy_to_replicas, is_spread
+from zbpp.runtime.mesh import EXPERT_COPIES, REPLICATE, RESHARD, SHARD, MeshPosition, Reshard, experts_mesh
 from zbpp.runtime.parallel.fully_shard import FullyShardedStage
+from zbpp.runtime.wrapped_stages import is_fully_sharded
 from zbpp.stage_api import batch_norms, blocks_of
 
 
@@ -59,9 +50,8 @@ def shard_stages(
     plain = {index: stage for index, stage in stages.items() if not is_fully_sharded(stage)}
     for stage in plain.values():
         tensors = [*stage.parameters(), *stage.buffers()]
-        for name in (SHARD, REPLICATE):
-            if name in place.groups:
-                copy_to_replicas(filterfalse(is_spread, tensors), place.groups[name])
+        for name in place.divided_over("step"):
+            copy_to_replicas(filterfalse(is_spread, tensors), place.groups[name])
         if EXPERT_COPIES in place.expert_groups:
             copy_to_replicas(filter(is_spread, tensors), place.expert_groups[EXPERT_COPIES])
     sharded, refusal = {}, ""

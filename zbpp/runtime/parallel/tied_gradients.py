@@ -21,8 +21,8 @@ from torch import nn
 from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.job.agreement import broadcast, check_agreement, gather, refuse_together
+from zbpp.runtime.dtensors import copy_from
 from zbpp.runtime.groups import close_groups, group_of, unique_name
-from zbpp.runtime.mesh import copy_from
 from zbpp.runtime.parallel.reduce import AllReduce
 from zbpp.runtime.ties import Tie, copies_here, owner_of, parameter_of, ranks_of, text_of
 
