@@ -234,6 +234,6 @@ def test_the_trial_on_a_small_copy_refuses_what_slices_get_wrong(mutant, monkeyp
     elif mutant == "wrong positions":
         monkeypatch.setattr(layer, "get_seq_length", lambda layer: layer.place.start + 1)
     else:
-        monkeypatch.setattr(trial, "windows_of", lambda model: [trial.WINDOW - 1] * 4)
+        monkeypatch.setattr(hf_slices, "windows_of", lambda model: [trial.WINDOW - 1] * 4)
     with pytest.raises(ValueError, match="mistral can't be run in slices .* not that of the whole sequence"):
         takes_slices(first, 0)

@@ -1,8 +1,7 @@
 """The check of a cut: the stages of a small copy must give the logits and gradients of the uncut copy.
 
-`find_cut` finds the cut on the small copy and checks it there; `build_stage` builds a stage of a model, small
-or large, by that cut. A model that does not pass is refused with the module and the reason. So a family that
-nobody has tried is never cut wrongly.
+`find_cut` finds the cut on the small copy and checks it there. A model that does not pass is refused with the
+module and the reason. So a family that nobody has tried is never cut wrongly.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from zbpp.models.hf.build import build_stage
 from zbpp.models.hf.calls import (
     BATCH,
     TIME,
@@ -24,11 +24,9 @@ from zbpp.models.hf.calls import (
     record,
 )
 from zbpp.models.hf.cut import Cut, CutError, LibraryError, layers_at
-from zbpp.models.hf.init import constants_of, initialise
-from zbpp.models.hf.load import FolderWeights
+from zbpp.models.hf.init import constants_of, initialise, perturb
 from zbpp.models.hf.masks import Kind, refused_kinds
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
-from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
 from zbpp.models.layers import token_loss
 from zbpp.seeding import seed_of
@@ -79,54 +77,6 @@ def _find_cut(
     cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, constants, {}, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
-
-
-def build_stage(
-    config: PretrainedConfig,
-    cut: Cut,
-    index: int,
-    seed: int,
-    weights: FolderWeights | None = None,
-    dtype: torch.dtype = torch.float32,
-    head: str = "auto",
-) -> Stage:
-    """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
-
-    head: one of layers.HEADS; the last stage computes the loss itself if it can.
-    weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
-    tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
-    parameters that the cut names.
-    """
-    model = build_on_meta(config)
-    names = set(names_of(model))
-    if names != cut.owners.keys():
-        other = min(names ^ cut.owners.keys())
-        raise CutError(f"{other}: a small copy of the config has other parameters, and can't check the cut")
-    inside = f"{cut.path}."
-    own_layers = tuple(f"{inside}{number}." for number in cut.layers[index])
-
-    def is_own(name: str) -> bool:
-        if name in cut.owners:
-            return cut.owners[name] == index
-        return name.startswith(own_layers) or not name.startswith(inside)
-
-    if weights is None:
-        initialise(model, seed, is_own, cut.constants)
-        return _stage(model, cut, index, head)
-    initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
-    if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
-        weights.load(
-            model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype
-        )
-    return _stage(model, cut, index, head)
-
-
-def _stage(model: PreTrainedModel, cut: Cut, index: int, head: str) -> Stage:
-    if index < len(cut.layers) - 1 or head == "whole" or not cut.head:
-        return (Stage if index else FirstStage)(model, cut, index)
-    return (LastStage if index else OnlyStage)(model, cut, index, keeps_logits=head != "recompute")
 
 
 def head_of(model: PreTrainedModel, tokens: Tensor) -> tuple[str, str]:
@@ -181,16 +131,6 @@ def _compare(
         module.train(False)
     _compare_own_loss(whole, stages, tokens, logits.detach())
     return refused_kinds(whole, lambda *batch: _output(stages, batch), tokens, _is_close)
-
-
-def perturb(model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
-    """Move all parameters: zeros and ones, which many have at first, would hide a value that is wrong."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.is_floating_point():
-                generator = torch.Generator().manual_seed(seed_of(seed, f"moved {aliases.get(name, name)}"))
-                moved = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
-                parameter.add_(moved.to(parameter.dtype), alpha=0.01)
 
 
 def _compare_own_loss(whole: PreTrainedModel, stages: Sequence[Any], tokens: Tensor, logits: Tensor) -> None:

@@ -54,6 +54,16 @@ def initialise(
         assign(model, source, nn.Parameter(own[source].to("meta"), own[source].requires_grad))
 
 
+def perturb(model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
+    """Move all parameters: zeros and ones, which many have at first, would hide a value that is wrong."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.is_floating_point():
+                generator = torch.Generator().manual_seed(seed_of(seed, f"moved {aliases.get(name, name)}"))
+                moved = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(moved.to(parameter.dtype), alpha=0.01)
+
+
 def constants_of(config: PretrainedConfig) -> dict[str, float]:
     """The tensors that have one number in all entries after the library has constructed the model."""
     from transformers import AutoModelForCausalLM

@@ -10,13 +10,16 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf.check import build_stage, find_cut
+from zbpp.autograd.models.context import Context
+from zbpp.models.hf.build import build_stage
+from zbpp.models.hf.check import find_cut
 from zbpp.models.hf.config import asks_for_balance, read_config, read_folder, without_cache
 from zbpp.models.hf.cut import Cut
 from zbpp.models.hf.experts import hold_exchanges, report_balance
@@ -103,6 +106,7 @@ class HuggingFace:
         if index == num_stages - 1 and is_real and self._head == "auto" and not cut.head:
             _log.warning("%s: head=whole, since %s", self._kind, cut.no_head)
         stage = build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
+        stage.try_parts = partial(_try_parts, stage.library_model.config, cut)
         hold_exchanges(stage)
         if asks_for_balance(self._library_config):
             report_balance(stage.library_model)
@@ -179,6 +183,12 @@ def _tried_cut(
         seconds = time.perf_counter() - start
         _log.info("%s in %d stages: tried on a small copy, %.1f s", config.model_type, num_stages, seconds)
     return _tried[key]
+
+
+def _try_parts(config: PretrainedConfig, cut: Cut, *, is_sliced: bool, context: Context | None) -> None:
+    from zbpp.models.hf.trial import Parts, try_parts  # lazily: it imports transformers
+
+    try_parts(config, cut, Parts(is_sliced, context))
 
 
 def _check_sources(path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:

@@ -15,7 +15,7 @@ and what is computed from these zeros is thrown away.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,6 +44,12 @@ if TYPE_CHECKING:
     from zbpp.models.hf.context import Connect
 
 
+class TryParts(Protocol):
+    """Raises ValueError if stages don't compute, of sequences in these parts, what they do of whole ones."""
+
+    def __call__(self, *, is_sliced: bool, context: Context | None) -> None: ...
+
+
 class Stage(nn.Module):
     """Some layers of a model: tokens, or what the stage before returned -> hidden states, or logits.
 
@@ -51,10 +57,12 @@ class Stage(nn.Module):
     The stage's parameters have the names that they have in the library's whole model. The modules above the
     layers, which each forward copies, appear in the stage as plain containers of their parameters, buffers
     and children. An attention_mask and position_ids (see masks.py) follow the values of the boundary.
-    windows: of each layer, see slices.py; None as long as nobody has asked for a slice.
+    windows: of each layer, see slices.py; None as long as nobody has asked for a slice. try_parts: tries
+    sequences in parts on a small copy, see trial.py; None for the stages of the small copy.
     """
 
     windows: Sequence[int | None] | None = None
+    try_parts: TryParts | None = None
 
     def __init__(self, model: PreTrainedModel, cut: Cut, index: int) -> None:
         super().__init__()
@@ -163,11 +171,14 @@ class Stage(nn.Module):
 
     def hold_contexts(self, connect: Connect | None) -> None:
         """See zbpp/runtime/parallel/context.py. The first stage of a process tries a small copy."""
-        self.take_contexts(connect)
-        if connect is not None:
-            self._try_parts(is_sliced=False, context=self._context)
+        from zbpp.models.hf.context import hold_contexts
+
+        hold_contexts(self.library_model, connect)
+        self._contexts = [each for each in self.modules() if isinstance(each, Context)]
+        if connect is not None and self.try_parts is not None:
+            self.try_parts(is_sliced=False, context=self._context)
             if self.windows is not None:
-                self._try_parts(is_sliced=True, context=self._context)
+                self.try_parts(is_sliced=True, context=self._context)
 
     def check_slices(self) -> None:
         """See zbpp/stage_api.py. The first stage of a process tries slices on a small copy."""
@@ -180,20 +191,9 @@ class Stage(nn.Module):
             )
         if self.windows is None:
             windows = windows_of(self.library_model)
-            self._try_parts(is_sliced=True)
+            if self.try_parts is not None:
+                self.try_parts(is_sliced=True, context=None)
             self.windows = windows
-
-    def take_contexts(self, connect: Connect | None) -> None:
-        """Let the stage exchange heads with the processes that share sequences, without a trial."""
-        from zbpp.models.hf.context import hold_contexts
-
-        hold_contexts(self.library_model, connect)
-        self._contexts = [each for each in self.modules() if isinstance(each, Context)]
-
-    def _try_parts(self, *, is_sliced: bool, context: Context | None = None) -> None:
-        from zbpp.models.hf.trial import Parts, try_parts
-
-        try_parts(self.library_model.config, self._cut, Parts(is_sliced, context))
 
     def _options_of_slice(self, given: Given, place: SequenceSlice) -> dict[str, Any]:
         """The arguments of the library's model for a slice."""

@@ -20,13 +20,14 @@ from torch import Tensor
 
 from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.past import Past
+from zbpp.models.hf.build import build_stage
 from zbpp.models.hf.calls import BATCH
-from zbpp.models.hf.check import build_stage, perturb
 from zbpp.models.hf.config import text_config
 from zbpp.models.hf.cut import Cut, CutError
+from zbpp.models.hf.init import perturb
 from zbpp.models.hf.masks import Given, Kind, batches, kind_of, reason
 from zbpp.models.hf.shrink import with_small_copy
-from zbpp.models.hf.slices import refusal, windows_of
+from zbpp.models.hf.slices import refusal
 from zbpp.models.hf.stage import Stage
 
 if TYPE_CHECKING:
@@ -166,9 +167,9 @@ def _prepare(stages: Sequence[Stage], tokens: Tensor) -> torch.dtype:
 def _take(stage: Stage, parts: Parts) -> None:
     """Let a stage get its sequences in these parts."""
     if parts.is_sliced:
-        stage.windows = windows_of(stage.library_model)
+        stage.check_slices()
     if (context := parts.context) is not None:
-        stage.take_contexts(context.connect)
+        stage.hold_contexts(context.connect)
 
 
 def _run(stages: Sequence[Stage], parts: Parts, tokens: Tensor, *given: Tensor | None) -> list[Tensor]:

@@ -1,0 +1,65 @@
+"""A stage of a model, small or large, built by a cut."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from zbpp.models.hf.cut import Cut, CutError
+from zbpp.models.hf.init import initialise
+from zbpp.models.hf.load import FolderWeights
+from zbpp.models.hf.shrink import build_on_meta
+from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
+from zbpp.models.hf.ties import names_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+
+def build_stage(
+    config: PretrainedConfig,
+    cut: Cut,
+    index: int,
+    seed: int,
+    weights: FolderWeights | None = None,
+    dtype: torch.dtype = torch.float32,
+    head: str = "auto",
+) -> Stage:
+    """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
+
+    head: one of layers.HEADS; the last stage computes the loss itself if it can.
+    weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
+    tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
+    parameters that the cut names.
+    """
+    model = build_on_meta(config)
+    names = set(names_of(model))
+    if names != cut.owners.keys():
+        other = min(names ^ cut.owners.keys())
+        raise CutError(f"{other}: a small copy of the config has other parameters, and can't check the cut")
+    inside = f"{cut.path}."
+    own_layers = tuple(f"{inside}{number}." for number in cut.layers[index])
+
+    def is_own(name: str) -> bool:
+        if name in cut.owners:
+            return cut.owners[name] == index
+        return name.startswith(own_layers) or not name.startswith(inside)
+
+    if weights is None:
+        initialise(model, seed, is_own, cut.constants)
+        return _stage(model, cut, index, head)
+    initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
+    if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
+        weights.load(
+            model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype
+        )
+    return _stage(model, cut, index, head)
+
+
+def _stage(model: PreTrainedModel, cut: Cut, index: int, head: str) -> Stage:
+    if index < len(cut.layers) - 1 or head == "whole" or not cut.head:
+        return (Stage if index else FirstStage)(model, cut, index)
+    return (LastStage if index else OnlyStage)(model, cut, index, keeps_logits=head != "recompute")
