@@ -73,7 +73,8 @@ class StageWorker:
 
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss. The
-    module's own loss may take its place (stage_api.py).
+    module's own loss may take its place (stage_api.py). keywords: what a feature adds to the keyword
+    arguments of the next forward, beside the caller's.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
     """
 
@@ -89,6 +90,7 @@ class StageWorker:
         self.index, self.module, self.device = index, module, device or torch.device("cpu")
         self._is_last, self.loss_fn = is_last, loss_fn
         self.feed = NO_FEED  # the stage's part of this call's arguments
+        self.keywords: dict[str, Any] = {}
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
         self._has_counted = False  # whether a call has ended in which the counts of losses were compared
@@ -125,7 +127,7 @@ class StageWorker:
     def _take_losses(self) -> StageLosses:
         """Return the call's losses; drop them and the batch."""
         taken = StageLosses(self.losses, self.named)
-        self.feed, self.losses, self.named = NO_FEED, [], {}
+        self.feed, self.keywords, self.losses, self.named = NO_FEED, {}, [], {}
         return taken
 
     def forward(self, microbatch: int, message: Message) -> Message:
@@ -278,8 +280,9 @@ class StageWorker:
     def _run_module(self, microbatch: int, inputs: tuple[Any, ...], **options: Any) -> Any:
         if self.feed.seeds is not None:
             seed_generators(self.device, self.feed.seeds[microbatch])
+        keywords, self.keywords = {**self.feed.kwargs[microbatch], **self.keywords}, {}
         try:
-            return self.module(*inputs, **self.feed.kwargs[microbatch], **options)
+            return self.module(*inputs, **keywords, **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if not is_out_of_memory(error):
                 given = describe(layout_of(tuple([each for each in inputs if isinstance(each, Tensor)])))

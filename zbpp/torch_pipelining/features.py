@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
 from zbpp.schedule import Action, Op
@@ -75,11 +74,17 @@ class ForwardKeywords(Feature):
         """See Extra."""
         self._workers = rank.workers
 
-    def begin(self, call: Call) -> None:
+    def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""
-        for index, worker in self._workers.items():
-            made = [self._made(self._stages[index], each) for each in worker.feed.kwargs]
-            worker.feed = worker.feed._replace(kwargs=made)
+        if not (isinstance(at, Action) and at.op == Op.F):
+            return run
+        worker, stage = self._workers[at.stage], self._stages[at.stage]
+
+        def forward(message: Message) -> Message:
+            worker.keywords |= self._made(stage, worker.feed.kwargs[at.microbatch])
+            return run(message)
+
+        return forward
 
     def _made(self, stage: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         """The keywords of a stage's forward of a microbatch."""

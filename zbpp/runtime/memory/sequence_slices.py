@@ -73,12 +73,10 @@ class SequenceSlices(Feature):
 
         def forward(message: Message) -> Message:
             past = self._pasts.setdefault(key, Past(self._bounds))
-            keywords = worker.feed.kwargs[unit]  # of this unit, and of all stages of this rank
-            keywords["sequence_slice"] = past.at(unit.slice)
+            worker.keywords["sequence_slice"] = past.at(unit.slice)
             try:
                 return run(message)
             finally:
-                del keywords["sequence_slice"]
                 if is_last_use:
                     del self._pasts[key]
 
