@@ -18,8 +18,8 @@ from gpu_check.measuring import MIB, digest, unlike
 from gpu_check.page import Here, Page
 from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.planning import plan
-from zbpp.runtime import Pipeline, groups
-from zbpp.runtime.groups import urgent_options
+from zbpp.runtime import Pipeline
+from zbpp.runtime.groups import close_groups, new_group, unique_name, urgent_options
 from zbpp.runtime.parallel.reduce import AllReduce
 
 _LIMIT = timedelta(seconds=20)
@@ -102,7 +102,7 @@ def _group(page: Page, backend: str) -> None:
     def make() -> str:
         before = _free(here)
         options = urgent_options(backend, _LIMIT)
-        group = groups._group_by_its_ranks([0], groups.unique_name(), _LIMIT, options)
+        group = new_group([0], unique_name(), _LIMIT, options)
         assert group is not None  # this process is in it
         made.append(group)
         dist.all_reduce(torch.ones(1, device=here.device), group=made[0])
@@ -115,7 +115,7 @@ def _group(page: Page, backend: str) -> None:
 
     page.note("a group as a link has it", "True, max_ctas 8; 10 to 200 MiB", make)
     if made:
-        closed = lambda: _took(lambda: groups.close_groups(made))  # noqa: E731
+        closed = lambda: _took(lambda: close_groups(made))  # noqa: E731
         page.note("abort of this group, and its end", "below 1 s", closed)
 
 

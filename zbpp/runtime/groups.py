@@ -47,9 +47,7 @@ def link_groups(
         sender, receiver = (ranks[end] for end in link)
         name = f"{prefix}/{link[0]}_to_{link[1]}"
         limit = timedelta(seconds=timeout)
-        made = _group_by_its_ranks(
-            sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit)
-        )
+        made = new_group(sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit))
         if made is not None:
             is_staged = needs_host_link(made, device)
             groups[link] = HostLink(made, device) if is_staged else made
@@ -107,64 +105,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup | HostLink]) -> None:
         dist.destroy_process_group(group)
 
 
-def gloo_group(place: MeshPosition, timeout: float) -> dist.ProcessGroup | None:
-    """A new group of all processes of a mesh, in their order, on gloo; None for one process. Collective.
-
-    In it threads may talk while training steps use the other groups.
-    """
-    mine = dist.get_rank() if dist.is_initialized() else 0
-    gathered = place.gather((mine, unique_name()))
-    if len(gathered) == 1:
-        return None
-    limit = timedelta(seconds=timeout)
-    return _group_by_its_ranks([rank for rank, _ in gathered], gathered[0][1], limit, backend="gloo")
-
-
-def job_store(prefix: str) -> Store:
-    """The job's store, where every key gets `prefix` in front."""
-    _, store = c10d._world.pg_map[c10d._get_default_group()]
-    return PrefixStore(prefix, store)
-
-
-def group_of_this_process() -> dist.ProcessGroup | None:
-    """A group of this process only, for a pipeline of one rank in a larger job; None in a job of one rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return None
-    return _group_by_its_ranks([dist.get_rank()], f"{unique_name()}/alone", timedelta(minutes=10))
-
-
-def group_of(
-    ranks: Sequence[int], group: dist.ProcessGroup | None, name: str, timeout: float
-) -> dist.ProcessGroup | None:
-    """A new group of some ranks of `group`, None on the others; only these ranks need to call it.
-
-    name: unique in the job.
-    """
-    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
-    return _group_by_its_ranks([everyone[rank] for rank in ranks], name, timedelta(seconds=timeout))
-
-
-def group_like(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
-    """A new group of the same ranks. Collective over the group."""
-    name = broadcast(unique_name(), group)
-    made = group_of(range(dist.get_world_size(group)), group, name, timeout)
-    assert made is not None  # this process is in the group
-    return made
-
-
-def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
-    """Let a wait in the group last so many seconds at most: DeviceMesh gives its groups half an hour."""
-    # Its public name is there from torch 2.15 on.
-    set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
-    set_timeout(timedelta(seconds=timeout), group)
-
-
-def unique_name() -> str:
-    """The beginning of a name that nothing else in the job ever had."""
-    return f"zbpp/{uuid4().hex}"
-
-
-def _group_by_its_ranks(
+def new_group(
     ranks: list[int], name: str, timeout: timedelta, options: Any = None, backend: str | None = None
 ) -> dist.ProcessGroup | None:
     """A process group of these ranks, None on the others; only these ranks need to call it.
@@ -196,6 +137,63 @@ def _group_by_its_ranks(
         )
     c10d._world.pg_group_ranks[made] = places
     return made
+
+
+def gloo_group(place: MeshPosition, timeout: float) -> dist.ProcessGroup | None:
+    """A new group of all processes of a mesh, in their order, on gloo; None for one process. Collective.
+
+    In it threads may talk while training steps use the other groups.
+    """
+    mine = dist.get_rank() if dist.is_initialized() else 0
+    gathered = place.gather((mine, unique_name()))
+    if len(gathered) == 1:
+        return None
+    limit = timedelta(seconds=timeout)
+    return new_group([rank for rank, _ in gathered], gathered[0][1], limit, backend="gloo")
+
+
+def job_store(prefix: str) -> Store:
+    """The job's store, where every key gets `prefix` in front."""
+    _, store = c10d._world.pg_map[c10d._get_default_group()]
+    return PrefixStore(prefix, store)
+
+
+def group_of_this_process() -> dist.ProcessGroup | None:
+    """A group of this process only, for a pipeline of one rank in a larger job; None in a job of one rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    return new_group([dist.get_rank()], f"{unique_name()}/alone", timedelta(minutes=10))
+
+
+def group_of(
+    ranks: Sequence[int], group: dist.ProcessGroup | None, name: str, timeout: float
+) -> dist.ProcessGroup | None:
+    """A new group of some ranks of `group`, None on the others; only these ranks need to call it.
+
+    name: unique in the job.
+    """
+    everyone = dist.get_process_group_ranks(group or dist.group.WORLD)
+    return new_group([everyone[rank] for rank in ranks], name, timedelta(seconds=timeout))
+
+
+def group_like(group: dist.ProcessGroup, timeout: float) -> dist.ProcessGroup:
+    """A new group of the same ranks. Collective over the group."""
+    name = broadcast(unique_name(), group)
+    made = group_of(range(dist.get_world_size(group)), group, name, timeout)
+    assert made is not None  # this process is in the group
+    return made
+
+
+def set_timeout(group: dist.ProcessGroup, timeout: float) -> None:
+    """Let a wait in the group last so many seconds at most: DeviceMesh gives its groups half an hour."""
+    # Its public name is there from torch 2.15 on.
+    set_timeout: Any = getattr(dist, "set_timeout", None) or c10d._set_pg_timeout
+    set_timeout(timedelta(seconds=timeout), group)
+
+
+def unique_name() -> str:
+    """The beginning of a name that nothing else in the job ever had."""
+    return f"zbpp/{uuid4().hex}"
 
 
 @contextmanager
