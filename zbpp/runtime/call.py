@@ -70,7 +70,7 @@ class Feed(NamedTuple):
     loss_grads: LossGradients
     observe: Observe | None = None  # in an evaluation: called by the last stage
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
-    shares: Sequence[float] | None = None  # of each slice in the tokens of its microbatch; None: no slices
+    shares: Sequence[float] | None = None  # of each unit in its microbatch's tokens; None: it has all
 
 
 NO_FEED = Feed((), (), None, (), LossGradients())

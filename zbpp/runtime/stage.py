@@ -156,7 +156,7 @@ class StageWorker:
     def _auxiliary(self, microbatch: int, found: Mapping[str, Tensor]) -> list[tuple[GradientEdge, Tensor]]:
         """Keep the values of auxiliary losses; returns where B starts at them, and with which gradients.
 
-        A slice's weigh as much as its share of the microbatch's tokens.
+        They weigh as much as the unit's share of its microbatch's tokens.
         """
         if self.feed.shares is not None:
             found = {name: value * self.feed.shares[microbatch] for name, value in found.items()}
