@@ -10,7 +10,7 @@ from helpers.timetables import random_timetable
 from zbpp.planning import lower_bound, order_bound, order_microbatches, own_path, plan
 from zbpp.planning.bounds import bound_over_orders
 from zbpp.planning.order.batched_timing import BatchedTiming
-from zbpp.planning.order.order_microbatches import alternating, hill
+from zbpp.planning.order.order_microbatches import alternating, hill, least_excess
 from zbpp.planning.problem import Problem
 from zbpp.schedule import Costs, PlanError, simulate
 
@@ -59,6 +59,25 @@ def test_within_a_memory_limit_the_best_order_is_the_best_that_fits(name):
         assert timeline.makespan == pytest.approx(min(fitting))
     with pytest.raises(PlanError, match="the best order found needs .* memory_limit allows"):
         order_microbatches(timetable, costs, LONG, peaks[0] * 0.99)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_where_no_order_fits_the_one_that_exceeds_the_limit_least_is_found_memory_grows_with_sizes(name):
+    """Sizes are tokens where lengths are times: the peak is that of costs whose lengths are the sizes."""
+    rng = random.Random(5)
+    timetable = plan(name, 2, 4)
+    costs = costs_of(rng, 4, timetable.num_stages)
+    sizes = [rng.uniform(0.5, 2) for _ in range(4)]
+    held = Costs.of_lengths(sizes, costs)
+    peaks = {order: max(each.peak_memory) for order, each in all_orders(timetable, held).items()}
+    times = {order: each.makespan for order, each in all_orders(timetable, costs).items()}
+    for limit in (0.5 * min(peaks.values()), min(peaks.values()), max(peaks.values())):
+        best = least_excess(timetable, costs, LONG, limit, sizes)
+        assert max(best.peaks) == pytest.approx(peaks[*best.order])
+        least = max(limit, min(peaks.values())) * (1 + 1e-9)
+        assert peaks[*best.order] <= least
+        assert times[*best.order] == pytest.approx(min(times[each] for each in times if peaks[each] <= least))
+        assert bool(best.refusal("bytes")) == (limit < min(peaks.values()))
 
 
 def test_a_limit_may_differ_by_rank():

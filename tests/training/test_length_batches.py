@@ -2,7 +2,9 @@
 
 import json
 import sys
+from itertools import permutations
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -16,15 +18,17 @@ from zbpp import Pipeline, make_mesh, plan
 from zbpp import config as configs
 from zbpp.commands import command_line
 from zbpp.data.source import Data
-from zbpp.data.token_batches import MicrobatchShape, TokenBatches
+from zbpp.data.token_batches import MicrobatchShape, TokenBatches, replica_of
 from zbpp.data.windows import Windows
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.run import app
+from zbpp.runtime.extra import NEW_TIMETABLES, Observer
 from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.schedule import Costs
+from zbpp.schedule import Costs, simulate
 from zbpp.stage_api import mean_over_tokens
 from zbpp.training.length_plans import LengthPlanner, Lengths
+from zbpp.training.measured_steps import measured_steps
 from zbpp.training.trainer import Trainer
 
 VOCAB, LENGTH, TOKENS, STEPS, RATE = 29, 24, 150, 4, 0.05
@@ -46,7 +50,10 @@ def token_batches(*, is_packed=True, tokens=TOKENS):
     return TokenBatches(sequences(), tokens_per_batch=tokens, is_packed=is_packed)
 
 
-def trainer_of(rank, num_ranks, schedule, num_microbatches, *, mesh=None, kind="llama", **options):
+def trainer_of(rank, num_ranks, schedule, num_microbatches, options, **how):
+    """options: kind of model, and those of the batches. how: of the pipeline."""
+    options, mesh = dict(options), how.get("mesh")
+    kind = options.pop("kind", "llama")
     batches = token_batches(**options)
     timetable, model = plan(schedule, num_ranks, num_microbatches), model_of(kind)
     stages = {
@@ -54,7 +61,7 @@ def trainer_of(rank, num_ranks, schedule, num_microbatches, *, mesh=None, kind="
         for index in timetable.stages_of(rank % num_ranks)
     }
     parallelize(model, stages, mesh)
-    pipeline = Pipeline(stages, timetable, model.loss, mesh=mesh)
+    pipeline = Pipeline(stages, timetable, model.loss, **how)
     place = pipeline.place
     costs = Costs(f=3, b=3, w=2, quadratic=Costs(f=1, b=2, w=0))
     parts = {"part": place.data_part, "num_parts": place.num_data_parts}
@@ -69,8 +76,9 @@ def trainer_of(rank, num_ranks, schedule, num_microbatches, *, mesh=None, kind="
 
 
 def trained(rank, num_ranks, schedule, num_microbatches, options, degrees=None):
-    mesh = None if degrees is None else make_mesh(**degrees)
-    trainer = trainer_of(rank, num_ranks, schedule, num_microbatches, mesh=mesh, **options)
+    degrees = dict(degrees or {})
+    how = {"reshard": degrees.pop("reshard", "step"), "mesh": make_mesh(**degrees) if degrees else None}
+    trainer = trainer_of(rank, num_ranks, schedule, num_microbatches, options, **how)
     losses = [metrics["loss"] for metrics in trainer.run(STEPS)]
     weights = {
         name: each.detach().clone()
@@ -124,6 +132,60 @@ def test_losses_and_weights_are_those_of_plain_autograd(num_ranks, how, options)
     assert_plain(ranks, expected)
 
 
+FEW = {"tokens": 40}  # fewer sequences than microbatches
+FEWEST = {"tokens": LENGTH}  # in some steps a single sequence: one replica has none
+
+
+def run_microbatches(rank, num_ranks, options, extras=()):
+    """(losses, how many microbatches each of the last two steps ran, which must be the planned ones)."""
+    trainer = trainer_of(rank, num_ranks, "zb_h1", 12, options, extras=extras)
+    losses = [metrics["loss"] for metrics in trainer.run(STEPS)]
+    found = [timeline.timetable.num_microbatches for timeline in trainer.timelines.values()]
+    assert found == [len(each) for each in trainer.lengths.values()]
+    figures = measured_steps(trainer.timelines, [], trainer.lengths).figures
+    assert 0 <= figures["predicted_bubble_rate"] < 1
+    trainer.pipeline.close()
+    assert trainer.planner.plan(0).padding == 0 or not trainer.planner.batches.is_packed
+    return losses, found
+
+
+@pytest.mark.parametrize("options", [FEW, FEW | {"is_packed": False}, FEWEST])
+def test_microbatches_without_sequences_are_left_out_and_send_no_message(options):
+    batches = token_batches(**options)
+    numbers = [len(batches.members(batches.first_of(step))[0]) for step in range(STEPS)]
+    for losses, found in run_ranks(run_microbatches, 2, 2, options):
+        assert losses == pytest.approx(plainly("llama", options["tokens"])[0], rel=1e-12)
+        assert found == numbers[-2:]
+
+
+class MadeForOneTimetable(Observer):
+    name = "made_for_one_timetable"
+    excludes = MappingProxyType({NEW_TIMETABLES: "leave it out"})
+
+
+def test_beside_an_extra_for_one_timetable_they_run_with_a_token_that_has_no_label():
+    for losses, found in run_ranks(run_microbatches, 2, 2, FEW, [MadeForOneTimetable()]):
+        assert losses == pytest.approx(plainly("llama", FEW["tokens"])[0], rel=1e-12)
+        assert found == [12, 12]
+
+
+@pytest.mark.parametrize(
+    ("degrees", "options"),
+    [
+        ({"replicate": 2}, FEW),
+        ({"replicate": 2}, FEWEST),
+        ({"shard": 2}, FEWEST),
+        ({"shard": 2, "reshard": "microbatch"}, FEWEST),
+        ({"tensor": 2}, FEWEST),
+    ],
+)
+def test_replicas_may_have_fewer_sequences_than_microbatches_or_none(degrees, options):
+    ranks = run_ranks(trained, 2, 1, "zb_h1", 3, options, degrees)
+    losses, _ = plainly("llama", options["tokens"])
+    for own, _ in ranks:
+        assert own == pytest.approx(losses, rel=1e-12)
+
+
 @pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}, {"replicate": 2, "tensor": 2}])
 def test_replicas_and_tensor_parallel_parts_train_on_the_same_batch(degrees):
     size = torch.tensor([*degrees.values()]).prod().item()
@@ -134,6 +196,36 @@ def test_replicas_and_tensor_parallel_parts_train_on_the_same_batch(degrees):
 
 
 # ---------------------------------------------------------------- plans
+
+
+def test_the_order_of_each_batch_is_within_the_memory_limit_if_one_is_and_never_worse_than_the_given_one():
+    """Brute force says whether any order fits."""
+    batches, timetable = token_batches(is_packed=False), plan("zb_h1", 3, 5)
+    costs, limit = Costs(f=3, b=3, w=2, quadratic=Costs(f=1, b=2, w=0)), 3.3
+    free, limited = (
+        LengthPlanner(batches, timetable, costs, memory_limit=each, num_parts=2) for each in (None, limit)
+    )
+    lengths, outcomes, first = Lengths(costs, (1, TOKENS // 10)), set(), 0
+    for _ in range(12):
+        shapes = dict(replica_of(batches.cut(first, 10), 0, 2))
+        plans = free.plan(first), limited.plan(first)
+
+        def timeline(groups, of=lengths.of, shapes=shapes):
+            own = [of(shapes[group]) for group in groups]
+            return simulate(timetable, Costs.of_lengths(own, costs))
+
+        def peak(groups, timeline=timeline):
+            return max(timeline(groups, lengths.size_of).peak_memory)
+
+        given, found = [*shapes], plans[1].groups
+        least = min(map(peak, permutations(given)))
+        assert peak(found) <= max(limit, least) * (1 + 1e-9)
+        assert bool(plans[1].over_limit) == (least > limit * (1 + 1e-9))
+        if peak(given) <= limit:
+            assert timeline(found).makespan <= timeline(given).makespan
+        outcomes.add((peak(plans[0].groups) > limit, least > limit))
+        first = plans[0].next_first
+    assert {(True, False), (True, True)} <= outcomes
 
 
 def test_a_plan_depends_on_the_batch_alone_and_is_made_ahead():

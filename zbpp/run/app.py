@@ -37,6 +37,7 @@ from zbpp.run.model import (
 from zbpp.run.plan import (
     check_plan,
     costs_of,
+    memory_limit_of,
     note_on_microbatches,
     planned,
     shape_of,
@@ -162,7 +163,14 @@ def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
     check_config(config)
     timetable = planned(config, num_ranks)
     bounds, shape = slice_bounds_of(config, timetable), shape_of(config.schedule)
-    plan = Plan(timetable, costs_of(config.schedule, timetable), shape=shape, slice_bounds=bounds)
+    limit = memory_limit_of(config.schedule)
+    plan = Plan(
+        timetable,
+        costs_of(config.schedule, timetable),
+        shape=shape,
+        slice_bounds=bounds,
+        memory_limit=limit,
+    )
     if config.memory.recompute != "auto":
         return plan
     from zbpp.prediction.predictor import Predictor  # imports torch's fake tensors: seconds

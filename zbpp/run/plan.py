@@ -12,6 +12,7 @@ from torch import nn
 
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConfig, naming
 from zbpp.planning import (
+    MemoryLimit,
     RankCosts,
     check_name,
     placement_of,
@@ -117,6 +118,11 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     costs = computed if measured is None or measured.quadratic is None else measured
     with naming(f"schedule.slices={timetable.num_slices}"):
         return tuple(balanced_bounds(timetable.num_slices, length, costs, config.parallel.context))
+
+
+def memory_limit_of(schedule: ScheduleConfig) -> MemoryLimit:
+    """The limit in schedule.memory_limit, in the unit of the costs."""
+    return read_memory_limit(schedule.memory_limit, _rank_costs(schedule))
 
 
 def shape_of(schedule: ScheduleConfig) -> tuple[int, int] | None:

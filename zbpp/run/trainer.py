@@ -12,6 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zbpp.config import TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.token_batches import TokenBatches
+from zbpp.planning import MemoryLimit
 from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
 from zbpp.run.model import metrics_of
@@ -32,7 +33,7 @@ class Plan(NamedTuple):
 
     shape: (rows, tokens of a row) of the microbatch that the costs hold for; None: not known.
     recomputed: with memory.recompute=auto, the numbers of the stages that recompute. slice_bounds: as in
-    Pipeline.
+    Pipeline. memory_limit: that in schedule.memory_limit.
     """
 
     timetable: Timetable
@@ -40,6 +41,7 @@ class Plan(NamedTuple):
     recomputed: frozenset[int] = frozenset()
     shape: tuple[int, int] | None = None
     slice_bounds: tuple[int, ...] = ()
+    memory_limit: MemoryLimit = None
 
 
 def build_pipeline(
@@ -95,6 +97,7 @@ def build_planner(data: Data, plan: Plan, place: MeshPosition) -> LengthPlanner 
         plan.timetable,
         plan.costs,
         plan.shape,
+        memory_limit=plan.memory_limit,
         part=place.data_part,
         num_parts=place.num_data_parts,
     )

@@ -33,9 +33,9 @@ from zbpp.runtime.arguments import (
 )
 from zbpp.runtime.call import Call, Metrics, Observe
 from zbpp.runtime.dtensors import is_counted
-from zbpp.runtime.extra import Extra
+from zbpp.runtime.extra import NEW_TIMETABLES, Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.mesh import MeshPosition, Reshard
+from zbpp.runtime.mesh import EXPERT, SHARD, MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode, restored_generators
@@ -447,6 +447,18 @@ class Pipeline:
         return summed(self.place.gather(self.step_losses.means()), self.place.num_pipelines)
 
     # ---- Timetables
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether a step may have empty microbatches, also where other replicas have none.
+
+        False with an extra that is made for one timetable, and where each F and B exchanges with the others:
+        with reshard="microbatch", and where replicas share experts.
+        """
+        shards = self._reshard == "microbatch" and self.place.size(SHARD) > 1
+        if shards or EXPERT in self.place.expert_groups:
+            return False
+        return not any(NEW_TIMETABLES in each.excludes for each in self._rank.extras)
 
     def prepare(self, timetable: Timetable | str) -> None:
         """Make this rank's program of a timetable, or of its text, ahead of `use_timetable`.

@@ -86,6 +86,7 @@ class Rank:
     the prefix of this pipeline's names in the job's store. ties: of all ranks. The other arguments are
     Pipeline's.
 
+    followed: the timetable of the last call, without the microbatches that it left out.
     modules: the stages and the loss, if that is a module. workers: by stage. programs: of all ranks, for a
     step. executors: this rank's, for the calls "step", "evaluate" and "predict". extras: after a change call
     `rebind`. num_steps: see Pipeline. count: of a microbatch's targets, if the loss says how, see weights.py.
@@ -122,6 +123,7 @@ class Rank:
     ) -> None:
         self.slice_bounds = slice_bounds
         self.timetable, self.index, self.key, self.timeout = timetable, index, key, timeout
+        self.followed = timetable
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
         self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
@@ -274,6 +276,7 @@ class Rank:
             worker.begin(batch.feed(stage))
         sizes = batch.told
         lowering = self._lowering.without(sizes.left_out)
+        self.followed = lowering.timetable
         executor.use(lowering.text, lowering.program(batch.call.kind))
         executor.begin(batch.sizes_of_units)
         self._limit_waits(executor)

@@ -55,7 +55,16 @@ class Batches:
         if self._planner is None:
             return (), None
         self._planner.batches.note(step + 1, self.plan.next_first)
-        return self._of_groups(self._planner.batches, self.plan.groups)
+        return self._of_groups(self._planner.batches, self.plan.groups, self._num_run(self.plan))
+
+    @property
+    def lengths(self) -> list[float] | None:
+        """Of the microbatches that the latest step ran, see StepPlan; None where all are alike."""
+        return None if self.plan is None else self.plan.lengths[: self._num_run(self.plan)]
+
+    def _num_run(self, plan: StepPlan) -> int:
+        """How many microbatches a step runs: those that have sequences, at least one, or else all."""
+        return max(1, sum(map(bool, plan.groups))) if self.pipeline.can_leave_out else len(plan.groups)
 
     def close(self) -> None:
         """End the thread that plans batches."""
@@ -66,11 +75,13 @@ class Batches:
         """This process's part of a held-out batch."""
         return self._read(self._data.evaluation, number)
 
-    def _of_groups(self, batches: TokenBatches, groups: Sequence[Group]) -> Batch:
-        """The microbatches of these sequences, in this order."""
+    def _of_groups(self, batches: TokenBatches, groups: Sequence[Group], num_run: int) -> Batch:
+        """The microbatches of these sequences, in this order; all but the first `num_run` are left out."""
         stages, num_stages = self.pipeline.stages, self.pipeline.timetable.num_stages
         how: Any = {"device": self.pipeline.device, "target_dtype": self._target_dtype}
-        parts = [part_for(stages, num_stages, batches.microbatch(each), **how) for each in groups]
+        parts = [part_for(stages, num_stages, batches.microbatch(each), **how) for each in groups[:num_run]]
+        nothing = (None,) * len(parts[0][0]), None
+        parts += [nothing] * (len(groups) - num_run)
         args = tuple(per_microbatch(each) for each in zip(*(args for args, _ in parts), strict=True))
         targets = [target for _, target in parts]
         return args, None if targets[0] is None else per_microbatch(targets)

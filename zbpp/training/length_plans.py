@@ -9,12 +9,14 @@ uninterrupted one would have made.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
 from zbpp.data.token_batches import Group, MicrobatchShape, TokenBatches, replica_of
 from zbpp.job.agreement import broadcast, gather
-from zbpp.planning import order_microbatches
+from zbpp.planning import MemoryLimit
+from zbpp.planning.order import BestOrder, least_excess
 from zbpp.planning.work import Work
 from zbpp.runtime.mesh import TENSOR, MeshPosition
 from zbpp.schedule import Costs, Timetable
@@ -25,9 +27,10 @@ _NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks
 class StepPlan(NamedTuple):
     """One replica's part of a step.
 
-    groups: its microbatches, in the order in which they go. lengths: theirs, see Lengths. next_first: the
-    number of the sequence with which the next batch begins. num_tokens: of the whole step, without padding.
-    padding: the share of padding in all tokens of the step.
+    groups: its microbatches, in the order in which they go, the empty ones last. lengths: theirs, see
+    Lengths. next_first: the number of the sequence with which the next batch begins. num_tokens: of the whole
+    step, without padding. padding: the share of padding in all tokens of the step. over_limit: what the step
+    needs if no order of its microbatches is within the memory limit; else "".
     """
 
     groups: list[Group]
@@ -35,6 +38,7 @@ class StepPlan(NamedTuple):
     next_first: int
     num_tokens: int
     padding: float
+    over_limit: str = ""
 
 
 class Lengths:
@@ -53,16 +57,21 @@ class Lengths:
         """The length of a microbatch; 0 for an empty one."""
         if not given.filled:
             return 0.0
-        tokens = given.tokens / (self._rows * self._tokens)
+        tokens = self.size_of(given)
         squares = given.squares / (self._rows * self._tokens**2)
         return self._work.length(self._work.time(tokens, squares))
+
+    def size_of(self, given: MicrobatchShape) -> float:
+        """What the memory of a microbatch grows with, its tokens, in multiples of those at length 1."""
+        return given.tokens / (self._rows * self._tokens) if given.filled else 0.0
 
 
 class LengthPlanner:
     """Plans the steps of one replica ahead, each in a thread.
 
     costs: the times at length 1, without lengths; None: equal F, B and W, which grow with the tokens.
-    shape: (rows, tokens of a row) at length 1; None: costs are those of a mean microbatch.
+    shape: (rows, tokens of a row) at length 1; None: costs are those of a mean microbatch. memory_limit: see
+    `order_microbatches`; a step that fits in no order has the one that exceeds the limit least.
     """
 
     def __init__(
@@ -72,9 +81,11 @@ class LengthPlanner:
         costs: Costs | None = None,
         shape: tuple[int, int] | None = None,
         *,
+        memory_limit: MemoryLimit = None,
         part: int = 0,
         num_parts: int = 1,
     ) -> None:
+        self._memory_limit = memory_limit
         self.batches, self._timetable, self._part, self._num_parts = batches, timetable, part, num_parts
         self._costs = costs or Costs()
         number = timetable.num_microbatches * num_parts
@@ -97,17 +108,28 @@ class LengthPlanner:
         number = self._timetable.num_microbatches
         cut = self.batches.cut(first, number * self._num_parts)
         own = replica_of(cut, self._part, self._num_parts)
+        full = [each for each, (group, _) in enumerate(own) if group] or [0]
+        best = self._ordered([own[each][1] for each in full])
+        order = [*(full[each] for each in best.order), *sorted({*range(number)} - {*full})]
         lengths = [self._lengths.of(shape) for _, shape in own]
-        costs = Costs.of_lengths(lengths, self._costs)
-        order = order_microbatches(self._timetable, costs, math.inf, num_rounds=_NUM_ROUNDS)
-        filled, tokens = (sum(each) for each in zip(*((s.filled, s.tokens) for _, s in cut), strict=True))
+        filled, tokens = (
+            sum(each) for each in zip(*((s.filled, s.tokens) for group, s in cut if group), strict=True)
+        )
         return StepPlan(
             groups=[own[each][0] for each in order],
             lengths=[lengths[each] for each in order],
             next_first=first + sum(len(group) for group, _ in cut),
             num_tokens=filled,
             padding=1 - filled / tokens,
+            over_limit=best.refusal(self._costs.memory_unit),
         )
+
+    def _ordered(self, shapes: Sequence[MicrobatchShape]) -> BestOrder:
+        """The order of the microbatches that have sequences, in the timetable without the others."""
+        timetable = self._timetable.without(range(len(shapes), self._timetable.num_microbatches))
+        costs = Costs.of_lengths(map(self._lengths.of, shapes), self._costs)
+        sizes = [self._lengths.size_of(shape) for shape in shapes]
+        return least_excess(timetable, costs, math.inf, self._memory_limit, sizes, num_rounds=_NUM_ROUNDS)
 
     def close(self) -> None:
         """End the thread; a later step plans again."""

@@ -32,7 +32,7 @@ from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
-from zbpp.training.length_plans import LengthPlanner
+from zbpp.training.length_plans import LengthPlanner, StepPlan
 from zbpp.training.non_finite import BegunSteps, Values
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import PostValidatedUpdate
@@ -136,6 +136,7 @@ class Trainer:
         self.leaving: str | None = None  # why the run ends early; the same on all ranks
         self.first_step = 0  # the first step of the last `run`
         self._agreed: str | None = None  # the reason that all ranks know
+        self._is_over_limit = False  # some step so far, in every order
         target_dtype = None if self.masters is None else torch.float32
         self._batches = Batches(self.pipeline, self.data, target_dtype, self.planner)
         self._begun = BegunSteps(self.values)
@@ -232,8 +233,8 @@ class Trainer:
     def _keep_timeline(self, number: int) -> None:
         """Keep the timeline of a recorded step, and the lengths of its microbatches. Collective."""
         self.timelines[number] = self._recorder.timeline()
-        if self._batches.plan is not None:
-            self.lengths[number] = self._batches.plan.lengths
+        if self._batches.lengths is not None:
+            self.lengths[number] = self._batches.lengths
         if len(self.timelines) > max(self.num_recorded, _KEPT):
             oldest = min(self.timelines)
             del self.timelines[oldest]
@@ -308,11 +309,24 @@ class Trainer:
             torch.cuda.synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
         plan = self._batches.plan
+        self._show_over_limit(step, plan)
         filled = self.filled_per_step if plan is None else plan.num_tokens
         times = {f"{self.data.unit}_per_second": filled / seconds, "step_seconds": seconds}
         times |= {} if plan is None else {"padding": plan.padding}
         self._begun.add(step, times, batch, self.pipeline)
         return self._finished(results)
+
+    def _show_over_limit(self, step: int, plan: StepPlan | None) -> None:
+        """Say once that a step exceeds the memory limit in every order of its microbatches."""
+        if plan is None or not plan.over_limit or self._is_over_limit:
+            return
+        self._is_over_limit, place = True, self.pipeline.place
+        if place.is_first and place.rank == 0:
+            print(
+                f"MEMORY LIMIT: step {step + 1}: {plan.over_limit}. Such steps run in the order that exceeds "
+                "it least; smaller microbatches (tokens_per_batch, num_microbatches) hold less",
+                flush=True,
+            )
 
     def _finish_update(self) -> list[Metrics]:
         """Wait until the weights are right; returns the metrics that have become known."""

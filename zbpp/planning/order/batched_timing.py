@@ -8,6 +8,7 @@ Reductions don't count, and W's take no time from exchanges (zbpp/schedule/inter
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import NamedTuple
@@ -39,16 +40,18 @@ class PathTerms(NamedTuple):
 class BatchedTiming:
     """A timetable's actions in an order in which they can run; costs of lengths.
 
+    sizes: of each microbatch, by which its memory grows; the lengths, unless they are given.
     linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
     1; with slices, what the action's slice of such a microbatch takes.
     previous, sender: by action, the action before it on its rank, and the one whose message it waits for;
     `none`, which ends at 0 ms, stands for "no such action".
     """
 
-    def __init__(self, timetable: Timetable, costs: Costs) -> None:
+    def __init__(self, timetable: Timetable, costs: Costs, sizes: Sequence[float] | None = None) -> None:
         """Raises PlanError for a timetable that can't run, and for another number of lengths."""
         costs.of_units(timetable)  # refuses another number of lengths
         self.lengths, num_slices = np.array(costs.lengths), timetable.num_slices
+        self.sizes = self.lengths if sizes is None else np.array(sizes)
         # An action's level is its start if every action takes 1. Simulating also checks the timetable.
         levels = np.concatenate(simulate(timetable, Costs(bw=1.0).unit_slices(num_slices)).starts)
         order = np.argsort(levels, kind="stable")
@@ -95,10 +98,9 @@ class BatchedTiming:
 
     def peaks(self, orders: Numbers) -> Floats:
         """The most that each rank holds in each order: an array by rank and order."""
-        lengths = self.lengths[orders]
+        sizes = self.sizes[orders]
         held = [
-            np.cumsum(change[:, None] * lengths[places], axis=0).max(axis=0)
-            for change, places in self._memory
+            np.cumsum(change[:, None] * sizes[places], axis=0).max(axis=0) for change, places in self._memory
         ]
         peaks: Floats = np.array(held) + np.array(self._static)[:, None]
         return peaks

@@ -14,17 +14,18 @@ with an order in which long and short ones alternate.
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from zbpp.planning.memory_limit import MemoryLimit, ceiling, check_fits, fits, limits_per_rank
+from zbpp.planning.memory_limit import MemoryLimit, ceiling, check_fits, limits_per_rank
 from zbpp.planning.options import ROUNDING
 from zbpp.planning.order.batched_timing import BatchedTiming, Floats, Numbers
 from zbpp.planning.search.deadline import Deadline
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
-from zbpp.schedule.timetable import Timetable
+from zbpp.schedule.timetable import PlanError, Timetable
 
 _ORDERS = 8  # tried in a round
 _MOST_NUMBERS = 1_000_000  # actions times orders in a round
@@ -51,18 +52,66 @@ def order_microbatches(
     Costs without lengths keep the given order.
     Raises PlanError if no order within memory_limit was found, and as `simulate` does.
     """
+    best = least_excess(timetable, costs, time_limit, memory_limit, seed=seed, num_rounds=num_rounds)
+    best.check(costs.memory_unit)
+    return best.order
+
+
+class BestOrder(NamedTuple):
+    """order[i]: the microbatch that goes i-th. peaks: what each rank holds in it. limits: of each rank."""
+
+    order: list[int]
+    peaks: tuple[float, ...]
+    limits: tuple[float, ...]
+
+    @property
+    def excess(self) -> float:
+        """By which share the limit is exceeded on the rank where this is most; 0 within the limits."""
+        return float(_excess(np.array(self.peaks), np.array([*map(ceiling, self.limits)])))
+
+    def check(self, unit: str) -> None:
+        """Raise PlanError, with what the order needs, unless it is within the limits."""
+        check_fits("the best order found", self.peaks, self.limits, unit)
+
+    def refusal(self, unit: str) -> str:
+        """The text of `check`'s error; "" within the limits."""
+        try:
+            self.check(unit)
+        except PlanError as error:
+            return str(error)
+        return ""
+
+
+def least_excess(
+    timetable: Timetable,
+    costs: Costs,
+    time_limit: float,
+    memory_limit: MemoryLimit,
+    sizes: Sequence[float] | None = None,
+    *,
+    seed: int = 0,
+    num_rounds: int | None = None,
+) -> BestOrder:
+    """As `order_microbatches`; if no order within memory_limit was found, the one that exceeds it least.
+
+    sizes: of each microbatch, by which its memory grows, in multiples of that of length 1; None: the lengths.
+    They differ where a microbatch has several rows: its memory grows with the tokens, and its time with the
+    squares of the rows, too. Neither the excess nor, at the same excess, the makespan is above that of the
+    given order.
+    """
     deadline = Deadline(time_limit)
     given = list(range(timetable.num_microbatches))
     limits = limits_per_rank(memory_limit, timetable.num_ranks)
+    orders = [given]
     if costs.lengths:
-        found = _Search(BatchedTiming(timetable, costs), limits, seed).run(deadline, num_rounds)
-    else:
-        found = given
-    timelines = [simulate(timetable, costs.reordered(order)) for order in (given, found)]
-    if memory_limit is not None and not fits(timelines[0].peak_memory, limits):
-        check_fits("the best order found", timelines[1].peak_memory, limits, costs.memory_unit)
-        return found
-    return found if timelines[1].makespan < timelines[0].makespan else given
+        orders.append(_Search(BatchedTiming(timetable, costs, sizes), limits, seed).run(deadline, num_rounds))
+    held = costs if sizes is None else Costs.of_lengths(sizes, costs)
+
+    def worth(best: BestOrder) -> _Worth:
+        return _Worth(best.excess, simulate(timetable, costs.reordered(best.order)).makespan)
+
+    peaks = [simulate(timetable, held.reordered(order)).peak_memory for order in orders]
+    return min((BestOrder(*each, limits) for each in zip(orders, peaks, strict=True)), key=worth)
 
 
 def hill(lengths: Floats) -> Numbers:
@@ -85,6 +134,13 @@ class _Worth(NamedTuple):
 
     excess: float
     makespan: float
+
+
+def _excess(peaks: Floats, ceilings: Floats) -> Floats:
+    """`BestOrder.excess`; the first dimension is that of ranks. What rounding makes different is equal."""
+    shares = peaks / np.maximum(ceilings, np.finfo(float).tiny)
+    excess: Floats = np.maximum(0.0, shares - 1).round(9).max(axis=0)
+    return excess
 
 
 class _Search:
@@ -117,7 +173,7 @@ class _Search:
     def _best(self, orders: Numbers) -> tuple[_Worth, Numbers]:
         makespans, excess = self.timing.makespans(orders), np.zeros(orders.shape[1])
         if np.isfinite(self.ceilings).any():
-            excess = np.maximum(0.0, self.timing.peaks(orders) - self.ceilings[:, None]).max(axis=0)
+            excess = _excess(self.timing.peaks(orders), self.ceilings[:, None])
         best = int(np.lexsort((makespans, excess))[0])
         return _Worth(float(excess[best]), float(makespans[best])), orders[:, best]
 

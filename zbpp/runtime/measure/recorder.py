@@ -89,7 +89,7 @@ class Recorder(Observer):
         """
         if self.record.is_empty:
             raise RuntimeError("no step was recorded: run one inside `with pipeline.using(recorder):`")
-        return measured_timeline(self.record, self._rank.timetable, self._rank.place.pipeline)
+        return measured_timeline(self.record, self._rank.followed, self._rank.place.pipeline)
 
 
 class _TimedPending:
