@@ -7,6 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from zbpp import config as configs
+from zbpp.__main__ import main as zbpp_command
 from zbpp.commands import command_line
 from zbpp.config import ConfigError, without_batching
 from zbpp.launch import Refusal
@@ -133,6 +134,7 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         ("+parallel.processes=2", "did you mean parallel.num_processes?"),
         ("steps=many", "steps: 'many' is no value for it: write a whole number"),
         ("steps=2.5", "steps: '2.5' is no value for it: write a whole number"),
+        ("data.packing=maybe", "data.packing: 'maybe' is no value for it: write true or false"),
         ("callbacks=3", "callbacks: one value is no list: write [...]"),
         ("schedule.slices=-3", "schedule.slices=-3: write how many, as 8; or"),
         ("schedule.slices=[0,64]", "schedule.slices=[0, 64] is one slice, which cuts nothing: leave it out"),
@@ -223,6 +225,15 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended, command_line._ended_in_order():
         raise KeyboardInterrupt
     assert ended.value.code == 130
+    assert capsys.readouterr().err == "stopped by SIGINT\n"
+
+
+def test_an_interrupt_ends_a_command_without_ranks_in_one_line(monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("zbpp.commands.plan.parsed", interrupted)
+    assert zbpp_command(["plan", "zb_auto"]) == 130
     assert capsys.readouterr().err == "stopped by SIGINT\n"
 
 

@@ -298,8 +298,16 @@ def test_configs_that_differ_between_ranks_end_the_job_with_the_difference(tmp_p
             "parallel.num_processes=4, but torchrun started 2: write torchrun --nproc-per-node 4 -m",
         ),
         (["schedule.memory_limit=12GiB"], "12GiB"),
-        (["schedule.costs=none.json"], "none.json'; name a file that zbpp plan or zbpp measure wrote"),
-        (["schedule.timetable=none.txt"], "none.txt'; name a file that zbpp plan or zbpp measure wrote"),
+        (
+            ["schedule.costs=none.json"],
+            "schedule.costs=none.json: No such file or directory; zbpp measure wr",
+        ),
+        (["schedule.costs=/"], "schedule.costs=/: Is a directory; zbpp measure writes such a file"),
+        (["schedule.costs=/dev/null"], "schedule.costs: /dev/null: line 1, column 1 is no JSON"),
+        (
+            ["schedule.timetable=none.txt"],
+            "schedule.timetable=none.txt: No such file or directory; zbpp plan",
+        ),
         (["data=text", "data.path=nowhere"], "nowhere' does not exist"),
         (
             ["model._target_=collections.Counter"],

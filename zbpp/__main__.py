@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -35,8 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: unknown command {name!r}: write {_choices()}", file=sys.stderr)
         return 2
     # Imported only now: `zbpp plan` starts without torch, and --help without anything.
-    status = import_module(f"zbpp.commands.{name}").main(given[1:])
-    return int(status or 0)
+    try:
+        return int(import_module(f"zbpp.commands.{name}").main(given[1:]) or 0)
+    except KeyboardInterrupt:
+        print("stopped by SIGINT", file=sys.stderr)
+        return 128 + signal.SIGINT
 
 
 def _help() -> str:

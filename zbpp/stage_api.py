@@ -144,11 +144,6 @@ IGNORED = -100  # the target that a cross-entropy leaves out, in torch and in tr
 
 def num_tokens(target: Any) -> Tensor:
     """How many targets there are in labels: whole numbers, of which -100 is none."""
-    if target is None:
-        raise ValueError(
-            "a microbatch has inputs, and its target is None: give it targets (-100 for one that doesn't "
-            "count), or None for its inputs, too"
-        )
     if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
         raise ValueError(
             f"mean_over_tokens counts a tensor of whole numbers, not {_described(target)}: mark the loss by "

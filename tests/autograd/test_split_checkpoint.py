@@ -101,14 +101,19 @@ class Decoder(nn.Module):
         return (lambda h: self.how(run, torch.tanh(h))) if self.nested else run
 
 
-@pytest.mark.parametrize("nested", [False, True])
-@pytest.mark.parametrize("is_leaf", [True, False])
-def test_a_function_may_close_over_a_tensor_computed_from_the_input(is_leaf, nested):
+@pytest.mark.parametrize(
+    ("how", "is_leaf", "nested"),
+    [
+        *((checkpoint, is_leaf, nested) for is_leaf in (True, False) for nested in (True, False)),
+        (reentrant, True, False),
+    ],
+)
+def test_a_function_may_close_over_a_tensor_computed_from_the_input(how, is_leaf, nested):
     """The gradient that reaches the input by that way is not lost: all stages before would train on it."""
     with float64():
         plain = Decoder(plainly, nested=nested)
     module = copy.deepcopy(plain)
-    module.how = checkpoint
+    module.how = how
     x, dy = double(5, 4).requires_grad_(), double(5, 4, seed=1)
     x = x if is_leaf else x.exp()
     names, parameters = zip(*plain.named_parameters(), strict=True)
@@ -129,6 +134,12 @@ def test_two_checkpoints_that_close_over_a_computed_tensor_are_refused(settings)
     output = module(double(5, 4).requires_grad_().exp())
     with pytest.raises(RuntimeError, match="was computed outside, pass that tensor as an argument"):
         backward_input(output, torch.ones_like(output), ())[1].accumulate()
+
+
+def test_a_plain_backward_names_a_tensor_that_two_checkpoints_close_over():
+    module = Decoder(checkpoint, num_blocks=2)
+    with pytest.raises(RuntimeError, match="was computed outside.*pass the tensor to the function as an arg"):
+        module(torch.randn(5, 4)).sum().backward()
 
 
 # ---------------------------------------------------------------- torch.utils.checkpoint

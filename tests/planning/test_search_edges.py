@@ -15,7 +15,7 @@ from zbpp.planning.search.incremental_timing import IncrementalTiming
 from zbpp.planning.search.initial_orders import insert_weight_grads, split
 from zbpp.planning.search.list_scheduling import first_rules, list_schedule, spare_times
 from zbpp.planning.search.paper_planner import _Run
-from zbpp.schedule import Action, Costs, Op, dataflow, simulate
+from zbpp.schedule import Action, Costs, Op, dataflow, dataflow_arrays, simulate
 from zbpp.schedule.dataflow_arrays import op_of, producers, stage_of
 
 COSTS = Costs(f=3, b=4, w=2, bw=5.5, comm=0.5)
@@ -135,14 +135,16 @@ def one_by_one_split(problem):
 
 
 def unchanged(monkeypatch):
-    pass
+    monkeypatch.setattr(dataflow_arrays, "_values", dataflow_arrays.Values)  # which are kept by size
 
 
 def forwards_wait_for_nothing(monkeypatch):
+    unchanged(monkeypatch)
     monkeypatch.setitem(dataflow._CONSUMES, Op.F, ())
 
 
 def gradients_leave_with_w(monkeypatch):
+    unchanged(monkeypatch)
     monkeypatch.setitem(dataflow._PRODUCES, Op.B, (("deferred", 0),))
     monkeypatch.setitem(dataflow._PRODUCES, Op.W, (("g", -1), ("done", 0)))
 

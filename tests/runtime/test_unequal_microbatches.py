@@ -397,6 +397,10 @@ REFUSED = {
     "all empty": (on_one_rank, rows(None, 0, 0), rows(0, 0, 0), "all 3 microbatches are empty"),
     "a target too many": (on_one_rank, rows(1, None, 3), rows(1, 2, 3), "microbatch 1 has a target and no"),
     "a target too few": (on_one_rank, rows(1, 2, 3), rows(1, None, 3), "has inputs, and its target is None"),
+    "a target too few, no mark": (
+        lambda: on_one_rank(unmarked),
+        rows(1, 2, 3), rows(1, None, 3), "microbatch 1 has inputs, and its target is None: give it a target",
+    ),
     "norm": (
         lambda: on_one_rank(stages={0: Stage(0, 2), 1: Normed(1, 2)}),
         rows(1, 2, 3), rows(1, 2, 3), "BatchNorm in training mode, and the microbatches of",

@@ -1,10 +1,13 @@
 """torch_pipelining.doctor: what it measures is so, and it leaves the model as it was."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from helpers.processes import run_ranks
@@ -117,3 +120,27 @@ def test_buffers_and_gradients_are_as_they_were_after_a_loss_that_raises(steps_b
         dist.destroy_process_group()
     expected = *nn.BatchNorm1d(WIDTH).buffers(), torch.ones(WIDTH)
     assert all(map(torch.equal, found, expected))
+
+
+def schedule_with(loss_fn):
+    schedule = object.__new__(pipelining.ScheduleGPipe)  # no process group: nothing runs
+    schedule._loss_fn = loss_fn
+    return schedule
+
+
+X, INSTEAD = torch.ones(4, 4), ": write doctor(schedule, (*inputs, target), **keywords)"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "keywords", "told"),
+    [
+        (((X, X), schedule_with(F.mse_loss)), {}, f"a tuple is no schedule of torch's pipelining{INSTEAD}"),
+        ((schedule_with(F.mse_loss), X), {}, f"batch is a Tensor{INSTEAD}"),
+        ((schedule_with(F.mse_loss), (X,)), {}, f"len(batch)=1{INSTEAD}"),
+        ((schedule_with(F.mse_loss), (X,)), {"target": X}, f"the target is a keyword{INSTEAD}"),
+        ((schedule_with(None), (X, X)), {}, "ScheduleGPipe has no loss: make it with loss_fn=..."),
+    ],
+)
+def test_other_arguments_are_refused_in_a_line(arguments, keywords, told):
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(told)}$"):
+        torch_pipelining.doctor(*arguments, **keywords)

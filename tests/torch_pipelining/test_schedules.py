@@ -402,9 +402,11 @@ def test_what_only_torch_can_run_runs_there_and_says_so_once():
         assert_alike(losses, expected if rank else [])
 
 
-def test_a_plan_of_no_schedule_is_refused_where_it_is_named():
+def test_a_plan_or_an_option_that_does_not_exist_is_refused_where_it_is_named():
     with pytest.raises(ValueError, match="unknown schedule 'zb_outo'.*did you mean zb_auto"):
         door.use_plan(SimpleNamespace(), "zb_outo")
+    with pytest.raises(TypeError, match="unexpected keyword argument 'plcement'"):
+        door.use_plan(SimpleNamespace(), "zb_auto", plcement="v")
 
 
 def dropped(rank, by_plan):

@@ -82,7 +82,8 @@ def whole_backward(
     caught: dict[int, Tensor] = {}
 
     def catch(position: int, output: int, grads: tuple[Tensor, ...]) -> None:
-        caught[position] = grads[output]
+        # A checkpoint's own backward arrives here, too, by a tensor that its function closes over.
+        caught[position] = caught[position] + grads[output] if position in caught else grads[output]
 
     handles = [
         node.register_prehook(partial(catch, position, output)) for position, (node, output) in edges.items()
@@ -103,7 +104,7 @@ def _backward(
     roots: Sequence[Any], root_grads: list[Tensor], inputs: list[Tensor], found: Survey, *, keep: bool
 ) -> list[Task]:
     """The plain backward. The gradients of leaves with hooks become tasks, so that W runs their hooks."""
-    leaves = _leaves(found)
+    leaves = [each for each in _leaves(found) if all(each is not own for own in inputs)]
     hooked = hooked_nodes(leaves)
     own = [leaf_tensor(node) for node in hooked.values()]
     with without_hooks(hooked.values()), set_aside([*own, *inputs]), engine_adds_to_main_grad(leaves):

@@ -44,7 +44,7 @@ _NAMES = tuple(each.name for each in fields(BatchingConfig))
 def batching_of(data: Any) -> BatchingConfig:
     """How the sequences of a node `data` become batches. Raises ConfigError."""
     given = {name: data[name] for name in _NAMES if isinstance(data, Mapping) and name in data}
-    return typed_as(BatchingConfig, given, "data")
+    return typed_as(BatchingConfig, given, "data.")
 
 
 def without_batching(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,4 +55,7 @@ def without_batching(data: Mapping[str, Any]) -> dict[str, Any]:
 def refuse_tokens(data: Any, command: str) -> None:
     """Raise ConfigError if a node `data` asks for batches of tokens, which the command does not make."""
     if batching_of(data).is_tokens:
-        raise ConfigError(f"data.batching=tokens is for zbpp train: write data.batching=rows for {command}")
+        raise ConfigError(
+            f"data.batching=tokens is for zbpp train: leave data.batching, data.tokens_per_batch and "
+            f"data.packing out for {command}"
+        )

@@ -29,6 +29,7 @@ from zbpp.config.commands import BenchConfig, ExplainConfig, MeasureConfig
 from zbpp.config.folder import config_folder
 from zbpp.config.instantiate import no_module
 from zbpp.config.train import TrainConfig
+from zbpp.config.typed_file import in_python
 from zbpp.error_text import did_you_mean
 from zbpp.ranges import ConfigError, help_of
 
@@ -140,7 +141,7 @@ def typed(config: DictConfig) -> Any:
     except ConfigError:
         raise
     except Exception as error:  # OmegaConf wraps what __post_init__ raises in types of its own
-        key, text = getattr(error, "full_key", None), str(error).partition("\n")[0]
+        key, text = getattr(error, "full_key", None), in_python(str(error))
         if isinstance(error, InterpolationKeyError) and str(key).startswith("data."):
             raise ConfigError(_missing_module(config) or _data_of_another_model(key, text)) from error
         raise ConfigError(f"{key}: {text}" if key else text) from error
@@ -227,23 +228,6 @@ def _no_such_choice(group: str, given: str, known: Sequence[str]) -> str:
     return f"{text}. {custom.read_text().partition(chr(10))[0].removeprefix('# ')}"
 
 
-_KIND = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
-
-
-def _in_python(text: str) -> str:
-    """What OmegaConf says of a value of a wrong kind, and what to write."""
-    kind = re.search(
-        r"(?s)^Value (.*) of type '\w+' (?:could not be converted to|is not a valid) (\w+)", text
-    )
-    if kind and kind[2] in _KIND:
-        return f"{kind[1]} is no value for it: write {_KIND[kind[2]]}"
-    if "is not a ListConfig, list or tuple" in text:
-        return "one value is no list: write [...], with commas between its values"
-    if "is not Optional" in text:
-        return "it can't be null: write a value, or leave it out"
-    return text.partition("\n")[0]
-
-
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
     """The dotted keys of a config class, those of the classes inside it last, with their fields."""
     hints = get_type_hints(kind)
@@ -268,7 +252,7 @@ def composition_error(error: BaseException) -> ConfigError | None:
     if isinstance(error, MissingConfigException) and error.options:
         return ConfigError(_no_such_choice(group, given, error.options))
     if isinstance(cause, ValidationError) and isinstance(cause.full_key, str):
-        return ConfigError(f"{cause.full_key}: {_in_python(str(cause))}")
+        return ConfigError(f"{cause.full_key}: {in_python(str(cause))}")
     if cause is not None and str(cause) not in text:
         text += f"\n{cause}"
     lines = [line.strip() for line in text.splitlines()]

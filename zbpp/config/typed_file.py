@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,15 +18,15 @@ def read_typed(path: Path, kind: type[T]) -> T:
     """The file's values as a `kind`, a dataclass of numbers, texts and dataclasses. Raises ConfigError."""
     found = read_plain(path)
     try:
-        return typed_as(kind, found, str(path))
+        return typed_as(kind, found, f"{path}: ")
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}" if str(path) not in str(error) else str(error)) from None
 
 
-def typed_as(kind: type[T], values: Mapping[str, Any], name: str) -> T:
+def typed_as(kind: type[T], values: Mapping[str, Any], prefix: str) -> T:
     """Values as a `kind`, a dataclass of numbers, texts and dataclasses. Raises ConfigError.
 
-    name: of what holds the values, for a key or a type that is wrong.
+    prefix: before a key of which an error speaks, such as "data.".
     """
     try:
         made: T = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(kind), dict(values)))  # type: ignore[assignment]
@@ -33,12 +34,30 @@ def typed_as(kind: type[T], values: Mapping[str, Any], name: str) -> T:
     except ConfigError:
         raise
     except Exception as error:  # OmegaConf's own, for unknown and missing keys and for values of another type
-        raise ConfigError(f"{name}: {str(error).partition(chr(10))[0]}{_key_in(error)}") from None
+        key = getattr(error, "full_key", None)
+        raise ConfigError(f"{prefix}{f'{key}: ' if key else ''}{in_python(str(error))}") from None
 
 
-def _key_in(error: Exception) -> str:
-    key = getattr(error, "full_key", None)
-    return f" ({key})" if key else ""
+_KIND = {
+    "Integer": "a whole number",
+    "Float": "a number",
+    "Boolean": "true or false",
+    "bool": "true or false",
+}
+
+
+def in_python(text: str) -> str:
+    """What OmegaConf says of a value of a wrong kind, and what to write."""
+    kind = re.search(
+        r"(?s)^Value (.*?) (?:of type '\w+' )?(?:could not be converted to|is not a valid) (\w+)", text
+    )
+    if kind and kind[2] in _KIND:
+        return f"{kind[1]} is no value for it: write {_KIND[kind[2]]}"
+    if "is not a ListConfig, list or tuple" in text:
+        return "one value is no list: write [...], with commas between its values"
+    if "is not Optional" in text:
+        return "it can't be null: write a value, or leave it out"
+    return text.partition("\n")[0]
 
 
 def read_plain(path: Path) -> dict[str, Any]:

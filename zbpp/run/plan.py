@@ -58,16 +58,14 @@ def check_plan(config: TrainConfig, num_ranks: int) -> Timetable | None:
 def build_timetable(schedule: ScheduleConfig, num_ranks: int, num_microbatches: int | None) -> Timetable:
     """Plan by the schedule's name, as `zbpp plan` does, or read its file. Raises PlanError or ConfigError."""
     if schedule.timetable is not None:
-        with _naming_files():
-            return plan_from_file(schedule, num_ranks, num_microbatches)
+        return plan_from_file(schedule, num_ranks, num_microbatches)
     options = _plan_options(schedule, num_ranks)
     return plan(schedule.name, num_ranks, num_microbatches or NUM_MICROBATCHES, **options)
 
 
 def _plan_options(schedule: ScheduleConfig, num_ranks: int) -> dict[str, Any]:
     """The keyword arguments of `plan`. Raises PlanError or ConfigError."""
-    with _naming_files():
-        costs = _rank_costs(schedule)
+    costs = _rank_costs(schedule)
     shape: dict[str, Any] = {"placement": schedule.placement, "stages_per_rank": schedule.stages_per_rank}
     check_shape(schedule.name, num_ranks, **shape)
     num_stages = num_ranks * stages_per_rank(schedule.name, **shape)
@@ -77,11 +75,19 @@ def _plan_options(schedule: ScheduleConfig, num_ranks: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _naming_files() -> Iterator[None]:
+def _naming_file(key: str, path: str, writer: str) -> Iterator[None]:
+    """writer: the command that writes such a file."""
     try:
         yield
     except OSError as error:
-        raise ConfigError(f"schedule: {error}; name a file that zbpp plan or zbpp measure wrote") from error
+        raise ConfigError(f"{key}={path}: {error.strerror}; {writer} writes such a file") from error
+    except PlanError as error:
+        raise ConfigError(f"{key}: {error}") from error  # which names the file
+
+
+def _read_costs(path: str) -> RankCosts:
+    with _naming_file("schedule.costs", path, "zbpp measure"):
+        return read_costs(path)[0]
 
 
 def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
@@ -91,7 +97,7 @@ def costs_of(schedule: ScheduleConfig, timetable: Timetable) -> Costs:
 
 def _rank_costs(schedule: ScheduleConfig) -> RankCosts:
     """The costs in schedule.costs, or equal ones; of sequences in slices, if schedule.slices cuts them."""
-    costs = RankCosts() if schedule.costs is None else read_costs(schedule.costs)[0]
+    costs = RankCosts() if schedule.costs is None else _read_costs(schedule.costs)
     given = schedule.slices
     if isinstance(given, list):
         given = checked_bounds(given, name=_SLICES)
@@ -114,7 +120,7 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     from zbpp.prediction.stage_memory import computed_costs  # imports torch's fake tensors: seconds
 
     length, computed = computed_costs(config, timetable)
-    measured = None if config.schedule.costs is None else read_costs(config.schedule.costs)[0]
+    measured = None if config.schedule.costs is None else _read_costs(config.schedule.costs)
     costs = computed if measured is None or measured.quadratic is None else measured
     with naming(f"schedule.slices={timetable.num_slices}"):
         return tuple(balanced_bounds(timetable.num_slices, length, costs, config.parallel.context))
@@ -127,7 +133,7 @@ def memory_limit_of(schedule: ScheduleConfig) -> MemoryLimit:
 
 def shape_of(schedule: ScheduleConfig) -> tuple[int, int] | None:
     """(rows, tokens of a row) of the microbatch that schedule.costs hold for; None: not known."""
-    return None if schedule.costs is None else read_costs(schedule.costs)[0].shape
+    return None if schedule.costs is None else _read_costs(schedule.costs).shape
 
 
 def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload | None:
@@ -203,14 +209,15 @@ def plan_from_file(schedule: ScheduleConfig, num_ranks: int, num_microbatches: i
     """The plan in schedule.timetable, in any form that `zbpp plan` writes.
 
     num_microbatches: None: as many as the plan has. A file leaves nothing to plan, so the schedule's options
-    must be None. Raises PlanError or OSError.
+    must be None. Raises PlanError or ConfigError.
     """
     file = schedule.timetable
     assert file is not None  # the caller has asked
     for option, value in {**schedule.options, "costs": schedule.costs}.items():
         if value is not None:
             raise PlanError(f"{file} is a plan already: leave schedule.{option}={value} out")
-    timetable = read_timetable(file)
+    with _naming_file("schedule.timetable", file, "zbpp plan"):
+        timetable = read_timetable(file)
     if not all(np.isin(row.ops, (Op.W, Op.BW)).any() for row in timetable.rows):
         raise PlanError(f"{file} is no plan to train by: a rank has no W and no BW")
     if timetable.num_ranks != num_ranks:

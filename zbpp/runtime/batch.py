@@ -125,19 +125,29 @@ class Batch:
         return bool(own) and is_empty(own)
 
     def arrange(self, sizes: Sizes) -> None:
-        """Take the order that all ranks were told. Raises ValueError if an empty microbatch has a target."""
+        """Take the order that all ranks were told.
+
+        Raises ValueError if an empty microbatch has a target, or another one has none.
+        """
         self.told, num = sizes, self._cutter.num_slices
-        self._refuse_targets_of_empty()
+        if self._targets is not None:
+            self._check_targets(self._targets[::num])
         if not sizes.is_plain:
             self._units = [each * num + part for each in sizes.order for part in range(num)]
 
-    def _refuse_targets_of_empty(self) -> None:
+    def _check_targets(self, targets: Sequence[Any]) -> None:
         for each in self.told.left_out:
-            target = None if self._targets is None else self._targets[each * self._cutter.num_slices]
+            target = targets[each]
             if not (is_empty(target) or (self._count is not None and not self._count(target))):
                 raise ValueError(
                     f"microbatch {each} has a target and no inputs: a microbatch is left out if its inputs "
                     "are None or without elements, and its target must be, too"
+                )
+        for each in self.told.order:
+            if targets[each] is None:
+                raise ValueError(
+                    f"microbatch {each} has inputs, and its target is None: give it a target, or None for "
+                    "its inputs, too"
                 )
 
     def weigh(self, device: torch.device, num_parts: int, sum_over_parts: Callable[[Tensor], object]) -> None:

@@ -15,8 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.pipelining import schedules as torchs
 
 from zbpp.autograd.leaf_grad import set_aside
+from zbpp.error_text import kind_of
 from zbpp.job.agreement import gather
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Run
@@ -114,8 +116,9 @@ def doctor(schedule: Any, batch: Sequence[Any], **keywords: Any) -> Diagnosis:
 
     schedule: an object of one of torch's Schedule classes, which has a loss_fn. batch: (*inputs, target), as
     `schedule.step` splits them; the same on all ranks. keywords: those of `schedule.step`. Returns the same
-    on all ranks.
+    on all ranks. Raises TypeError or ValueError, on every rank alike, for other kinds of arguments.
     """
+    _check(schedule, batch, keywords)
     stages = stages_of(schedule)
     modules = [each.submod for each in stages]
     buffers = Buffers(modules)
@@ -133,6 +136,19 @@ def doctor(schedule: Any, batch: Sequence[Any], **keywords: Any) -> Diagnosis:
     finally:
         buffers.restore()
     return Diagnosis(type(schedule).__name__, found, on_zbpp, reason)
+
+
+def _check(schedule: Any, batch: Any, keywords: Mapping[str, Any]) -> None:
+    instead = "write doctor(schedule, (*inputs, target), **keywords)"
+    if not isinstance(schedule, torchs._PipelineSchedule):
+        raise TypeError(f"{kind_of(schedule)} is no schedule of torch's pipelining: {instead}")
+    if not isinstance(batch, tuple | list):
+        raise TypeError(f"batch is {kind_of(batch)}: {instead}")
+    if "target" in keywords or len(batch) < (1 if keywords else 2):
+        has = "the target is a keyword" if "target" in keywords else f"len(batch)={len(batch)}"
+        raise ValueError(f"{has}: {instead}")
+    if schedule._loss_fn is None:
+        raise ValueError(f"{type(schedule).__name__} has no loss: make it with loss_fn=...")
 
 
 def _measured_on_zbpp(

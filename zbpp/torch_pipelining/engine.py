@@ -12,6 +12,7 @@ random numbers in forward are seeded from the caller's generator, one number per
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -43,6 +44,7 @@ installed: dict[type, Any] = {}  # torch's class that runs on zbpp -> its own me
 
 _ENGINE, _PLAN = "_zbpp_engine", "_zbpp_plan"  # attributes of a schedule object
 _MOST_SEED = 2**62
+_PARAMETERS = inspect.signature(plan)
 
 Schedule = TypeVar("Schedule")
 
@@ -51,10 +53,11 @@ def use_plan(schedule: Any, name: str, **options: Any) -> None:
     """From the next step on, run a schedule of zbpp's with the same stages on the same ranks.
 
     name, options: those of `zbpp.plan`, such as "zb_auto" and memory_limit=4. Raises PlanError for an unknown
-    name. The next step raises it on all ranks for a plan that does not exist, and for one that places stages
-    on other ranks. Call it on all ranks alike.
+    name, TypeError for an unknown option. The next step raises PlanError on all ranks for a plan that does
+    not exist, and for one that places stages on other ranks. Call it on all ranks alike.
     """
     check_name(name)
+    _PARAMETERS.bind(name, 1, 1, **options)  # here, since the first rank alone will make the plan
     setattr(schedule, _PLAN, (name, options))
 
 

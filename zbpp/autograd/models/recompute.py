@@ -244,9 +244,20 @@ def _refuse_hidden(leaves: list[Any]) -> None:
 def _plain_backward(
     roots: list[Tensor], root_grads: list[Tensor], tensors: list[Tensor | None], hooked: list[Tensor]
 ) -> list[Tensor | None]:
-    """Gradients of the tensors and of the hooked leaves, whose gradients so far and hooks are left alone."""
+    """Gradients of the tensors and of the hooked leaves, whose gradients so far and hooks are left alone.
+
+    Raises RuntimeError for a graph that is gone: of a tensor that the checkpoint's function closes over.
+    """
     with without_hooks([*map(node_of, hooked)]), set_aside(hooked):
-        torch.autograd.backward(roots, root_grads)
+        try:
+            torch.autograd.backward(roots, root_grads)
+        except RuntimeError as error:
+            if "backward through the graph a second time" not in str(error):
+                raise
+            raise RuntimeError(
+                "a checkpoint's function uses a tensor that was computed outside, and another backward has "
+                "gone through that tensor's graph: pass the tensor to the function as an argument"
+            ) from error
         return [None if each is None else each.grad for each in (*tensors, *hooked)]
 
 
