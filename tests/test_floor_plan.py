@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 # schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, streams, error_text, ranges and partition know nobody.
+# stage_api, seeding, streams, error_text, ranges, packing and partition know nobody.
 _PLANS = {"schedule", "planning"}
 _LEAVES = {"stage_api", "seeding", "streams", "error_text"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "zbpp/error_text.py": set(),
     "zbpp/streams.py": set(),
     "zbpp/partition.py": set(),
+    "zbpp/packing.py": set(),
     "zbpp/ranges.py": set(),
     "zbpp/signatures.py": {"error_text", "ranges"},
     "zbpp/config/": {"config", "error_text", "ranges", "signatures"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     # Any trainer beside plain autograd: it knows no schedule.
     "zbpp/parity_check/": {"parity_check"} | _RUNTIME,
     "zbpp/parity.py": {"parity_check"},
-    "zbpp/data/": {"data", "seeding", "stage_api", "streams"},
+    "zbpp/data/": {"data", "packing", "seeding", "stage_api", "streams"},
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"config", "prediction", "render", "run"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"benchmark", "config", "run"} | _TRAINING,
@@ -61,7 +62,7 @@ MAY_IMPORT = {
     "zbpp/commands/plan/cluster.py": {"cluster", "commands", "config", "ranges"} | _PLANS,
     "zbpp/render/": {"render", "partition"} | _PLANS,
     "zbpp/commands/__init__.py": set(),
-    "zbpp/commands/plan/": {"commands", "ranges", "render"} | _PLANS,
+    "zbpp/commands/plan/": {"commands", "packing", "ranges", "render"} | _PLANS,
     "zbpp/autograd/": {"autograd", "streams"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,

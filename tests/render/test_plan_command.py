@@ -14,7 +14,7 @@ import pytest
 
 from helpers.pages import ROOT
 from zbpp.commands.plan import main
-from zbpp.planning import SCHEDULES, RankCosts, balanced_bounds, plan
+from zbpp.planning import SCHEDULES, RankCosts, balanced_bounds, balanced_shares, plan
 from zbpp.render import render_text
 from zbpp.schedule import Costs, Timetable, from_csv, read_timetable, simulate
 
@@ -375,6 +375,21 @@ def test_lengths_with_several_schedules_and_a_quadratic_part_are_a_table(output,
     assert re.search(rf"^1f1b, given order +1 +{given:.5g}", text, re.MULTILINE)
     assert "zb_v, best order" in text
     assert text.count("in the best order found") == 2
+
+
+def test_lengths_say_what_slices_bring_and_more_lengths_than_microbatches_are_packed(output, tmp_path):
+    """The longest first, to the shortest group: 9+1, 5+3+2, and 4+3+3."""
+    lengths, costs_file = tmp_path / "tokens.txt", tmp_path / "costs.json"
+    lengths.write_text("3\n9\n5\n1\n4\n3\n2\n3\n")
+    costs_file.write_text('{"f": 7.5, "b": 7.5, "w": 7.5, "quadratic": {"f": 2.5, "b": 5}}')
+    how = ["zb_h1", "--ranks", 2, "--microbatches", 3, "--lengths", lengths, "--costs", costs_file]
+    text = output(*how)
+    assert "8 sequences packed into 3 microbatches of 10 to 10 tokens; the longest sequence has 9" in text
+    costs = Costs.of_lengths([1, 1, 1], Costs(f=7.5, b=7.5, w=7.5), Costs(f=2.5, b=5, w=0))
+    for number in (2, 4, 8):
+        own = costs.sliced(balanced_shares(number, costs))
+        makespan = simulate(plan("zb_h1", 2, 3, num_slices=number), own).makespan
+        assert f"{number} slices {makespan:.5g} ms" in text
 
 
 def test_measured_costs_know_the_length_that_they_hold_for(output, tmp_path):

@@ -23,6 +23,7 @@ import numpy as np
 
 from zbpp.data.permutation import Numbers
 from zbpp.data.sequences import Sequences, can_be_packed, check_sequence, nothing, packed, padded
+from zbpp.packing import longest_first
 
 Group = tuple[int, ...]
 """The numbers of the sequences of a microbatch; (): an empty one."""
@@ -105,8 +106,8 @@ class TokenBatches:
     def cut(self, first: int, num_microbatches: int) -> list[tuple[Group, MicrobatchShape]]:
         """The microbatches of the batch that begins with sequence `first`, the largest first."""
         samples, lengths = self.members(first)
-        divide = _packed if self.is_packed else _padded
-        groups = divide(lengths, num_microbatches)
+        divide = longest_first if self.is_packed else _padded
+        groups = [np.array(each, dtype=np.int64) for each in divide(lengths, num_microbatches)]
         found = [(tuple(samples[each].tolist()), self._shape(lengths[each])) for each in groups]
         return sorted(found, key=lambda each: (-each[1].tokens, each[0]))
 
@@ -148,17 +149,6 @@ def replica_of(found: Sequence[Any], part: int, num_parts: int) -> list[Any]:
     """One replica's share of the microbatches, which are sorted by size: dealt there and back again."""
     rounds = [found[start : start + num_parts] for start in range(0, len(found), num_parts)]
     return [each[part if number % 2 == 0 else num_parts - 1 - part] for number, each in enumerate(rounds)]
-
-
-def _packed(lengths: Numbers, count: int) -> list[Numbers]:
-    """Indices of `count` groups, some of which may be empty: the longest first, to the shortest group."""
-    groups: list[list[int]] = [[] for _ in range(count)]
-    shortest = [(0, number) for number in range(count)]
-    for index in np.argsort(-lengths, kind="stable").tolist():
-        filled, number = heapq.heappop(shortest)
-        groups[number].append(index)
-        heapq.heappush(shortest, (filled + int(lengths[index]), number))
-    return [np.array(each, dtype=np.int64) for each in groups]
 
 
 def _padded(lengths: Numbers, count: int) -> list[Numbers]:

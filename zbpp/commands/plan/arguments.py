@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import NamedTuple, Self
 
 from zbpp.commands.plan import cluster
-from zbpp.commands.plan.lengths import read_lengths
+from zbpp.commands.plan.lengths import packed, read_lengths
 from zbpp.planning import (
     SCHEDULES,
     About,
@@ -70,29 +70,33 @@ READ = {
 class Inputs(NamedTuple):
     """The costs, where they were measured, and the memory limit in the unit of costs.saved.
 
-    slices: the numbers of slices to plan; several only with --choose.
+    slices: the numbers of slices to plan; several only with --choose. packing: how sequences share
+    microbatches, in a line; "" where they don't.
     """
 
     costs: RankCosts
     about: About
     memory_limit: float | list[float] | None
     slices: tuple[int, ...] = (1,)
+    packing: str = ""
 
     @classmethod
     def read(cls, options: argparse.Namespace) -> Self:
         """The file's costs, overridden by those of the command line. Raises PlanError and OSError."""
         costs, about = _read_costs(options) if options.costs else (RankCosts(), {})
+        note = ""
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
         if options.lengths:
-            costs = costs.of_tokens(read_lengths(options.lengths, options.microbatches))
+            lengths, note = packed(read_lengths(options.lengths, options.microbatches), options.microbatches)
+            costs = costs.of_tokens(lengths)
         costs, slices = _sliced(costs, options)
-        return cls(costs, about, read_memory_limit(options.memory_limit, costs), slices)
+        return cls(costs, about, read_memory_limit(options.memory_limit, costs), slices, note)
 
     @property
     def notes(self) -> list[str]:
-        """Where the costs were measured, and where slices begin, in one line each; nothing without them."""
-        return [text for text in [about_in_words(self.about), self._slices] if text]
+        """Where the costs were measured, where slices begin, and what was packed, in one line each."""
+        return [text for text in [about_in_words(self.about), self._slices, self.packing] if text]
 
     @property
     def _slices(self) -> str:
@@ -208,7 +212,8 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
     group.add_argument("schedules", nargs="*", metavar="SCHEDULE", help=table)
     lengths = (
         "a microbatch's number of tokens a line, or a JSON list: draw the step in this order and in the best "
-        "one found; costs are those of the mean length, or of the length at which --costs were measured"
+        "one found; costs are those of the mean length, or of the length at which --costs were measured; "
+        "with fewer --microbatches: sequences, packed"
     )
     group.add_argument("--lengths", metavar="FILE", help=lengths)
     group.add_argument("--choose", action="store_true", help="rank all schedules, best first")

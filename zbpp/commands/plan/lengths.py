@@ -6,17 +6,21 @@ import argparse
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
 
+from zbpp.packing import longest_first
 from zbpp.planning import (
     MemoryLimit,
     RankCosts,
+    balanced_shares,
     compare,
     order_bound,
     order_microbatches,
     own_path,
     takes_costs,
 )
+from zbpp.planning.options import check_count
 from zbpp.schedule import Costs, PlanError, Timeline, simulate
 from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import shown
@@ -25,18 +29,32 @@ from zbpp.schedule.timetable import shown
 def read_lengths(path: str, num_microbatches: int | None) -> list[float]:
     """The lengths in a file: a number a line, or a JSON list.
 
-    Raises OSError, and PlanError that names the file, for another number of them than num_microbatches
-    (None: any number).
+    Raises OSError, and PlanError that names the file, for fewer of them than num_microbatches (None: any
+    number).
     """
     with naming(path):
         text = Path(path).read_text()
         lengths = _numbers(text)
-        if num_microbatches not in (None, len(lengths)):
+        if len(lengths) < (num_microbatches or 0):
             raise PlanError(f"{len(lengths)} lengths for --microbatches {num_microbatches}")
         Costs.of_lengths(lengths, Costs())  # refuses what is no length
         if not any(lengths):
             raise PlanError("all lengths are 0: there is nothing to plan")
         return lengths
+
+
+def packed(lengths: Sequence[float], num_microbatches: int | None) -> tuple[list[float], str]:
+    """(tokens of each microbatch, a note); where there are more lengths, they are sequences, and packed."""
+    if num_microbatches in (None, len(lengths)):
+        return [*lengths], ""
+    check_count("--microbatches", num_microbatches)
+    groups = longest_first(lengths, num_microbatches)
+    tokens = [sum(lengths[each] for each in group) for group in groups]
+    note = (
+        f"{len(lengths)} sequences packed into {num_microbatches} microbatches of {min(tokens):g} to "
+        f"{max(tokens):g} tokens; the longest sequence has {max(lengths):g}"
+    )
+    return tokens, note
 
 
 def _numbers(text: str) -> list[float]:
@@ -56,10 +74,14 @@ def _numbers(text: str) -> list[float]:
     return found
 
 
+_SLICES = (2, 4, 8)  # numbers that are tried
+
+
 class Orders(NamedTuple):
     """A schedule's step in two orders. order[i]: the microbatch that goes i-th in `best`.
 
     bound: what no order undercuts in this timetable; longest: the own path of the longest microbatch (ms).
+    sliced: the makespan in the best order found, by the number of slices that each microbatch is cut into.
     """
 
     given: Timeline
@@ -67,6 +89,7 @@ class Orders(NamedTuple):
     order: list[int]
     bound: float
     longest: float
+    sliced: Mapping[int, float] = MappingProxyType({})
 
     @property
     def busiest(self) -> float:
@@ -85,19 +108,23 @@ def ordered(
 ) -> dict[str, Orders | PlanError]:
     """For each schedule, its step in the given order and in the best order found."""
 
-    def of(name: str) -> Orders | PlanError:
+    def timeline(name: str, num_slices: int, costs: RankCosts) -> Timeline | PlanError:
         # A schedule that takes no costs may exceed the limit in the given order, and fit in another.
         limit = {"memory_limit": memory_limit} if takes_costs(name) else {}
-        given = compare(
+        return compare(
             [name],
             options.ranks,
             len(costs.lengths),
             costs=costs,
+            num_slices=num_slices,
             placement=options.placement,
             time_limit=options.time_limit,
             progress=lambda share, *_: progress(share, "searching"),
             **limit,
         )[name]
+
+    def of(name: str, num_slices: int, costs: RankCosts) -> Orders | PlanError:
+        given = timeline(name, num_slices, costs)
         if isinstance(given, PlanError):
             return given
         try:
@@ -105,7 +132,15 @@ def ordered(
         except PlanError as error:
             return error
 
-    return {name: of(name) for name in names}
+    def with_slices(name: str) -> Orders | PlanError:
+        whole = of(name, 1, costs)
+        if isinstance(whole, PlanError):
+            return whole
+        cut = {each: of(name, each, costs.sliced(balanced_shares(each, costs))) for each in _SLICES}
+        found = {each: one.best.makespan for each, one in cut.items() if isinstance(one, Orders)}
+        return whole._replace(sliced=found)
+
+    return {name: with_slices(name) for name in names}
 
 
 def _best(given: Timeline, costs: RankCosts, limit: MemoryLimit, time_limit: float) -> Orders:
@@ -132,6 +167,8 @@ def timelines_of(outcomes: Mapping[str, Orders | PlanError]) -> dict[str, Timeli
 def render_orders(name: str, orders: Orders) -> str:
     """What the order brings, and what slices would bring at most."""
     given, best, work = orders.given.makespan, orders.best.makespan, orders.busiest
+    found = ", ".join(f"{each} slices {makespan:.5g} ms" for each, makespan in orders.sliced.items())
+    sliced = [f"  each microbatch cut into slices that take equally long: {found}"] if found else []
     return "\n".join(
         [
             f"{name}: {given:.5g} ms in the given order, {best:.5g} ms in the best order found: "
@@ -141,5 +178,6 @@ def render_orders(name: str, orders: Orders) -> str:
             f"  the busiest rank works {work:.5g} ms in any order, so that cutting the longest into slices "
             f"would bring at most {best - work:.4g} ms more ({1 - work / best:.1%})",
             f"  the longest microbatch alone takes {orders.longest:.5g} ms from its first F to its last B",
+            *sliced,
         ]
     )
