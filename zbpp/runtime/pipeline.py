@@ -120,49 +120,66 @@ class Pipeline:
         for each in given.mesh_groups():
             set_timeout(each, timeout)
         self._given_group = group
-        self.timetable = timetable = timetable_of(timetable, num_microbatches, given)
-        self.slice_bounds = bounds_for(timetable, slice_bounds)
-        self.rank = rank_in(given.pipeline, timetable)
+        self.timetable = timetable_of(timetable, num_microbatches, given)
+        self.slice_bounds = bounds_for(self.timetable, slice_bounds)
+        self.rank = rank_in(given.pipeline, self.timetable)
         self.seed, self.loss_scale, self._running = seed, 1.0, Lock()
         self._timeout, self._dynamic_shapes, self._reshard = timeout, dynamic_shapes, reshard
         self.step_losses, self.evaluation_losses = NamedLosses(), NamedLosses()
+        self._take_place(given)
+        self._rank = self._made_rank(stages, loss_fn, device, given.pipeline)
+        try:
+            self._take_extras(extras, mp_policy)
+            check_pipeline(model_of(stages), self)
+        except BaseException as error:
+            self.end(f"it could not be made ({error_text(error)})")
+            raise
+
+    def _take_place(self, given: MeshPosition) -> None:
+        """Take the place in the mesh or group that was given."""
         # One rank of a larger job needs a group, too, for what is collective; this pipeline closes it.
-        is_alone = timetable.num_ranks == 1 and given.pipeline is None
+        is_alone = self.timetable.num_ranks == 1 and given.pipeline is None
         self._made_group = group_of_this_process() if is_alone else None
         self.place = given if self._made_group is None else MeshPosition(None, self._made_group)
         self.group = self.place.pipeline
-        if timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
+        if self.timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
             check_launches()
-        options: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "slice_bounds": self.slice_bounds}
-        check_ranks_agree(timetable, self.place, **options)
-        agreed = agree_on_stages(stages, timetable, self.rank, device, self.place)
+
+    def _made_rank(
+        self,
+        stages: Mapping[int, nn.Module] | PipelineModel,
+        loss_fn: Loss | None,
+        device: torch.device | str | None,
+        group: dist.ProcessGroup | None,
+    ) -> Rank:
+        """Agree with all ranks, take this rank's stages, and make its Rank. Collective.
+
+        group: for its links.
+        """
+        options: dict[str, Any] = {"dynamic_shapes": self._dynamic_shapes, "slice_bounds": self.slice_bounds}
+        check_ranks_agree(self.timetable, self.place, **options)
+        agreed = agree_on_stages(stages, self.timetable, self.rank, device, self.place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn
         # Read-only: a module put there later would not be run.
         self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
-        loss_here = self._loss_fn if timetable.rank_of[-1] == self.rank else None
+        loss_here = self._loss_fn if self.timetable.rank_of[-1] == self.rank else None
         self._parameters = StageParameters(self.stages, agreed.names, agreed.ties, self.group, loss_here)
         self.device = device_of(self.stages.values(), self.group, device)
-        self._rank = Rank(
-            timetable,
+        return Rank(
+            self.timetable,
             self.rank,
             self.stages,
             self._loss_fn,
             self.device,
             self.place,
-            group=None if is_alone else self.group,
+            group=group,
             key=agreed.key,
             ties=agreed.ties,
-            timeout=timeout,
+            timeout=self._timeout,
             compiles=any(self.place.gather(any(map(may_compile, self.stages.values())))),
             **options,
         )
-        try:
-            self._take_extras(extras, mp_policy)
-            check_pipeline(model, self)
-        except BaseException as error:
-            self.end(f"it could not be made ({error_text(error)})")
-            raise
 
     def _take_extras(self, extras: Iterable[Extra], mp_policy: Any) -> None:
         """Take the extras of every pipeline, then those that were given. Collective.

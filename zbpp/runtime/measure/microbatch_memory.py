@@ -71,28 +71,26 @@ def microbatch_memory(
     keywords = [each for past in pasts for each in slice_keywords(past, num)]
     args = [*inputs] * 3 if index == 0 else ()
     worker.begin(Feed(args, keywords, [*target] * 3, range(3 * num), LossGradients()))
-    outputs: list[tuple[Any, ...]] = []
-
-    def keep(found: tuple[Any, ...]) -> None:
-        outputs.append(tuple(map(received, found)))
-        for each in outputs[-1]:
-            if isinstance(each, Tensor):
-                live.forget(each)
-
-    def runs_of(microbatch: int) -> list[_UnitRun]:
-        outputs.clear()
-        past = pasts[microbatch]
-        units = enumerate(inputs, microbatch * num)
-        return [_UnitRun(worker, live, each, unit, head_w, keep, past) for unit, each in units]
-
-    _measured(runs_of(0), pasts[0])
-    found = _measured(runs_of(1), pasts[1])
-    rises = _rises_of_bw(runs_of(2))
+    kept = list[tuple[Any, ...]]()
+    keep = partial(_keep, live, kept)
+    units = enumerate([*inputs] * 3)
+    runs = [_UnitRun(worker, live, each, unit, head_w, keep, pasts[unit // num]) for unit, each in units]
+    _measured(runs[:num], pasts[0])
+    found = _measured(runs[num : 2 * num], pasts[1])
+    rises = _rises_of_bw(runs[2 * num :])
     worker.end()
     slices = [
         replace(each, rises=(*each.rises[:3], rise)) for each, rise in zip(found.bytes, rises, strict=True)
     ]
-    return found._replace(bytes=slices, outputs=outputs)
+    return found._replace(bytes=slices, outputs=kept[-num:])
+
+
+def _keep(live: LiveTensors, kept: list[tuple[Any, ...]], outputs: tuple[Any, ...]) -> None:
+    """Keep copies of the outputs of F, and do not count them."""
+    kept.append(tuple(map(received, outputs)))
+    for each in kept[-1]:
+        if isinstance(each, Tensor):
+            live.forget(each)
 
 
 def past_of(index: int, module: nn.Module, slice_bounds: Sequence[int]) -> Past | None:
