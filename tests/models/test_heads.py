@@ -400,7 +400,15 @@ def sharded(rank, name, head, schedule, reshard, at_once, tensor=1):
             return trained(one)
 
 
-@pytest.mark.parametrize("reshard, at_once", [("step", False), ("step", True), ("microbatch", True)])
+@pytest.mark.parametrize(
+    "reshard, at_once",
+    [
+        ("step", False),
+        ("step", True),
+        ("microbatch", True),
+        pytest.param("microbatch", False, marks=pytest.mark.nightly),
+    ],
+)
 @pytest.mark.parametrize("head", OWN)
 @pytest.mark.parametrize("name, schedule", [("llama", "zb_v"), ("gpt, tied", "zb_h1")])
 def test_heads_in_shards(name, schedule, head, reshard, at_once):

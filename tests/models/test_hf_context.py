@@ -28,23 +28,32 @@ FAMILIES = {
     "gpt2": {"n_embd": 32, "n_layer": 4, "n_head": 4,  # learned positions, products of its own
              "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 }  # fmt: skip
-TIMETABLES = {
-    "zb_h1": {"timetable": "zb_h1", "num_microbatches": M},
-    "zb_h1 in slices": {"timetable": plan("zb_h1", 2, M, num_slices=2), "slice_bounds": [0, 6, 12]},
-    "zb_v in slices": {"timetable": plan("zb_v", 2, M, num_slices=3), "slice_bounds": [0, 2, 8, 12]},
+BOUNDS = {  # of the slices of a sequence, by the name of a timetable
+    "zb_h1": (),
+    "zb_v": (),
+    "zb_h1 in slices": (0, 6, 12),
+    "zb_v in slices": (0, 2, 8, 12),
 }
-CASES = [
-    *product(FAMILIES, ("plain",), ("zb_v in slices",)),
-    *product(("llama", "gpt2"), ("plain",), ("zb_h1",)),
-    ("mistral", "plain", "zb_h1 in slices"),
-    *product(("llama",), ("padding",), ("zb_h1", "zb_h1 in slices")),
-    ("mistral", "padding", "zb_v in slices"),
-    *product(("llama", "mistral"), ("documents",), ("zb_h1",)),  # in slices the library needs a mask for them
-    ("llama", "blocks", "zb_v in slices"),
-]
-AT_NIGHT = [
-    *{*product(FAMILIES, ("plain",), TIMETABLES), *product(("llama", "mistral"), ("padding",), TIMETABLES)}
-    - {*CASES}
+CASES = {  # by the number of processes: two have the stages of a V
+    4: [
+        *product(("llama",), ("plain",), ("zb_h1", "zb_v in slices")),
+        ("mistral", "plain", "zb_h1 in slices"),
+        ("llama", "padding", "zb_h1 in slices"),
+    ],
+    2: [
+        *product(("qwen3", "mistral", "gemma3_text", "gpt2"), ("plain",), ("zb_v in slices",)),
+        ("gpt2", "plain", "zb_v"),
+        ("llama", "padding", "zb_v"),
+        ("mistral", "padding", "zb_v in slices"),
+        *product(("llama", "mistral"), ("documents",), ("zb_v",)),  # slices need a mask for them
+        ("llama", "blocks", "zb_v in slices"),
+    ],
+}
+AT_NIGHT = [  # in four processes
+    *product(FAMILIES, ("plain",), BOUNDS),
+    *product(("llama", "mistral"), ("padding",), BOUNDS),
+    *product(("llama", "mistral"), ("documents",), ("zb_h1", "zb_v")),
+    *product(("llama",), ("blocks",), ("zb_h1 in slices", "zb_v in slices")),
 ]
 
 
@@ -86,14 +95,21 @@ def data(given):
     return args[given], target
 
 
+def planned(timetable, num_ranks):
+    """Options of a Pipeline."""
+    bounds = BOUNDS[timetable]
+    name, num_slices = timetable.partition(" ")[0], max(1, len(bounds) - 1)
+    return {"timetable": plan(name, num_ranks, M, num_slices=num_slices), "slice_bounds": bounds}
+
+
 def divided(rank, cases, kind=Hf64, extras=()):
     """Per case the losses, the gradients, and how many gradients wait in each W, by stage."""
-    found = {}
+    found, num_ranks = {}, torch.distributed.get_world_size() // 2
     with library_in_float64():
         for family, given, timetable in cases:
             mesh, args, target = make_mesh(context=2), *data(given)
-            options = {**TIMETABLES[timetable], "mesh": mesh, "extras": [each() for each in extras]}
-            with Pipeline(model_of(family, kind), **options) as pipeline:
+            options = {"mesh": mesh, "extras": [each() for each in extras]}
+            with Pipeline(model_of(family, kind), **planned(timetable, num_ranks), **options) as pipeline:
                 waiting = {stage: count_tasks(each) for stage, each in pipeline._rank.workers.items()}
                 losses = [each.item() for each in pipeline.step(*args, target=target)]
                 grads = {name: p.grad for name, p in pipeline.named_parameters()}
@@ -136,7 +152,8 @@ def num_waiting(family, num_stages):
 
 @pytest.fixture(scope="module")
 def everyone():
-    return run_ranks(divided, 4, CASES)
+    """{number of processes: what each of them has found}."""
+    return {number: run_ranks(divided, number, cases) for number, cases in CASES.items()}
 
 
 def assert_is_alone(found, family, given):
@@ -148,32 +165,37 @@ def assert_is_alone(found, family, given):
         assert_close(mine, {name: grads[name] for name in mine}, 1e-12)
 
 
-@pytest.mark.parametrize("family, given, timetable", CASES)
-def test_context_has_the_gradients_of_the_model_in_one_process(everyone, family, given, timetable):
-    """Pipeline of 2 x context of 2, sequences whole and in slices."""
-    assert_is_alone([each[family, given, timetable] for each in everyone], family, given)
+@pytest.mark.parametrize(
+    "number, family, given, timetable", [(number, *case) for number, cases in CASES.items() for case in cases]
+)
+def test_context_has_the_gradients_of_the_model_in_one_process(everyone, number, family, given, timetable):
+    """Pipeline of 2 or 1 x context of 2, sequences whole and in slices."""
+    assert_is_alone([each[family, given, timetable] for each in everyone[number]], family, given)
 
 
 @pytest.mark.nightly
-def test_context_has_the_gradients_of_all_families_under_all_timetables():
-    everyone = run_ranks(divided, 4, AT_NIGHT)
-    for family, given, timetable in AT_NIGHT:
-        assert_is_alone([each[family, given, timetable] for each in everyone], family, given)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_context_has_the_gradients_of_a_family_under_all_timetables(family):
+    cases = [case for case in AT_NIGHT if case[0] == family]
+    everyone = run_ranks(divided, 4, cases)
+    for case in cases:
+        assert_is_alone([each[case] for each in everyone], *case[:2])
 
 
 def test_every_linear_waits_for_w_as_without_context_and_slices(everyone):
     with library_in_float64():
         expected = {(family, num): num_waiting(family, num) for family in FAMILIES for num in (2, 4)}
-    for (family, given, timetable), found in product(CASES, everyone):
-        for stage, seen in found[family, given, timetable][2].items():
-            num_stages = 4 if timetable.startswith("zb_v") else 2
-            assert seen == {expected[family, num_stages][stage]}, (family, given, timetable, stage)
+    for number, cases in CASES.items():
+        for (family, given, timetable), found in product(cases, everyone[number]):
+            for stage, seen in found[family, given, timetable][2].items():
+                num_stages = number // 2 * (2 if timetable.startswith("zb_v") else 1)
+                assert seen == {expected[family, num_stages][stage]}, (family, given, timetable, stage)
 
 
 def test_recompute_exchanges_in_slices_again_and_pending_ws_run_meanwhile():
     """The cache is asked once more for the keys of a slice, in B."""
     case = "gemma3_text", "plain", "zb_v in slices"
-    everyone = run_ranks(divided, 4, [case], Recomputed, [OverlapExchange])
+    everyone = run_ranks(divided, 2, [case], Recomputed, [OverlapExchange])
     assert_is_alone([each[case] for each in everyone], *case[:2])
 
 
@@ -207,7 +229,7 @@ def mutant(rank):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(SliceLayer, "update", lossy)
         with pytest.raises(ValueError) as refusal:
-            Pipeline(model, **TIMETABLES["zb_h1 in slices"], mesh=make_mesh(context=2))
+            Pipeline(model, **planned("zb_h1 in slices", 2), mesh=make_mesh(context=2))
     return str(refusal.value)
 
 

@@ -91,6 +91,7 @@ def num_deferred(weight_grads):
 
 CASES = [*product(MODELS, ("ignored",), SCHEDULES + SLICED)]
 CASES += [*product(MODELS, ("documents",), ("zb_h1", "zb_h1 in slices"))]
+AT_NIGHT = [*product(MODELS, ("documents",), ("1f1b", "zb_v", "1f1b in slices"))]
 
 
 def planned(schedule):
@@ -147,9 +148,20 @@ def everyone():
 @pytest.mark.parametrize("name, kind", [*product(MODELS, ("ignored", "documents"))])
 def test_context_has_the_losses_gradients_and_outputs_of_one_process(everyone, name, kind):
     """Pipeline of 2 x context of 2, under several plans; a process returns those of whole sequences."""
+    assert_is_alone(everyone, name, kind, CASES)
+
+
+@pytest.mark.nightly
+def test_documents_have_the_losses_gradients_and_outputs_of_one_process_under_all_plans():
+    everyone = run_ranks(in_context, 4, {"context": 2}, AT_NIGHT)
+    for name in MODELS:
+        assert_is_alone(everyone, name, "documents", AT_NIGHT)
+
+
+def assert_is_alone(everyone, name, kind, cases):
     grads, loss, output = alone(name, kind)
     norm = torch.stack([each.norm() for each in set(grads.values())]).norm().item()
-    schedules = [schedule for *case, schedule in CASES if case == [name, kind]]
+    schedules = [schedule for *case, schedule in cases if case == [name, kind]]
     for schedule, found in product(schedules, everyone):
         losses, mine, some_norm, _, evaluated, outputs, metrics, predicted = found[name, kind, schedule]
         for parameter, grad in mine.items():

@@ -212,18 +212,26 @@ def test_weight_gradients_in_the_exchanges_change_no_bit(others):
         check_equal_bits([{"without": some["zb_h2"], "overlapped": others["zb_h2"]}])
 
 
+OF_EIGHT = [  # degrees, over how many processes each expert's weights are divided
+    ({"replicate": 4, "expert": 2}, 2),
+    ({"shard": 4, "expert": 2}, 4),  # FSDP2 splits what copies of the same experts have
+    ({"replicate": 2, "shard": 2, "expert": 2}, 4),
+    ({"replicate": 2, "shard": 2, "expert": 4}, 4),
+]
+
+
 @pytest.mark.slow  # 8 processes
-@pytest.mark.parametrize(
-    "degrees, split",
-    [
-        ({"replicate": 4, "expert": 2}, 2),
-        ({"shard": 4, "expert": 2}, 4),  # FSDP2 splits what copies of the same experts have
-        ({"replicate": 2, "shard": 2, "expert": 2}, 4),
-        ({"replicate": 2, "shard": 2, "expert": 4}, 4),
-    ],
-)
+@pytest.mark.parametrize("degrees, split", OF_EIGHT)
 def test_four_processes_share_the_experts_or_have_copies_of_them(degrees, split):
     check_against_one_process(run_ranks(in_mesh, 8, degrees, ("zb_h1",)), 4, split=split)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("degrees, split", OF_EIGHT)
+def test_four_processes_that_share_experts_have_the_same_bits_under_two_schedules(degrees, split):
+    everyone = run_ranks(in_mesh, 8, degrees, ("1f1b", "zb_h1"))
+    check_against_one_process(everyone, 4, split=split)
+    check_equal_bits(everyone)
 
 
 def test_through_experts_is_each_token_through_each_of_its_experts():

@@ -177,7 +177,7 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
             raise ValueError(f"lora: {error}") from error
         for name, module in stage.named_modules():
             if isinstance(module, layers.LoraLayer):
-                torch.manual_seed(seed_of(seed, "lora", name))
+                torch.default_generator.manual_seed(seed_of(seed, "lora", name))
                 module.reset_lora_parameters(ADAPTER, config.init_lora_weights)
     # A Hugging Face stage has its modules in its own tree and in the library's model, which it runs.
     adopt = getattr(stage, "adopt_modules", None)

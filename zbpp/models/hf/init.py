@@ -39,7 +39,7 @@ def initialise(
         for name, module, init_weights in _modules(model, "", model._init_weights):
             if not _has_own(module):
                 continue
-            torch.manual_seed(seed_of(seed, name))
+            torch.default_generator.manual_seed(seed_of(seed, name))
             init_weights(module)
     for name, tensor in own.items():
         if not tensor.is_floating_point() or not tensor.isnan().any():
