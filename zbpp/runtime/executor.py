@@ -54,7 +54,9 @@ class BeginAgain(Exception):
 
 
 class _Bound(NamedTuple):
-    """A program and its variants as functions. dropped: the W's that a pass has left out."""
+    """A program and its variants: {where receives start: (the program behind all passes, its functions, the
+    W's that a pass has left out)}.
+    """
 
     given: Program
     variants: dict[Posting, tuple[Program, Resolution, list[Action]]]

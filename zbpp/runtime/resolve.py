@@ -103,8 +103,8 @@ class Resolver:
         self._extras, self._call = extras, call
         self._receive = {peer: _without_message(inbox.receive) for peer, inbox in inboxes.items()}
         self._release = {peer: _without_message(outbox.release) for peer, outbox in outboxes.items()}
-        # By stage and op, for microbatch 0: the table of the data flow is asked once.
-        self._first = {
+        # The table of the data flow is asked once per stage and op. All microbatches have the same messages.
+        self._of_microbatch_0 = {
             (stage, op): _messages_of(Action(stage, op, 0), num_stages) for stage in workers for op in Op
         }
 
@@ -149,7 +149,7 @@ class Resolver:
         """The messages of an instruction."""
         match instruction:
             case Action(stage, op, microbatch):
-                taken, given = self._first[stage, op]
+                taken, given = self._of_microbatch_0[stage, op]
                 return _Messages(
                     taken and Value(taken.name, taken.stage, microbatch),
                     given and Value(given.name, given.stage, microbatch),
@@ -162,9 +162,10 @@ class Resolver:
                 return _NO_MESSAGES
 
     def _handing_over(self, stage: int, own: _Messages, run: Run, handovers: dict[Value, Handover]) -> Run:
-        """`run` of an action, which guards its messages from and to other stages of this rank, see Handover.
+        """`run` of an action, with its messages from and to other stages of this rank guarded, see Handover.
 
-        handovers: of the program so far. The gradient of the loss stays in its stage.
+        handovers: of the actions before this one; the action's own is added. The gradient of the loss stays
+        in its stage, and has no Handover.
         """
         taken, given = own
         if taken in handovers:

@@ -6,7 +6,8 @@ import numpy as np
 
 from zbpp.schedule.timetable import Integers, Op, PlanError, Row, Timetable, unit_of, units_in_order
 
-# The ops that a stage has one of per unit, each group in its order, and which ops those are by number.
+# Groups of ops: a stage has one action of each group per unit, in order. The arrays say by op's number
+# whether the op is in the group.
 _ORDERED = tuple((ops, np.array([op in ops for op in Op])) for ops in ((Op.F,), (Op.B, Op.BW), (Op.W, Op.BW)))
 
 
@@ -26,7 +27,7 @@ def check_row(row: Row, num_units: int) -> None:
     for positions in np.split(by_stage, np.flatnonzero(np.diff(row.stages[by_stage])) + 1):
         own = row.select(positions)
         stage = int(own.stages[0])
-        has_backward = own.ops.max() > Op.F
+        has_backward = (own.ops != Op.F).any()
         for ops, is_one in _ORDERED if has_backward else _ORDERED[:1]:
             _check_order(stage, ops, own.microbatches[is_one[own.ops]], row.num_slices, num_units)
 

@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Values:
-    """The values of all actions on `num_stages` stages for `num_units` units.
+    """The values of all actions on `num_stages` stages for `num_units` units. They never change.
 
     consumed[kind], produced[kind]: the numbers of an action's values at unit 0; add the unit.
     """
@@ -32,14 +32,14 @@ class Values:
     def __init__(self, num_stages: int, num_units: int, num_slices: int = 1) -> None:
         self._shape, self._num_slices = (len(VALUE_NAMES), num_stages, num_units), num_slices
         actions = [Action(stage, op, 0) for stage in range(num_stages) for op in Op]
-        self.consumed = [[self.number(value) for value in consumes(action)] for action in actions]
-        self.produced = [[self.number(value) for value in produces(action, num_stages)] for action in actions]
+        self.consumed = tuple([self._numbers(consumes(action)) for action in actions])
+        self.produced = tuple([self._numbers(produces(action, num_stages)) for action in actions])
         self._consumed, self._produced = _padded(self.consumed), _padded(self.produced)
 
     @staticmethod
     def of(timetable: Timetable) -> Values:
-        """The values of a timetable's actions, kept for timetables of the same size."""
-        return _values(timetable.num_stages, timetable.num_units, timetable.num_slices)
+        """The values of a timetable's actions: one object for timetables of the same size."""
+        return _values_of_size(timetable.num_stages, timetable.num_units, timetable.num_slices)
 
     def __len__(self) -> int:
         return math.prod(self._shape)
@@ -48,6 +48,9 @@ class Values:
         _, num_stages, num_units = self._shape
         name_index = VALUE_NAMES.index(value.name)
         return (name_index * num_stages + value.stage) * num_units + value.microbatch
+
+    def _numbers(self, values: Sequence[Value]) -> tuple[int, ...]:
+        return tuple([self.number(value) for value in values])
 
     def stages(self, numbers: Numbers) -> Numbers:
         """The stage on which each value is consumed."""
@@ -71,7 +74,10 @@ class Values:
         return _in_row(row, self._produced)
 
 
-_values = lru_cache(maxsize=8)(Values)
+@lru_cache(maxsize=8)
+def _values_of_size(num_stages: int, num_units: int, num_slices: int) -> Values:
+    return Values(num_stages, num_units, num_slices)
+
 
 # A kind is a stage and an op as one number: F, B, W, BW of stage 0 are 0 to 3, those of stage 1 are 4 to 7.
 _NUM_OPS = len(Op)  # a constant, since len(Op) takes longer than all else in the four functions below
