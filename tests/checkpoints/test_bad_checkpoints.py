@@ -4,12 +4,14 @@ import copyreg
 import json
 import os
 import pickle
+import re
 import resource
 import shutil
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ import zbpp
 from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.checkpoints.reading import read_metadata
-from zbpp.training.checkpoints import Checkpoints
+from zbpp.training.checkpoints import Checkpoints, _check_rows
 from zbpp.training.leaving import StopAfter
 from zbpp.training.weights import weights_of_run
 
@@ -362,3 +364,28 @@ def test_a_path_that_holds_no_checkpoint_is_said(folder, tmp_path):
     (folder / "run").mkdir()
     shutil.copytree(folder / "step-2", folder / "run/checkpoints/step-2")
     assert load(folder / "run", missing_ok=True) == 2
+
+
+ROWS, TOKENS, THOUSAND = {}, {"data.batching": "tokens"}, {"items_per_step": 1000, "unit": "tokens"}
+SIZE = "so that num_microbatches x microbatch_size x parallel.replicate x parallel.shard is what it was"
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "items", "told"),
+    [
+        (ROWS, ROWS, 1000, None),
+        (TOKENS, TOKENS, 1000, None),
+        (ROWS, ROWS, 2000, f"write num_microbatches=... or microbatch_size=... {SIZE}"),
+        (TOKENS, TOKENS, 2000, "write data.tokens_per_batch=1000"),
+        (TOKENS, ROWS, 1000, "write data.batching=tokens data.tokens_per_batch=1000"),
+        (ROWS, TOKENS, 1000, f"write data.batching=rows num_microbatches=... or microbatch_size=... {SIZE}"),
+    ],
+)
+def test_a_run_that_would_read_other_batches_is_refused(before, now, items, told):
+    """Batches of rows went on as batches of tokens where a step had as many of each."""
+    facts = THOUSAND | {"fingerprint": "", "config": before, "is_replanned": False}
+    found = SimpleNamespace(path="step-5", facts={"info": facts})
+    trainer = SimpleNamespace(items_per_step=items)
+    refused = nullcontext() if told is None else pytest.raises(CheckpointError, match=f"{re.escape(told)}$")
+    with refused:
+        _check_rows(found, trainer, now)

@@ -179,6 +179,10 @@ def test_a_whole_that_does_not_fit_is_refused(whole, text):
         ({"update": print}, "optimizer is missing"),
         ({"batch": (torch.ones(4, 3),)}, r"batch on rank 0 has one value: write \(\*inputs, target\)"),
         ({"batch": torch.ones(4, 3)}, r"batch on rank 0 is a Tensor: write \(\*inputs, target\)"),
+        (
+            {"batch": (zbpp.per_microbatch([torch.ones(4, 3), None]),) * 2},
+            "microbatch 1 of the batch is em",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(options, text):

@@ -20,6 +20,7 @@ from zbpp.error_text import kind_of
 from zbpp.parity_check.ranks import Facts, Sent, without_dropout
 from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.restored import Buffers, eval_mode, restored_generators
+from zbpp.runtime.sizes import is_empty
 from zbpp.runtime.stage import seed_generators
 
 Gradients = dict[str, Tensor | None]
@@ -110,10 +111,18 @@ class Reference:
     # ---- Data
 
     def take(self, batches: Mapping[str, Any], facts: Sequence[Facts], number: int, tokens: Any) -> None:
-        """Take the data. batches: of each part. number: of microbatches. tokens: see `parity`."""
+        """Take the data. batches: of each part. number: of microbatches. tokens: see `parity`.
+
+        Raises ValueError for an empty microbatch.
+        """
         names = [each.part for each in facts]
         for name, batch in batches.items():
-            microbatches = [_arguments(each) for each in into_microbatches("batch", batch, number)]
+            pieces = into_microbatches("batch", batch, number)
+            if any(map(is_empty, pieces)):
+                raise ValueError(
+                    f"microbatch {[*map(is_empty, pieces)].index(True)} of the batch is empty: give each rows"
+                )
+            microbatches = [_arguments(each) for each in pieces]
             counts = [float(tokens(target)) if tokens else 1.0 for _, _, target in microbatches]
             moved = [tree_map(self._moved, each) for each in microbatches]
             self.parts.append(Part(names.count(name) / len(names), moved, counts))

@@ -82,7 +82,7 @@ class Checkpoints(Callback):
         """
         is_own = self._folder.resolve() in (source.resolve(), source.resolve().parent)
         found = opened(source, trainer.pipeline.place, is_own=is_own)
-        _check_rows(found, trainer)
+        _check_rows(found, trainer, self._config)
         if found.step > num_steps or (found.step == num_steps and (has_ended or not is_own)):
             raise CheckpointError(
                 f"{found.path} has done {found.step} steps already: write steps={2 * found.step} to go on "
@@ -198,19 +198,31 @@ def _is_first(trainer: Trainer) -> bool:
     return place.is_first and place.rank == 0
 
 
-def _check_rows(found: Checkpoint, trainer: Trainer) -> None:
-    """Raise CheckpointError if steps now read more or fewer rows: the step is the position in the data."""
+def _check_rows(found: Checkpoint, trainer: Trainer, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError if steps now read other rows: the step is the position in the data."""
     info = found.facts["info"]
     if not {"items_per_step", "unit", "fingerprint", "config", "is_replanned"} <= info.keys():
         raise CheckpointError(f"{found.path} was not written by a run of zbpp train: load it with zbpp.load")
-    if info["items_per_step"] != trainer.items_per_step:
-        raise CheckpointError(
-            f"{found.path} was trained on {info['items_per_step']} {info['unit']} per step, and this run has "
-            f"{trainer.items_per_step}, so the step does not say which data come next: write "
-            "num_microbatches=... or microbatch_size=... so that num_microbatches x microbatch_size x "
-            "parallel.replicate x parallel.shard is what it was; with data.batching=tokens, "
-            "data.tokens_per_batch"
-        )
+    was_by_tokens, is_by_tokens = _is_by_tokens(info["config"]), _is_by_tokens(config)
+    if info["items_per_step"] == trainer.items_per_step and was_by_tokens == is_by_tokens:
+        return
+    same = "" if was_by_tokens == is_by_tokens else f"data.batching={'tokens' if was_by_tokens else 'rows'} "
+    size = (
+        f"data.tokens_per_batch={info['items_per_step']}"
+        if was_by_tokens
+        else "num_microbatches=... or microbatch_size=... so that num_microbatches x microbatch_size x "
+        "parallel.replicate x parallel.shard is what it was"
+    )
+    raise CheckpointError(
+        f"{found.path} was trained on {info['items_per_step']} {info['unit']} per step"
+        f"{' (data.batching=tokens)' * was_by_tokens}, and this run has {trainer.items_per_step}"
+        f"{' (data.batching=tokens)' * is_by_tokens}, so the step does not say which data come next: write "
+        f"{same}{size}"
+    )
+
+
+def _is_by_tokens(config: Mapping[str, Any]) -> bool:
+    return config.get("data.batching") == "tokens"
 
 
 def _replanned(found: Checkpoint) -> Timetable | None:
