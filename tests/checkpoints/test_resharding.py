@@ -132,26 +132,36 @@ def saved_and_resumed_runs(rank, folder, origins, pairs):
     return whole, resumed_runs(rank, folder, pairs)
 
 
-ORIGINS = ["pp4 zb_h1", "shard2 x tensor2"]
+PIPELINE, PARTS = ORIGINS = ["pp4 zb_h1", "shard2 x tensor2"]
 FOUR = ["pp4 zb_h1", "pp2 x replicate2", "pp2 x shard2", "pp2 x tensor2", "shard2 x tensor2"]
+BY_DAY = [
+    (PIPELINE, PIPELINE),
+    (PIPELINE, "pp2 x shard2"),
+    (PIPELINE, PARTS),
+    (PARTS, PIPELINE),
+    (PARTS, "pp2 x replicate2"),
+    (PARTS, "pp2 x tensor2"),
+    (PARTS, PARTS),
+]
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    """Losses of whole runs, and of those that go on, on four ranks, two and one."""
-    folder = tmp_path_factory.mktemp("checkpoints")
-    whole, found = run_ranks(saved_and_resumed_runs, 4, folder, ORIGINS, [*product(ORIGINS, FOUR)])[0]
-    found |= run_ranks(resumed_runs, 2, folder, [*product(ORIGINS, ["pp2 zb_v"])])[0]
-    return whole, found | resumed_runs(0, folder, [*product(ORIGINS, ["pp1"])])
-
-
-@pytest.mark.parametrize("shape", [*FOUR, "pp2 zb_v", "pp1"])
-@pytest.mark.parametrize("origin", ORIGINS)
-def test_a_run_goes_on_under_any_other_shape(runs, origin, shape):
-    whole, found = runs
-    assert found[origin, shape] == pytest.approx(whole[origin][SAVED:], rel=1e-6)
-    if shape == origin:
-        assert found[origin, shape] == whole[origin][SAVED:]
+@pytest.mark.parametrize(
+    "pairs",
+    [
+        pytest.param(BY_DAY, id="some"),
+        pytest.param([*product(ORIGINS, FOUR)], id="all", marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_goes_on_under_any_other_shape(tmp_path, pairs):
+    """On four ranks, two and one."""
+    whole, found = run_ranks(saved_and_resumed_runs, 4, tmp_path, ORIGINS, pairs)[0]
+    found |= run_ranks(resumed_runs, 2, tmp_path, [*product(ORIGINS, ["pp2 zb_v"])])[0]
+    found |= resumed_runs(0, tmp_path, [*product(ORIGINS, ["pp1"])])
+    assert len(found) == len(pairs) + 2 * len(ORIGINS)
+    for origin, shape in found:
+        assert found[origin, shape] == pytest.approx(whole[origin][SAVED:], rel=1e-6), (origin, shape)
+        if shape == origin:
+            assert found[origin, shape] == whole[origin][SAVED:]
 
 
 EXPERTS = ["experts pp2 x expert2", "experts expert4", "experts shard4 x expert2"]

@@ -1,5 +1,7 @@
 """The last stage's own loss (model.head), against plain autograd and torch's cross_entropy, in float64."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -185,9 +187,17 @@ CHANGES = {
 IN_BOTH = {"frozen head", "a hook of the head", "a hook of the weight"}  # in plain autograd, too
 
 
-@pytest.mark.parametrize("at_once", [False, True])
+BY_NIGHT = {("compiled", False), ("compiled layers", True)}  # Dynamo takes a second for each
+
+
+@pytest.mark.parametrize(
+    "change, at_once",
+    [
+        pytest.param(*case, marks=[pytest.mark.nightly] if case in BY_NIGHT else [])
+        for case in product(CHANGES, (False, True))
+    ],
+)
 @pytest.mark.parametrize("head", OWN)
-@pytest.mark.parametrize("change", CHANGES)
 def test_it_goes_with(change, head, at_once):
     extras = [HeadAtOnce()] if at_once else []
     pipeline = pipeline_of(MODELS["llama"](head=head), change=CHANGES[change], extras=extras)
@@ -447,11 +457,19 @@ def most_alive(head, mesh):
         return live.highest
 
 
-def test_heads_whose_words_are_split_over_ranks():
+ALL_SPLIT = [
+    *product(MODELS, ("auto",), (False, True)),
+    *product(("gpt", "llama"), ("recompute",), (False, True)),
+    ("granite", "auto", False),
+]
+SOME_SPLIT = [*ALL_SPLIT[0:2], *ALL_SPLIT[3:8:2], *ALL_SPLIT[9:11], ALL_SPLIT[-1]]
+
+
+@pytest.mark.parametrize(
+    "cases", [SOME_SPLIT, pytest.param(ALL_SPLIT, marks=pytest.mark.nightly)], ids=["some", "all"]
+)
+def test_heads_whose_words_are_split_over_ranks(cases):
     """19 words over two ranks. No rank holds the logits of all words."""
-    cases = [(name, "auto", parallel) for name in MODELS for parallel in (False, True)]
-    cases += [(name, "recompute", parallel) for name in ("gpt", "llama") for parallel in (False, True)]
-    cases.append(("granite", "auto", False))
     for found, alive in run_ranks(split_by_tensor, 2, cases):
         for (name, *_), mine in zip(cases, found, strict=True):
             assert_equal(mine, expected(name))

@@ -212,7 +212,7 @@ def test_weight_gradients_in_the_exchanges_change_no_bit(others):
         check_equal_bits([{"without": some["zb_h2"], "overlapped": others["zb_h2"]}])
 
 
-OF_EIGHT = [  # degrees, over how many processes each expert's weights are divided
+OF_FOUR = [  # degrees, over how many processes each expert's weights are divided
     ({"replicate": 4, "expert": 2}, 2),
     ({"shard": 4, "expert": 2}, 4),  # FSDP2 splits what copies of the same experts have
     ({"replicate": 2, "shard": 2, "expert": 2}, 4),
@@ -220,14 +220,17 @@ OF_EIGHT = [  # degrees, over how many processes each expert's weights are divid
 ]
 
 
-@pytest.mark.slow  # 8 processes
-@pytest.mark.parametrize("degrees, split", OF_EIGHT)
-def test_four_processes_share_the_experts_or_have_copies_of_them(degrees, split):
-    check_against_one_process(run_ranks(in_mesh, 8, degrees, ("zb_h1",)), 4, split=split)
+@pytest.mark.parametrize(
+    "num_processes, degrees, split", [*((4, *each) for each in OF_FOUR), (8, *OF_FOUR[-1])]
+)
+def test_four_processes_share_the_experts_or_have_copies_of_them(num_processes, degrees, split):
+    """In a pipeline of one rank, or of two."""
+    everyone = run_ranks(in_mesh, num_processes, degrees, ("zb_h1",))
+    check_against_one_process(everyone, 4, split=split)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("degrees, split", OF_EIGHT)
+@pytest.mark.parametrize("degrees, split", OF_FOUR)
 def test_four_processes_that_share_experts_have_the_same_bits_under_two_schedules(degrees, split):
     everyone = run_ranks(in_mesh, 8, degrees, ("1f1b", "zb_h1"))
     check_against_one_process(everyone, 4, split=split)
