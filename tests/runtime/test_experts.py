@@ -9,16 +9,19 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from helpers.processes import run_ranks
+from helpers.split import assert_close
 from helpers.tensors import drawn
 from helpers.toy_lm import VOCAB, batch, rows_of
 from zbpp import (
     OverlapExchange,
     Pipeline,
+    Timetable,
     auxiliary_losses,
     backward_input,
     check_replicas,
     clip_grad_norm_,
     make_mesh,
+    per_microbatch,
 )
 from zbpp.autograd.models.exchange import Exchange, through_experts
 from zbpp.autograd.models.grouped_linear import grouped_linear
@@ -341,3 +344,34 @@ def test_what_can_not_be_spread_is_refused():
         for message, text in zip(found, expected, strict=True):
             assert text in message
             assert "\n" not in message
+
+
+PLACES = [0, 3]  # of the empty microbatch, by process
+UNEVEN = "0F0 0F1 0BW0 0F2 0F3 0BW1 0BW2 0BW3"  # without 0 two F's more come before a BW, without 3 none
+
+
+def leaves_one_out(rank):
+    """Losses and gradients of a process that leaves another microbatch out than the other process."""
+    own = [batch(3 * rank + number, 2) for number in range(3)]
+    own.insert(PLACES[rank], (None, None))
+    mesh = make_mesh(replicate=2, expert=2)
+    with Pipeline(Mixture(), Timetable.parse(UNEVEN), mesh=mesh, timeout=30) as pipeline:
+        x, target = (per_microbatch([each[part] for each in own]) for part in range(2))
+        losses = [each.item() for each in pipeline.step(x, target=target)]
+        return losses, {name: whole_of(each.grad) for name, each in pipeline.named_parameters()}
+
+
+def test_processes_that_share_experts_may_leave_different_microbatches_out():
+    """All exchange in each F and B: they run the same actions if they leave out as many."""
+    whole, model, losses = Mixture().build_stage(0, 1), Mixture(), []
+    for number in range(6):
+        x, target = batch(number, 2)
+        with auxiliary_losses() as found:
+            loss = model.loss(whole(x), target)
+        losses.append(loss.item() * 8 / 6)  # a step's loss is the mean over all targets
+        (loss / 6 + sum(found.values()) / 8).backward()
+    for rank, (own, grads) in enumerate(run_ranks(leaves_one_out, 2)):
+        expected = losses[3 * rank : 3 * rank + 3]
+        expected.insert(PLACES[rank], 0.0)
+        assert own == pytest.approx(expected, rel=1e-12)
+        assert_close(grads, {name: each.grad for name, each in whole.named_parameters()})

@@ -6,7 +6,6 @@ this step runs. What was made is found by the timetable's text.
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from threading import Lock
 from zlib import crc32
 
@@ -30,7 +29,7 @@ class Lowering:
         self._index, self._lock = index, Lock()
         self._programs: dict[str, Program] = {}
         self._of_step: Programs | None = None
-        self._without = LastUsed[tuple[int, ...], Lowering]()  # by the empty microbatches
+        self._without = LastUsed[int, Lowering]()  # by the number of microbatches
 
     @property
     def programs(self) -> Programs:
@@ -48,18 +47,23 @@ class Lowering:
                 self._programs[call] = programs[self._index]
             return self._programs[call]
 
-    def without(self, microbatches: Collection[int]) -> Lowering:
-        """The same timetable without some microbatches, see Timetable."""
-        if not microbatches:
+    def without_last(self, number: int) -> Lowering:
+        """The same timetable without its last microbatches; for a call that leaves out as many.
+
+        Which ones the call leaves out does not matter, so that processes that exchange in each F and B, and
+        leave out different ones, run the same actions.
+        """
+        if not number:
             return self
-        key = tuple(sorted(microbatches))
 
         def made() -> Lowering:
-            text = f"{self.text}\nwithout {key}"
-            return Lowering(self.timetable.without(key), text, self._index, self.timetable)
+            num_microbatches = self.timetable.num_microbatches
+            last = range(num_microbatches - number, num_microbatches)
+            text = f"{self.text}\nwithout the last {number}"
+            return Lowering(self.timetable.without(last), text, self._index, self.timetable)
 
         with self._lock:
-            return self._without.of(key, made)
+            return self._without.of(number, made)
 
 
 class Lowerings:

@@ -275,7 +275,7 @@ class Rank:
         for stage, worker in self.workers.items():
             worker.begin(batch.feed(stage))
         sizes = batch.told
-        lowering = self._lowering.without(sizes.left_out)
+        lowering = self._lowering.without_last(len(sizes.left_out))
         self.followed = lowering.timetable
         executor.use(lowering.text, lowering.program(batch.call.kind))
         executor.begin(batch.sizes_of_units)
