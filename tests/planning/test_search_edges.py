@@ -135,7 +135,7 @@ def one_by_one_split(problem):
 
 
 def unchanged(monkeypatch):
-    monkeypatch.setattr(dataflow_arrays, "_values", dataflow_arrays.Values)  # which are kept by size
+    monkeypatch.setattr(dataflow_arrays, "_values_of_size", dataflow_arrays.Values)  # else kept by size
 
 
 def forwards_wait_for_nothing(monkeypatch):
