@@ -11,6 +11,7 @@ from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
+from zbpp.stage_api import mean_over
 
 CPU = torch.device("cpu")
 ROWS, HIDDEN = 4, 8
@@ -210,3 +211,23 @@ def test_buffers_and_live_bytes_do_not_grow_with_the_number_of_microbatches(sche
         assert live[0] >= BOUNDARY
         # The losses, 4 bytes for each microbatch, are the caller's.
         assert max(live) - min(live) <= 4 * (SIZES[-1] - SIZES[0]) < BOUNDARY
+
+
+# ---------------------------------------------------------------- the loss
+
+
+def test_a_loss_that_returns_its_sum_and_count_is_measured_as_the_mean_is():
+    """A trial weighs it as a step does; beside the same tensors it holds a few scalars."""
+
+    def mean(output, target):
+        return (output - target).square().sum() / target.numel()
+
+    @mean_over(torch.numel)
+    def sum_and_count(output, target):
+        return (output - target).square().sum(), target.numel()
+
+    options = {"is_last": True, "target": torch.zeros(ROWS, HIDDEN)}
+    expected = memory_of(nn.Linear(HIDDEN, HIDDEN), loss_fn=mean, **options)
+    found = memory_of(nn.Linear(HIDDEN, HIDDEN), loss_fn=sum_and_count, **options)
+    assert found.saved == pytest.approx(expected.saved, abs=8)
+    assert found.deferred == expected.deferred

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.models.past import Past
@@ -27,9 +28,10 @@ from zbpp.runtime.call import Feed, LossGradients
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.weights import weights_of
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes
-from zbpp.stage_api import takes_slices
+from zbpp.stage_api import mark_of, takes_slices
 
 _Found = TypeVar("_Found")
 
@@ -70,7 +72,7 @@ def microbatch_memory(
     pasts = [past_of(index, module, slice_bounds) for _ in range(3)]
     keywords = [each for past in pasts for each in slice_keywords(past, num)]
     args = [*inputs] * 3 if index == 0 else ()
-    worker.begin(Feed(args, keywords, [*target] * 3, range(3 * num), LossGradients()))
+    worker.begin(trial_feed(args, keywords, [*target] * 3, range(3 * num), loss_fn))
     kept = list[tuple[Any, ...]]()
     keep = partial(_keep, live, kept)
     units = enumerate([*inputs] * 3)
@@ -149,7 +151,7 @@ def stage_memory(
     restored afterwards.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
-    worker.begin(Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients()))
+    worker.begin(trial_feed([inputs] if index == 0 else (), [{}], [target], [0], loss_fn))
     with _restored(module, device), counter_of(device) as live:
         run = _UnitRun(worker, live, inputs, 0, (lambda dropped: None) if head_at_once else None)
         saved, deferred = run.forward().held, run.backward_input().held
@@ -372,6 +374,20 @@ def static_bytes(stage: nn.Module) -> int:
 # ---- What may leave the device
 
 
+def trial_feed(
+    args: Sequence[tuple[Any, ...]],
+    kwargs: Sequence[dict[str, Any]],
+    targets: Sequence[Any],
+    seeds: Sequence[int],
+    loss_fn: object,
+) -> Feed:
+    """What a stage gets in a trial. A loss that counts its targets is weighed, as in a step."""
+    count = mark_of(loss_fn, "num_targets")
+    tensors = [each for each in tree_leaves(targets) if isinstance(each, Tensor)]
+    weights = weights_of(targets, count, tensors[0].device, 1) if count is not None and tensors else None
+    return Feed(args, kwargs, targets, seeds, LossGradients(), weights=weights)
+
+
 def bytes_that_leave(
     index: int,
     module: nn.Module,
@@ -384,7 +400,7 @@ def bytes_that_leave(
 ) -> int:
     """How many of the bytes that F of one microbatch keeps may leave the device. On CPU or fake tensors."""
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    feed = Feed([inputs] if index == 0 else (), [{}], [target], [0], LossGradients())
+    feed = trial_feed([inputs] if index == 0 else (), [{}], [target], [0], loss_fn)
     message = tuple(map(received, inputs)) if index else ()
     loss = loss_fn if isinstance(loss_fn, nn.Module) else nn.Module()
     stays = [*module.parameters(), *module.buffers(), *loss.parameters(), *loss.buffers(), target]

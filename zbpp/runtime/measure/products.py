@@ -15,8 +15,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from zbpp.runtime.call import Feed, LossGradients
-from zbpp.runtime.measure.microbatch_memory import past_of, received, slice_keywords
+from zbpp.runtime.measure.microbatch_memory import past_of, received, slice_keywords, trial_feed
 from zbpp.runtime.stage import Loss, StageWorker
 
 _WITHOUT_WEIGHTS = ("bmm", "baddbmm", "_scaled_dot_product", "_flash_attention", "_efficient_attention")
@@ -57,7 +56,7 @@ def products(
     """
     worker, num = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn), len(inputs)
     keywords = slice_keywords(past_of(index, module, slice_bounds), num)
-    worker.begin(Feed([*inputs] if index == 0 else (), keywords, [*target], range(num), LossGradients()))
+    worker.begin(trial_feed([*inputs] if index == 0 else (), keywords, [*target], range(num), loss_fn))
     messages = [tuple(map(received, each)) if index else () for each in inputs]
     with FlopCounterMode(display=False, custom_mapping=_ON_CPUS) as counter:
         outputs = [worker.forward(unit, message) for unit, message in enumerate(messages)]
