@@ -125,7 +125,7 @@ def test_a_nested_tensor_beside_sequences_goes_whole_to_each_slice(layout):
     pieces = Cutter(1, (0, 3, 4)).cut("x", per_microbatch([(tokens, value)]))
     assert [piece[0].tolist() for piece in pieces] == [[[0, 1, 2], [4, 5, 6]], [[3], [7]]]
     assert all(piece[1] is value for piece in pieces)
-    with pytest.raises(ValueError, match="x is a nested tensor, and slice_bounds cut sequences of 4 tokens"):
+    with pytest.raises(ValueError, match="x, microbatch 0 is a nested tensor, and slice_bounds cut its"):
         Cutter(1, (0, 3, 4)).check_sequences({"x": per_microbatch([value])})
 
 

@@ -2,75 +2,22 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import NamedTuple
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 import zbpp
 from helpers.processes import run_ranks
+from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from helpers.toy_lm import rows_of
 from zbpp import Pipeline, plan
 from zbpp.runtime.microbatch import Cutter
-from zbpp.stage_api import IGNORED, mean_over_tokens
+from zbpp.stage_api import IGNORED
 
-WORDS, SIZE, TIME, M = 11, 8, 12, 4
+M = 4
 BOUNDS = {1: (), 2: (0, 6, 12), 3: (0, 7, 10, 12), 4: (0, 3, 6, 9, 12)}
-
-
-class Attention(nn.Module):
-    """Causal attention with a residual."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.qkv, self.out = nn.Linear(SIZE, 3 * SIZE), nn.Linear(SIZE, SIZE)
-
-    def forward(self, x, sequence_slice=None):
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
-        start = 0
-        if sequence_slice is not None:
-            key = sequence_slice.whole((self, "key"), key)
-            value = sequence_slice.whole((self, "value"), value)
-            start = sequence_slice.start
-        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(start)
-        return x + self.out(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
-
-
-class Stage(nn.Sequential):
-    def forward(self, x, sequence_slice=None, scale=None):
-        for module in self:
-            x = module(x, sequence_slice) if isinstance(module, Attention) else module(x)
-        if scale is not None:
-            x = x * scale.unsqueeze(-1)
-        zbpp.auxiliary_loss("size", 0.1 * x.square().mean(dim=(-2, -1)).mean())
-        return x
-
-
-class Toy:
-    """Four layers of attention between an embedding and a head, under any cut."""
-
-    stage = Stage
-
-    def __init__(self, dtype=torch.float64):
-        torch.manual_seed(0)
-        layers = {f"layer_{i}": Attention() for i in range(4)}
-        self.parts = {"embedding": nn.Embedding(WORDS, SIZE), **layers, "head": nn.Linear(SIZE, WORDS)}
-        for each in self.parts.values():
-            each.to(dtype)
-
-    def build_stage(self, index, num_stages):
-        size = 4 // num_stages
-        names = [f"layer_{i}" for i in range(index * size, (index + 1) * size)]
-        names = [*["embedding"] * (index == 0), *names, *["head"] * (index == num_stages - 1)]
-        return self.stage(OrderedDict((name, self.parts[name]) for name in names))
-
-    @mean_over_tokens
-    def loss(self, output, target):
-        return F.cross_entropy(output.flatten(0, 1), target.flatten(), ignore_index=IGNORED)
 
 
 def batch(rows=2 * M):
@@ -94,10 +41,6 @@ def plain(num_stages):
     loss, auxiliary = model.loss(y, target), sum(found.values())
     (loss + auxiliary).backward()
     return loss.item(), grads_of(stages), auxiliary.item()
-
-
-def grads_of(stages):
-    return {name: p.grad for stage in stages for name, p in stage.named_parameters()}
 
 
 class Found(NamedTuple):
@@ -130,10 +73,6 @@ def merged(parts):
         [loss for each in parts for loss in each.evaluated],
         parts[0].auxiliary,
     )
-
-
-SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_h2", "interleaved_zb"]
-SCHEDULES += ["zb_v", "v_half", "v_min", "dualpipe_v"]
 
 
 def all_runs(rank, num_ranks):

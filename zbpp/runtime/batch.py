@@ -20,6 +20,7 @@ cut. The way of x from the user's call to F of stage 0, and the way of the losse
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -33,6 +34,7 @@ from zbpp.runtime.results import JoinedSlices, NamedLosses, Outputs, Result
 from zbpp.runtime.sizes import Size, Sizes, is_empty, size_of
 from zbpp.runtime.stage import StageLosses
 from zbpp.runtime.weights import Count, Weights, weights_of
+from zbpp.schedule.slice_bounds import scaled_bounds
 
 
 class Batch:
@@ -67,19 +69,31 @@ class Batch:
     def _cut(self) -> None:
         call, has_inputs = self.call, 0 in self._seeds
         self._cutter = cutter = Cutter(self.num_microbatches, call.slice_bounds)
-        if has_inputs:
-            if not (call.args or call.kwargs):
-                raise ValueError("this rank owns stage 0: pass the batch's inputs")
-            arguments = {f"argument {i}": value for i, value in enumerate(call.args)}
-            cutter.check_sequences(arguments | dict(call.kwargs))
+        if has_inputs and not (call.args or call.kwargs):
+            raise ValueError("this rank owns stage 0: pass the batch's inputs")
+        self._check_sequences()
         self._args = cutter.cut_arguments(call.args) if has_inputs else []
         self._kwargs = cutter.cut_keywords(call.kwargs)
         self._targets: list[Any] | None = None
-        if call.target is not None and self._last_stage in self._seeds:
-            cutter.check_sequences({"target": call.target})
+        if self._has_target:
             self._targets = cutter.cut("target", call.target)
         cutter.refuse_rows_of_lists((call.args, call.target))
         self.rows, self.has_graph = cutter.rows, cutter.has_graph
+
+    @property
+    def _has_target(self) -> bool:
+        return self.call.target is not None and self._last_stage in self._seeds
+
+    def _check_sequences(self) -> None:
+        """Find how long the sequences are: by the inputs and the target, or else by the keywords."""
+        call, cutter, has_inputs = self.call, self._cutter, 0 in self._seeds
+        if has_inputs:
+            arguments = {f"argument {i}": value for i, value in enumerate(call.args)}
+            cutter.check_sequences(arguments | dict(call.kwargs))
+        if self._has_target:
+            cutter.check_sequences({"target": call.target})
+        elif not has_inputs:
+            cutter.take_lengths(call.kwargs)
 
     def begin_again(self, loss_scale: float | None) -> None:
         """Cut the arguments again, for a step that runs again: F's may have changed their units in place.
@@ -109,7 +123,7 @@ class Batch:
         order = tuple([each for each in order if not self._is_left_out(each)])
         if not order:
             raise ValueError(f"all {number} microbatches are empty: write None for some of them only")
-        return Sizes(kind, timetable, sizes, order)
+        return Sizes(kind, timetable, sizes, order, cutter.lengths)
 
     def _size(self, microbatch: int) -> Size:
         num = self._cutter.num_slices
@@ -127,9 +141,11 @@ class Batch:
     def arrange(self, sizes: Sizes) -> None:
         """Take the order that all ranks were told.
 
-        Raises ValueError if an empty microbatch has a target, or another one has none.
+        Raises ValueError if an empty microbatch has a target, or another one has none, and for sequences of
+        other lengths than those of the first stage's rank.
         """
         self.told, num = sizes, self._cutter.num_slices
+        self._cutter.check_lengths(sizes.lengths)
         if self._targets is not None:
             self._check_targets(self._targets[::num])
         if not sizes.is_plain:
@@ -168,6 +184,19 @@ class Batch:
         """For each unit that runs, the size of its microbatch."""
         return self.told.of_units(self._cutter.num_slices)
 
+    @property
+    def _bounds(self) -> list[tuple[int, ...]]:
+        """For each microbatch that runs, the bounds of its slices."""
+        bounds, lengths = self.call.slice_bounds, self.told.lengths
+        return [scaled_bounds(bounds, lengths[each] if lengths else bounds[-1]) for each in self.told.order]
+
+    @property
+    def _shares(self) -> list[float] | None:
+        """For each unit that runs, its share of the microbatch's tokens; None without slices."""
+        if not self.call.slice_bounds:
+            return None
+        return [(end - start) / each[-1] for each in self._bounds for start, end in pairwise(each)]
+
     def feed(self, stage: int) -> Feed:
         """What a stage of this rank gets of the call."""
         seed = self._seeds[stage]
@@ -180,14 +209,15 @@ class Batch:
             loss_grads=LossGradients(self.call.loss_scale / self.num_microbatches),
             observe=self._observe() if stage == self._last_stage else None,
             weights=self._weights if stage == self._last_stage else None,
-            shares=self._in_order(self._cutter.shares),
+            shares=self._shares,
+            lengths=[self.told.lengths[each] for each in self.told.order] if self.told.lengths else (),
         )
 
     def _observe(self) -> Observe | None:
         """What the last stage calls for each unit of an evaluation; slices of a microbatch are joined."""
         call = self.call
         observe = self._outputs.take if call.returns_outputs or call.metrics else call.observe
-        return JoinedSlices(observe, call.slice_bounds) if observe and call.slice_bounds else observe
+        return JoinedSlices(observe, self._bounds) if observe and call.slice_bounds else observe
 
     def backward(self) -> None:
         """Run the backward of the caller's graph, from the gradients of the inputs."""

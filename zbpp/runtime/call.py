@@ -71,6 +71,7 @@ class Feed(NamedTuple):
     observe: Observe | None = None  # in an evaluation: called by the last stage
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
     shares: Sequence[float] | None = None  # of each unit in its microbatch's tokens; None: it has all
+    lengths: Sequence[int] = ()  # of each microbatch's sequences, where slices cut several lengths
 
 
 NO_FEED = Feed((), (), None, (), LossGradients())

@@ -12,6 +12,7 @@ BlockMask is split along its batch dimension; a BlockMask of one row holds for a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +26,7 @@ from zbpp.autograd.graph import leaves_below
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import kind_of
 from zbpp.schedule.order import checked_order
+from zbpp.schedule.slice_bounds import scaled_bounds
 
 _PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
 
@@ -100,6 +102,7 @@ class Cutter:
         self.order: tuple[int, ...] | None = None  # in which microbatches go, where a value says it
         self.is_even = True  # whether the microbatches of all values were cut here, and so have equal shapes
         self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
+        self._lengths: tuple[int, ...] = ()  # of each microbatch's sequences, 0 for an empty one; (): unknown
         self._first = ""  # the name of the first tensor that was split
         self._lists: list[tuple[str, int]] = []  # (name, length) of the lists among the values
         self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
@@ -115,13 +118,14 @@ class Cutter:
         can't be reached.
         """
         if isinstance(value, Tensor):
-            pieces = (each for piece in self._pieces(name, value) for each in self._in_slices(piece))
-            return list(map(self._of_one_unit, pieces))
+            whole = enumerate(self._pieces(name, value))
+            return [self._of_one_unit(each) for i, piece in whole for each in self._in_slices(i, piece)]
         if isinstance(value, BlockMask):
             return [each for mask in self._masks(name, value) for each in [mask] * self.num_slices]
         if isinstance(value, PerMicrobatch):
             self._take_order(name, value)
-            return [tree_map(self._leaf, each) for whole in value.values for each in self._in_slices(whole)]
+            values = enumerate(value.values)
+            return [tree_map(self._leaf, each) for i, whole in values for each in self._in_slices(i, whole)]
         if isinstance(value, Replicated):
             return [tree_map(self._leaf, value.value)] * self.num_units
         if isinstance(value, _PLAIN):
@@ -139,34 +143,81 @@ class Cutter:
         return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_units)]
 
     def check_sequences(self, values: Mapping[str, Any]) -> None:
-        """Raise ValueError unless the first tensor with a dimension 1 holds sequences that the slices fit.
+        """Find by the first tensor with a dimension 1 how long the sequences are.
 
-        values: by name, as they are given to `cut`. Each value of a `per_microbatch` is checked.
+        Call it before the values are cut. values: by name, as they are given to `cut`. The sequences of a
+        `per_microbatch` may differ in length. Raises ValueError for sequences that the slices don't fit, and
+        for other lengths than those of earlier values.
         """
         if not self.slice_bounds:
             return
-        named = [(name, found) for name, value in values.items() if (found := _first_tensors(value))]
-        with_time = [(name, found) for name, found in named if sequence_length(found[0]) is not None]
-        for name, found in (with_time or named)[:1]:
-            for each in found:
-                self._check_length(name, each)
+        named = [(name, value, found) for name, value in values.items() if (found := _first_tensors(value))]
+        with_time = [each for each in named if sequence_length(each[2][0]) is not None]
+        for name, value, found in (with_time or named)[:1]:
+            marked = _first_per_microbatch(value)
+            if marked is None:
+                self._check_length(name, found[0])
+                self._note_lengths((self.slice_bounds[-1],) * self.num_microbatches)
+            elif len(marked.values) == self.num_microbatches:  # else `cut` says so
+                self._take_lengths(name, marked.values)
+
+    def take_lengths(self, values: Mapping[str, Any]) -> None:
+        """Find how long the sequences are on a rank that is given keywords alone, by a `per_microbatch`."""
+        for name, value in values.items() if self.slice_bounds else ():
+            marked = _first_per_microbatch(value)
+            found = [] if marked is None else [each for each in _first_tensors(value) if each.numel()]
+            lengths = [sequence_length(each) or 0 for each in found]
+            if marked is not None and lengths and min(lengths) >= self.num_slices:
+                self._take_lengths(name, marked.values)
+                return
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
-        if not self._is_sequence(tensor):
-            what = "is a nested tensor" if tensor.is_nested else f"has shape {list(tensor.shape)}"
+        if sequence_length(tensor) != self.slice_bounds[-1]:
             raise ValueError(
-                f"{name} {what}, and slice_bounds cut sequences of "
-                f"{self.slice_bounds[-1]} tokens along dimension 1: every sequence of a step or an "
-                "evaluation needs this length (evaluate_as_one and predict run sequences of any length whole)"
+                f"{name} {_shape_of(tensor)}, and slice_bounds cut sequences of "
+                f"{self.slice_bounds[-1]} tokens along dimension 1: give this length, or "
+                "zbpp.per_microbatch([...]) with lengths of their own (evaluate_as_one and predict run "
+                "sequences of any length whole)"
             )
 
+    def _take_lengths(self, name: str, values: Sequence[Any]) -> None:
+        named = [(f"{name}, microbatch {i}", each) for i, each in enumerate(values)]
+        self._note_lengths(tuple([self._length_of(*each) for each in named]))
+
+    def _note_lengths(self, lengths: tuple[int, ...]) -> None:
+        self.check_lengths(lengths)
+        self._lengths = self._lengths or lengths
+
+    def _length_of(self, name: str, value: Any) -> int:
+        """How many tokens the sequences of a microbatch have; 0 for an empty one."""
+        found = [each for each in _first_tensors(value) if each.numel()]
+        if not found:
+            return 0
+        length = sequence_length(found[0])
+        if length is None or length < self.num_slices:
+            raise ValueError(
+                f"{name} {_shape_of(found[0])}, and slice_bounds cut its sequences into {self.num_slices} "
+                "slices along dimension 1: give a tensor [batch, time] with a token at least for each slice"
+            )
+        return length
+
     @property
-    def shares(self) -> list[float] | None:
-        """Per unit, its share of the microbatch's tokens; None without slices."""
-        if not self.slice_bounds:
-            return None
-        lengths = [end - start for start, end in pairwise(self.slice_bounds)]
-        return [length / self.slice_bounds[-1] for length in lengths] * self.num_microbatches
+    def lengths(self) -> tuple[int, ...]:
+        """Of each microbatch's sequences, where slices cut sequences of several lengths; else ()."""
+        return self._lengths if {*self._lengths} - {0, *self.slice_bounds[-1:]} else ()
+
+    def check_lengths(self, others: Sequence[int]) -> None:
+        """Raise ValueError if sequences are given here in other lengths; 0: an empty microbatch.
+
+        others: of each microbatch; (): those of the slice bounds.
+        """
+        others = others or (*self.slice_bounds[-1:],) * self.num_microbatches
+        for number, (own, other) in enumerate(zip(self._lengths, others, strict=False)):
+            if own and other and own != other:
+                raise ValueError(
+                    f"the sequences of microbatch {number} have {own} tokens in one argument, and {other} in "
+                    "another one: with slices give inputs and targets of one length"
+                )
 
     def refuse_rows_of_lists(self, others: Any = ()) -> None:
         """Raise ValueError for a list as long as the batch among the values that were cut.
@@ -228,21 +279,20 @@ class Cutter:
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_units)]
 
-    def _is_sequence(self, value: Any) -> bool:
-        return isinstance(value, Tensor) and sequence_length(value) == self.slice_bounds[-1]
-
-    def _in_slices(self, value: Any) -> Iterator[Any]:
+    def _in_slices(self, microbatch: int, value: Any) -> Iterator[Any]:
         """What each slice of a microbatch gets of the microbatch's value."""
         if not self.slice_bounds:
             yield value
-        for start, end in pairwise(self.slice_bounds):
+            return
+        length = self._lengths[microbatch] if self._lengths else self.slice_bounds[-1]
+
+        def part(each: Any, start: int, end: int) -> Any:
+            is_sequence = isinstance(each, Tensor) and sequence_length(each) == length
             # Contiguous: a microbatch is, and a loss may ask for target.view(-1).
-            yield tree_map(
-                lambda each, start=start, end=end: (
-                    each[:, start:end].contiguous() if self._is_sequence(each) else each
-                ),
-                value,
-            )
+            return each[:, start:end].contiguous() if is_sequence else each
+
+        for start, end in pairwise(scaled_bounds(self.slice_bounds, length or self.slice_bounds[-1])):
+            yield tree_map(partial(part, start=start, end=end), value)
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -306,6 +356,15 @@ def sequence_length(value: Tensor) -> int | None:
 
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_nested and value.dim() > 0
+
+
+def _first_per_microbatch(value: Any) -> PerMicrobatch | None:
+    leaves = tree_leaves(value, is_leaf=_is_marked)
+    return next((each for each in leaves if isinstance(each, PerMicrobatch)), None)
+
+
+def _shape_of(tensor: Tensor) -> str:
+    return "is a nested tensor" if tensor.is_nested else f"has shape {list(tensor.shape)}"
 
 
 def _first_tensors(value: Any) -> list[Tensor]:

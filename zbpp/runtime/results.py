@@ -129,20 +129,25 @@ class Outputs:
 
 
 class JoinedSlices:
-    """Joins what the last stage returned for the slices of a microbatch, and their targets, along time."""
+    """Joins what the last stage returned for the slices of a microbatch, and their targets, along time.
 
-    def __init__(self, observe: Observe, bounds: Sequence[int]) -> None:
-        self._observe, self._lengths = observe, [end - start for start, end in pairwise(bounds)]
+    bounds: of the slices of each microbatch that runs.
+    """
+
+    def __init__(self, observe: Observe, bounds: Sequence[Sequence[int]]) -> None:
+        self._observe = observe
+        self._lengths = [[end - start for start, end in pairwise(each)] for each in bounds]
         self._seen: list[tuple[Any, Any]] = []
 
     def __call__(self, output: Any, target: Any) -> None:
         """Take the next slice. Raises ValueError for an output without a number of tokens."""
         self._seen.append((output, target))
-        if len(self._seen) < len(self._lengths):
+        if len(self._seen) < len(self._lengths[0]):
             return
         outputs, targets = zip(*self._seen, strict=True)
-        self._seen.clear()
         self._observe(self._joined(outputs), self._joined(targets))
+        self._seen.clear()
+        del self._lengths[0]
 
     def _joined(self, slices: Sequence[Any]) -> Any:
         columns = zip(*map(tree_leaves, slices), strict=True)
@@ -152,7 +157,7 @@ class JoinedSlices:
         if not isinstance(values[0], Tensor):
             return values[0]
         lengths = [each.shape[1] if each.dim() > 1 else None for each in values]
-        if lengths != self._lengths:
+        if lengths != self._lengths[0]:
             shapes = ", ".join(str(list(each.shape)) for each in values)
             raise ValueError(
                 f"the slices of a microbatch have outputs of shapes {shapes}, which can't be joined along "

@@ -62,13 +62,15 @@ class Sizes(NamedTuple):
 
     call: its kind. timetable: a number that tells timetables apart. of: the size of each microbatch, in the
     caller's order. order: the microbatches that run, in the order in which they go; the empty ones are not
-    among them.
+    among them. lengths: the tokens of each microbatch's sequences, in the caller's order, where slices cut
+    sequences of several lengths; else ().
     """
 
     call: str
     timetable: int
     of: tuple[Size, ...]
     order: tuple[int, ...]
+    lengths: tuple[int, ...] = ()
 
     @property
     def in_order(self) -> list[Size]:
@@ -95,15 +97,15 @@ class Sizes(NamedTuple):
         number_of = {size: number for number, size in enumerate(different)}
         numbers = [number_of[each] for each in self.of] if len(different) > 1 else len(self.of)
         order = None if self.is_plain else self.order
-        return json.dumps([self.call, self.timetable, different, numbers, order]).encode()
+        return json.dumps([self.call, self.timetable, different, numbers, order, self.lengths]).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Sizes:
         """The sizes that `encoded` has written."""
-        call, timetable, different, numbers, order = json.loads(data)
+        call, timetable, different, numbers, order, lengths = json.loads(data)
         sizes = [Size(kind, tuple(own)) for kind, own in different]
         of = tuple(sizes * numbers if isinstance(numbers, int) else [sizes[each] for each in numbers])
-        return cls(call, timetable, of, tuple(range(len(of)) if order is None else order))
+        return cls(call, timetable, of, tuple(range(len(of)) if order is None else order), tuple(lengths))
 
 
 class Announcer:

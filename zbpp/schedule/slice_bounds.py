@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Sequence, Sized
 from itertools import pairwise
 from numbers import Integral, Real
 from typing import Any
@@ -28,6 +28,24 @@ def checked_bounds(given: object, *, name: str = "slice_bounds", in_tokens: bool
             empty = f"slice {index}, [{start}, {end}), has no tokens"
             raise PlanError(f"{name}={shown(given)}: {empty}: let the bounds ascend")
     return bounds
+
+
+def scaled_bounds(bounds: Sequence[int], length: int) -> tuple[int, ...]:
+    """The bounds in a sequence of `length` tokens, as near to the same shares of it as whole tokens are.
+
+    Each slice has a token at least.
+    Raises ValueError for fewer tokens than slices.
+    """
+    whole, num_slices = bounds[-1], len(bounds) - 1
+    if length == whole:
+        return tuple(bounds)
+    if length < num_slices:
+        raise ValueError(f"a sequence of {length} tokens can't be cut into {num_slices} slices")
+    found = [0]
+    for index, bound in enumerate(bounds[1:], 1):
+        nearest = (2 * bound * length + whole) // (2 * whole)
+        found.append(min(max(nearest, found[-1] + 1), length - num_slices + index))
+    return tuple(found)
 
 
 def bounds_for(timetable: Timetable, given: object, *, name: str = "slice_bounds") -> tuple[int, ...]:

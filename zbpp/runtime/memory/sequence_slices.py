@@ -9,10 +9,11 @@ The core cuts the batch and weighs the losses; it knows units, and not what thei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 from zbpp.autograd.models.past import Past
-from zbpp.runtime.call import Call
+from zbpp.runtime.call import Call, Feed
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
@@ -20,6 +21,7 @@ from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction
+from zbpp.schedule.slice_bounds import scaled_bounds
 from zbpp.schedule.timetable import Unit
 from zbpp.stage_api import takes_slices
 
@@ -72,7 +74,7 @@ class SequenceSlices(Feature):
         key = at.stage, unit.microbatch
 
         def forward(message: Message) -> Message:
-            past = self._pasts.setdefault(key, Past(self._bounds))
+            past = self._pasts.setdefault(key, Past(self._bounds_of(worker.feed, unit.microbatch)))
             worker.keywords["sequence_slice"] = past.at(unit.slice)
             try:
                 return run(message)
@@ -81,6 +83,9 @@ class SequenceSlices(Feature):
                     del self._pasts[key]
 
         return forward
+
+    def _bounds_of(self, feed: Feed, microbatch: int) -> Sequence[int]:
+        return scaled_bounds(self._bounds, feed.lengths[microbatch]) if feed.lengths else self._bounds
 
     def end(self, call: Call, result: Result) -> None:
         """See Extra. Raises RuntimeError for a Past that is left over."""
