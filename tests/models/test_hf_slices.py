@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
+import zbpp
 from helpers.hf_float64 import library_in_float64
 from helpers.slices import assert_equals_whole
 from helpers.split import assert_close, double
@@ -237,3 +238,24 @@ def test_the_trial_on_a_small_copy_refuses_what_slices_get_wrong(mutant, monkeyp
         monkeypatch.setattr(hf_slices, "windows_of", lambda model: [trial.WINDOW - 1] * 4)
     with pytest.raises(ValueError, match="mistral can't be run in slices .* not that of the whole sequence"):
         takes_slices(first, 0)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "gpt2"])
+def test_sequences_that_differ_in_length_come_in_slices(kind, in_float64):
+    """Each is cut at the same shares of it."""
+    batches = [tokens()[:, :length].roll(length, 0) for length in (7, 12, 4)]
+    targets = [each.roll(-1, 1) for each in batches]
+    counted = sum(each.numel() for each in targets)
+    expected, stages = stages_of(kind), dict(enumerate(stages_of(kind)))
+    total = 0.0
+    for x, target in zip(batches, targets, strict=True):
+        loss = token_loss(expected[1](expected[0](x)), target) * target.numel() / counted
+        loss.backward()
+        total += loss.item()
+    timetable = plan("zb_v", 1, 3, num_slices=4)
+    with Pipeline(stages, timetable, mean_over_tokens(token_loss), slice_bounds=BOUNDS) as pipeline:
+        given = zbpp.per_microbatch(batches, order=[2, 1, 0])
+        losses = pipeline.step(given, target=zbpp.per_microbatch(targets))
+        found = {name: each.grad for name, each in pipeline.named_parameters()}
+    assert sum(map(float, losses)) / 3 == pytest.approx(total, rel=1e-13)
+    assert_close(found, {name: each.grad for stage in expected for name, each in stage.named_parameters()})

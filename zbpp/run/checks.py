@@ -57,7 +57,7 @@ _OF_SWITCHES = (
     ("cuda_graphs", "tokens", "graphs have fixed shapes; leave one of them out"),
     ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
     ("slices", "replan", "its steps would be measured by the microbatch; write schedule.costs=costs.json"),
-    ("slices", "tokens", "all sequences of a step have one length; leave schedule.slices out"),
+    ("slices", "tokens", "leave schedule.slices out; in a loop of your own slices cut zbpp.per_microbatch"),
 )
 
 

@@ -62,6 +62,7 @@ class Pipeline:
     timetable: a Timetable; or the name of a schedule, which is then planned for the ranks of the group and
     num_microbatches. slice_bounds: with a timetable that has slices, the tokens at which they begin, and the
     length of every sequence, as [0, 4096, 7168, 8192] for three slices; see zbpp.planning.balanced_bounds.
+    Sequences in `per_microbatch` may have other lengths, and are cut at the same shares.
     loss_fn(output, target) -> scalar. None: the model's loss; without a model, the last stage's module
     returns the loss.
     group: the pipeline's process group (None: the default one); a pipeline of one rank needs none.
