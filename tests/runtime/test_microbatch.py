@@ -11,6 +11,7 @@ from torch import nn
 
 from zbpp import Pipeline, per_microbatch, plan, replicate
 from zbpp.runtime.microbatch import Cutter, into_microbatches
+from zbpp.runtime.sequence_lengths import SequenceLengths
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])
@@ -126,7 +127,7 @@ def test_a_nested_tensor_beside_sequences_goes_whole_to_each_slice(layout):
     assert [piece[0].tolist() for piece in pieces] == [[[0, 1, 2], [4, 5, 6]], [[3], [7]]]
     assert all(piece[1] is value for piece in pieces)
     with pytest.raises(ValueError, match="x, microbatch 0 is a nested tensor, and slice_bounds cut its"):
-        Cutter(1, (0, 3, 4)).check_sequences({"x": per_microbatch([value])})
+        SequenceLengths(1, (0, 3, 4)).find({"x": per_microbatch([value])})
 
 
 BOXES = [torch.zeros(4, 2) for _ in range(4)]

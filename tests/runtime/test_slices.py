@@ -13,7 +13,7 @@ from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from helpers.toy_lm import rows_of
 from zbpp import Pipeline, plan
-from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.sequence_lengths import SequenceLengths
 from zbpp.stage_api import IGNORED
 
 M = 4
@@ -102,9 +102,9 @@ def test_losses_and_gradients_are_those_of_whole_sequences_under_every_schedule(
 def test_values_of_rows_may_stand_before_those_of_tokens():
     """A class of each row, say: it goes whole to each slice, and says nothing about lengths."""
     rows, tokens = torch.zeros(4), torch.zeros(4, TIME)
-    cutter = Cutter(2, BOUNDS[2])
-    cutter.check_sequences({"argument 0": rows, "argument 1": tokens})
-    cutter.check_sequences({"target": {"class": rows, "tokens": tokens}})
+    lengths = SequenceLengths(2, BOUNDS[2])
+    lengths.find({"argument 0": rows, "argument 1": tokens})
+    lengths.find({"target": {"class": rows, "tokens": tokens}})
     for wrong in ({"target": rows}, {"target": (rows, tokens[:, 1:])}, {"0": rows, "1": tokens[:, 1:]}):
         with pytest.raises(ValueError, match=f"cut sequences of {TIME} tokens along dimension 1"):
-            cutter.check_sequences(wrong)
+            lengths.find(wrong)

@@ -12,7 +12,7 @@ from helpers.processes import run_ranks
 from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from zbpp import Pipeline, plan
-from zbpp.runtime.microbatch import Cutter
+from zbpp.runtime.sequence_lengths import SequenceLengths
 from zbpp.schedule.slice_bounds import scaled_bounds
 from zbpp.stage_api import IGNORED
 
@@ -102,9 +102,9 @@ def test_bounds_are_at_the_same_shares_with_a_token_in_each_slice():
 
 def test_lengths_that_do_not_fit_are_refused_in_a_line():
     marked = zbpp.per_microbatch
-    cutter = Cutter(2, BOUNDS[4])
+    lengths = SequenceLengths(2, BOUNDS[4])
     with pytest.raises(ValueError, match=r"argument 0, microbatch 1 has shape \[1, 3\].*4 slices"):
-        cutter.check_sequences({"argument 0": marked([torch.zeros(1, 9), torch.zeros(1, 3)])})
-    cutter.check_sequences({"argument 0": marked([torch.zeros(1, 9), torch.zeros(1, 7)])})
+        lengths.find({"argument 0": marked([torch.zeros(1, 9), torch.zeros(1, 3)])})
+    lengths.find({"argument 0": marked([torch.zeros(1, 9), torch.zeros(1, 7)])})
     with pytest.raises(ValueError, match="microbatch 1 have 7 tokens in one argument, and 6 in another"):
-        cutter.check_sequences({"target": marked([torch.zeros(1, 9), torch.zeros(1, 6)])})
+        lengths.find({"target": marked([torch.zeros(1, 9), torch.zeros(1, 6)])})

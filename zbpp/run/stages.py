@@ -17,9 +17,10 @@ from zbpp.data.token_batches import TokenBatches
 from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
-from zbpp.runtime.microbatch import Cutter, into_microbatches
+from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.experts import spread_experts
 from zbpp.runtime.parallel.sequence_parts import sequence_part
+from zbpp.runtime.sequence_lengths import SequenceLengths
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable
@@ -90,7 +91,7 @@ def _check_sequences(inputs: Sequence[Any], slice_bounds: Sequence[int]) -> None
     """Raise ConfigError for inputs of a microbatch that these slices don't fit."""
     with naming("schedule.slices"):
         named = {f"input {i}": each for i, each in enumerate(inputs)}
-        Cutter(1, slice_bounds).check_sequences(named)
+        SequenceLengths(1, slice_bounds).find(named)
 
 
 def move_stages(

@@ -20,7 +20,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
     host_links    the same through host memory, for GPUs in a job on gloo
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
-    microbatch    cuts one value into microbatches; replicate, per_microbatch
+    microbatch    cuts one value into microbatches, and slices of them. marks: replicate, per_microbatch
+    sequence_lengths  how long the sequences are that slices cut
     restored      random numbers, training mode, buffers of a step that begins again
     mesh          make_mesh; MeshPosition, where a process is in it. groups: one for each link
     dtensors      tensors that lie on the mesh: how they are split, this process's part, the whole
@@ -58,12 +59,12 @@ from zbpp.runtime.checks.replicas import check_replicas
 from zbpp.runtime.extra import Extra, Feature, Observer
 from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
+from zbpp.runtime.marks import per_microbatch, replicate
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
 from zbpp.runtime.memory.gradient_release import GradientRelease
 from zbpp.runtime.memory.head_at_once import HeadAtOnce
 from zbpp.runtime.mesh import make_mesh
-from zbpp.runtime.microbatch import per_microbatch, replicate
 from zbpp.runtime.parallel.norm import clip_grad_norm_
 from zbpp.runtime.parallel.overlap_exchange import OverlapExchange
 from zbpp.runtime.pipeline import Pipeline

@@ -29,7 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
 from zbpp.runtime.call import Call, Feed, LossGradients, Observe
-from zbpp.runtime.microbatch import Cutter, PerMicrobatch, is_cut_whole
+from zbpp.runtime.marks import PerMicrobatch
+from zbpp.runtime.microbatch import Cutter, is_cut_whole
 from zbpp.runtime.results import JoinedSlices, NamedLosses, Outputs, Result
 from zbpp.runtime.sizes import Size, Sizes, is_empty, size_of
 from zbpp.runtime.stage import StageLosses
@@ -71,7 +72,7 @@ class Batch:
         self._cutter = cutter = Cutter(self.num_microbatches, call.slice_bounds)
         if has_inputs and not (call.args or call.kwargs):
             raise ValueError("this rank owns stage 0: pass the batch's inputs")
-        self._check_sequences()
+        self._find_lengths()
         self._args = cutter.cut_arguments(call.args) if has_inputs else []
         self._kwargs = cutter.cut_keywords(call.kwargs)
         self._targets: list[Any] | None = None
@@ -84,16 +85,16 @@ class Batch:
     def _has_target(self) -> bool:
         return self.call.target is not None and self._last_stage in self._seeds
 
-    def _check_sequences(self) -> None:
+    def _find_lengths(self) -> None:
         """Find how long the sequences are: by the inputs and the target, or else by the keywords."""
-        call, cutter, has_inputs = self.call, self._cutter, 0 in self._seeds
+        call, sequences, has_inputs = self.call, self._cutter.sequences, 0 in self._seeds
         if has_inputs:
             arguments = {f"argument {i}": value for i, value in enumerate(call.args)}
-            cutter.check_sequences(arguments | dict(call.kwargs))
+            sequences.find(arguments | dict(call.kwargs))
         if self._has_target:
-            cutter.check_sequences({"target": call.target})
+            sequences.find({"target": call.target})
         elif not has_inputs:
-            cutter.take_lengths(call.kwargs)
+            sequences.find_in_keywords(call.kwargs)
 
     def begin_again(self, loss_scale: float | None) -> None:
         """Cut the arguments again, for a step that runs again: F's may have changed their units in place.
@@ -123,7 +124,7 @@ class Batch:
         order = tuple([each for each in order if not self._is_left_out(each)])
         if not order:
             raise ValueError(f"all {number} microbatches are empty: write None for some of them only")
-        return Sizes(kind, timetable, sizes, order, cutter.lengths)
+        return Sizes(kind, timetable, sizes, order, cutter.sequences.unequal)
 
     def _size(self, microbatch: int) -> Size:
         num = self._cutter.num_slices
@@ -145,7 +146,7 @@ class Batch:
         other lengths than those of the first stage's rank.
         """
         self.told, num = sizes, self._cutter.num_slices
-        self._cutter.check_lengths(sizes.lengths)
+        self._cutter.sequences.check(sizes.lengths)
         if self._targets is not None:
             self._check_targets(self._targets[::num])
         if not sizes.is_plain:

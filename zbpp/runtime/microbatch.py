@@ -25,53 +25,8 @@ from zbpp.autograd.arguments import edge_of
 from zbpp.autograd.graph import leaves_below
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import kind_of
-from zbpp.schedule.order import checked_order
-from zbpp.schedule.slice_bounds import scaled_bounds
-
-_PLAIN = (int, float, complex, str, bytes, type(None))  # bool is an int
-
-
-class Replicated:
-    """A value that every microbatch gets whole; made by `replicate`."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-
-def replicate(value: Any) -> Replicated:
-    """Mark an argument of `Pipeline.step`, a tensor or what holds tensors, as not to be split along dim 0."""
-    if isinstance(value, _PLAIN):
-        raise TypeError(f"replicate() takes a tensor, not {type(value).__name__}: other values need no mark")
-    return Replicated(value)
-
-
-class PerMicrobatch:
-    """One value for each microbatch; made by `per_microbatch`."""
-
-    def __init__(self, values: Sequence[Any], order: Sequence[int] | None) -> None:
-        self.values = list(values)
-        self.order = None if order is None else tuple(order)
-
-
-def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) -> PerMicrobatch:
-    """Mark an argument of `Pipeline.step` as already cut: `values[i]` goes to microbatch i.
-
-    Tensors among them may differ in shape. Each microbatch has the same weight in the mean, whatever its
-    size, unless the loss is marked by `zbpp.stage_api.mean_over`. A microbatch is empty where the first
-    stage's arguments are None, or tensors without elements: it is left out, and its loss is 0.
-
-    order: in a step, order[i] is the microbatch that goes i-th (`zbpp.order_microbatches`). It is enough to
-    give it with one argument of the first stage. Losses come back in the order of `values`, and random
-    numbers don't depend on the order. Raises ValueError unless each microbatch is in `order` once, and for
-    a mark among the values.
-    """
-    values = list(values)
-    if any(map(_is_marked, tree_leaves(values, is_leaf=_is_marked))):
-        raise ValueError(
-            "per_microbatch() has a value in replicate() or per_microbatch(): each value goes whole to its "
-            "microbatch, so write it without a mark"
-        )
-    return PerMicrobatch(values, None if order is None else checked_order(order, len(values)))
+from zbpp.runtime.marks import PLAIN, PerMicrobatch, Replicated, is_marked
+from zbpp.runtime.sequence_lengths import SequenceLengths, sequence_length
 
 
 def into_microbatches(
@@ -96,13 +51,13 @@ class Cutter:
     """
 
     def __init__(self, num_microbatches: int, slice_bounds: Sequence[int] = ()) -> None:
-        self.num_microbatches, self.slice_bounds = num_microbatches, slice_bounds
-        self.num_slices = max(1, len(slice_bounds) - 1)
+        self.num_microbatches = num_microbatches
+        self.sequences = SequenceLengths(num_microbatches, slice_bounds)
+        self.num_slices = self.sequences.num_slices
         self.num_units = num_microbatches * self.num_slices
         self.order: tuple[int, ...] | None = None  # in which microbatches go, where a value says it
         self.is_even = True  # whether the microbatches of all values were cut here, and so have equal shapes
         self.rows: int | None = None  # dim 0 of every tensor that is split; None before the first one
-        self._lengths: tuple[int, ...] = ()  # of each microbatch's sequences, 0 for an empty one; (): unknown
         self._first = ""  # the name of the first tensor that was split
         self._lists: list[tuple[str, int]] = []  # (name, length) of the lists among the values
         self._leaves: list[tuple[Tensor, Tensor]] = []  # (tensor of the caller's graph, its leaf)
@@ -128,7 +83,7 @@ class Cutter:
             return [tree_map(self._leaf, each) for i, whole in values for each in self._in_slices(i, whole)]
         if isinstance(value, Replicated):
             return [tree_map(self._leaf, value.value)] * self.num_units
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return [value] * self.num_units
         return self._nested(name, value)
 
@@ -141,83 +96,6 @@ class Cutter:
         """Per unit, its keyword arguments."""
         pieces = {name: self.cut(name, value) for name, value in values.items()}
         return [{name: each[i] for name, each in pieces.items()} for i in range(self.num_units)]
-
-    def check_sequences(self, values: Mapping[str, Any]) -> None:
-        """Find by the first tensor with a dimension 1 how long the sequences are.
-
-        Call it before the values are cut. values: by name, as they are given to `cut`. The sequences of a
-        `per_microbatch` may differ in length. Raises ValueError for sequences that the slices don't fit, and
-        for other lengths than those of earlier values.
-        """
-        if not self.slice_bounds:
-            return
-        named = [(name, value, found) for name, value in values.items() if (found := _first_tensors(value))]
-        with_time = [each for each in named if sequence_length(each[2][0]) is not None]
-        for name, value, found in (with_time or named)[:1]:
-            marked = _first_per_microbatch(value)
-            if marked is None:
-                self._check_length(name, found[0])
-                self._note_lengths((self.slice_bounds[-1],) * self.num_microbatches)
-            elif len(marked.values) == self.num_microbatches:  # else `cut` says so
-                self._take_lengths(name, marked.values)
-
-    def take_lengths(self, values: Mapping[str, Any]) -> None:
-        """Find how long the sequences are on a rank that is given keywords alone, by a `per_microbatch`."""
-        for name, value in values.items() if self.slice_bounds else ():
-            marked = _first_per_microbatch(value)
-            found = [] if marked is None else [each for each in _first_tensors(value) if each.numel()]
-            lengths = [sequence_length(each) or 0 for each in found]
-            if marked is not None and lengths and min(lengths) >= self.num_slices:
-                self._take_lengths(name, marked.values)
-                return
-
-    def _check_length(self, name: str, tensor: Tensor) -> None:
-        if sequence_length(tensor) != self.slice_bounds[-1]:
-            raise ValueError(
-                f"{name} {_shape_of(tensor)}, and slice_bounds cut sequences of "
-                f"{self.slice_bounds[-1]} tokens along dimension 1: give this length, or "
-                "zbpp.per_microbatch([...]) with lengths of their own (evaluate_as_one and predict run "
-                "sequences of any length whole)"
-            )
-
-    def _take_lengths(self, name: str, values: Sequence[Any]) -> None:
-        named = [(f"{name}, microbatch {i}", each) for i, each in enumerate(values)]
-        self._note_lengths(tuple([self._length_of(*each) for each in named]))
-
-    def _note_lengths(self, lengths: tuple[int, ...]) -> None:
-        self.check_lengths(lengths)
-        self._lengths = self._lengths or lengths
-
-    def _length_of(self, name: str, value: Any) -> int:
-        """How many tokens the sequences of a microbatch have; 0 for an empty one."""
-        found = [each for each in _first_tensors(value) if each.numel()]
-        if not found:
-            return 0
-        length = sequence_length(found[0])
-        if length is None or length < self.num_slices:
-            raise ValueError(
-                f"{name} {_shape_of(found[0])}, and slice_bounds cut its sequences into {self.num_slices} "
-                "slices along dimension 1: give a tensor [batch, time] with a token at least for each slice"
-            )
-        return length
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Of each microbatch's sequences, where slices cut sequences of several lengths; else ()."""
-        return self._lengths if {*self._lengths} - {0, *self.slice_bounds[-1:]} else ()
-
-    def check_lengths(self, others: Sequence[int]) -> None:
-        """Raise ValueError if sequences are given here in other lengths; 0: an empty microbatch.
-
-        others: of each microbatch; (): those of the slice bounds.
-        """
-        others = others or (*self.slice_bounds[-1:],) * self.num_microbatches
-        for number, (own, other) in enumerate(zip(self._lengths, others, strict=False)):
-            if own and other and own != other:
-                raise ValueError(
-                    f"the sequences of microbatch {number} have {own} tokens in one argument, and {other} in "
-                    "another one: with slices give inputs and targets of one length"
-                )
 
     def refuse_rows_of_lists(self, others: Any = ()) -> None:
         """Raise ValueError for a list as long as the batch among the values that were cut.
@@ -281,17 +159,17 @@ class Cutter:
 
     def _in_slices(self, microbatch: int, value: Any) -> Iterator[Any]:
         """What each slice of a microbatch gets of the microbatch's value."""
-        if not self.slice_bounds:
+        if not self.sequences.bounds:
             yield value
             return
-        length = self._lengths[microbatch] if self._lengths else self.slice_bounds[-1]
+        bounds = self.sequences.bounds_of(microbatch)
 
         def part(each: Any, start: int, end: int) -> Any:
-            is_sequence = isinstance(each, Tensor) and sequence_length(each) == length
+            is_sequence = isinstance(each, Tensor) and sequence_length(each) == bounds[-1]
             # Contiguous: a microbatch is, and a loss may ask for target.view(-1).
             return each[:, start:end].contiguous() if is_sequence else each
 
-        for start, end in pairwise(scaled_bounds(self.slice_bounds, length or self.slice_bounds[-1])):
+        for start, end in pairwise(bounds):
             yield tree_map(partial(part, start=start, end=end), value)
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
@@ -348,45 +226,13 @@ class Cutter:
         return leaf
 
 
-def sequence_length(value: Tensor) -> int | None:
-    """How many tokens a tensor has of each sequence, [batch, time, ...]; None without a dimension of time."""
-    is_plain = value.layout is torch.strided and not value.is_nested
-    return value.shape[1] if is_plain and value.dim() > 1 else None
-
-
 def _has_rows(value: Any) -> bool:
     return isinstance(value, Tensor) and not value.is_nested and value.dim() > 0
 
 
-def _first_per_microbatch(value: Any) -> PerMicrobatch | None:
-    leaves = tree_leaves(value, is_leaf=_is_marked)
-    return next((each for each in leaves if isinstance(each, PerMicrobatch)), None)
-
-
-def _shape_of(tensor: Tensor) -> str:
-    return "is a nested tensor" if tensor.is_nested else f"has shape {list(tensor.shape)}"
-
-
-def _first_tensors(value: Any) -> list[Tensor]:
-    """Return the first tensor that is cut; a tensor with a dimension 1 comes before tensors without one.
-
-    If that is a `per_microbatch`, return the first tensor of each microbatch's value.
-    """
-    leaves = tree_leaves(value, is_leaf=_is_marked)
-    for leaf in leaves:
-        if isinstance(leaf, PerMicrobatch):
-            return [tensor for each in leaf.values for tensor in _first_tensors(each)[:1]]
-    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-    return [each for each in tensors if sequence_length(each) is not None][:1] or tensors[:1]
-
-
-def _is_marked(value: Any) -> bool:
-    return isinstance(value, (Replicated, PerMicrobatch))
-
-
 def is_cut_whole(value: Any) -> bool:
     """Whether a value with tensors is cut as one. Some libraries register BlockMask with pytree."""
-    return isinstance(value, BlockMask) or _is_marked(value)
+    return isinstance(value, BlockMask) or is_marked(value)
 
 
 def _rows_of(mask: BlockMask, first: int, number: int) -> BlockMask:
@@ -409,7 +255,7 @@ def _refuse_rows_of_an_array(name: str, value: Any) -> None:
 
 def _lists_in(name: str, value: Any) -> Iterator[tuple[str, int]]:
     """(name, length) of each list without marks in a value, the value itself included."""
-    if type(value) is list and not any(map(_is_marked, value)):
+    if type(value) is list and not any(map(is_marked, value)):
         yield name, len(value)
 
     def is_leaf(each: Any) -> bool:

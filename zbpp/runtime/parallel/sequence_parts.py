@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call
-from zbpp.runtime.microbatch import PerMicrobatch, Replicated, sequence_length
+from zbpp.runtime.marks import PerMicrobatch, Replicated
 from zbpp.runtime.results import Result
+from zbpp.runtime.sequence_lengths import sequence_length
 
 
 class SequenceParts:
