@@ -12,6 +12,7 @@ from helpers.processes import run_ranks
 from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from zbpp import Pipeline, plan
+from zbpp.runtime.microbatch import Cutter
 from zbpp.runtime.sequence_lengths import SequenceLengths
 from zbpp.schedule.slice_bounds import scaled_bounds
 from zbpp.stage_api import IGNORED
@@ -108,3 +109,42 @@ def test_lengths_that_do_not_fit_are_refused_in_a_line():
     lengths.find({"argument 0": marked([torch.zeros(1, 9), torch.zeros(1, 7)])})
     with pytest.raises(ValueError, match="microbatch 1 have 7 tokens in one argument, and 6 in another"):
         lengths.find({"target": marked([torch.zeros(1, 9), torch.zeros(1, 6)])})
+
+
+def vectors_on_the_middle_rank(rank):
+    """Rank 1 of 3 is given keywords alone; 9 and 12 are lengths of sequences, or of the bounds."""
+    timetable, model = plan("1f1b", 3, 2, num_slices=2), Toy()
+    stage = torch.nn.Linear(8, 8).double()
+    found, first = [], torch.zeros(1, 9, dtype=torch.int64)
+
+    class Middle(torch.nn.Module):
+        mixes_time = False
+
+        def forward(self, x, vectors):
+            found.append(tuple(vectors.shape))
+            return stage(x)
+
+    ends = {0: model.build_stage(0, 2), 1: Middle(), 2: model.build_stage(1, 2)}
+    x = zbpp.per_microbatch([first, first[:, :5]])
+    with Pipeline({rank: ends[rank]}, timetable, model.loss, slice_bounds=(0, 6, 12)) as pipeline:
+        for size in (9, 12, 5):
+            given = zbpp.per_microbatch([torch.zeros(1, size).double()] * 2)
+            pipeline.step(x, target=x, **({"vectors": given} if rank == 1 else {}))
+    return found
+
+
+def test_a_keyword_that_is_as_long_as_one_of_the_sequences_stays_whole():
+    assert run_ranks(vectors_on_the_middle_rank, 3)[1] == [(1, size) for size in (9, 12, 5) for _ in range(4)]
+
+
+def test_a_tensor_is_cut_if_it_is_as_long_as_the_sequences_of_all_microbatches():
+    lengths, empty = [7, 4, 12], torch.empty(0)
+    cutter = Cutter(4, BOUNDS[4])
+    tokens = zbpp.per_microbatch([empty, *(torch.zeros(1, length) for length in lengths)])
+    cutter.sequences.find({"argument 0": tokens, "vectors": zbpp.per_microbatch([torch.zeros(1, 8)] * 4)})
+    assert cutter.sequences.unequal == (0, *lengths)
+    cut = cutter.cut("argument 0", tokens)[4:]
+    assert [sum(each.shape[1] for each in cut[i : i + 4]) for i in (0, 4, 8)] == lengths
+    for size in lengths:
+        vectors = zbpp.per_microbatch([torch.zeros(1, size)] * 4)
+        assert {tuple(each.shape) for each in cutter.cut("vectors", vectors)} == {(1, size)}

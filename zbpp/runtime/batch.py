@@ -86,15 +86,13 @@ class Batch:
         return self.call.target is not None and self._last_stage in self._seeds
 
     def _find_lengths(self) -> None:
-        """Find how long the sequences are: by the inputs and the target, or else by the keywords."""
+        """Find how long the sequences are: by the inputs and the target."""
         call, sequences, has_inputs = self.call, self._cutter.sequences, 0 in self._seeds
         if has_inputs:
             arguments = {f"argument {i}": value for i, value in enumerate(call.args)}
             sequences.find(arguments | dict(call.kwargs))
         if self._has_target:
             sequences.find({"target": call.target})
-        elif not has_inputs:
-            sequences.find_in_keywords(call.kwargs)
 
     def begin_again(self, loss_scale: float | None) -> None:
         """Cut the arguments again, for a step that runs again: F's may have changed their units in place.
@@ -104,6 +102,7 @@ class Batch:
         if loss_scale is not None:
             self.call = self.call._replace(loss_scale=loss_scale)
         self._cut()
+        self._take_lengths()
 
     # ---- Sizes and order
 
@@ -146,11 +145,18 @@ class Batch:
         other lengths than those of the first stage's rank.
         """
         self.told, num = sizes, self._cutter.num_slices
-        self._cutter.sequences.check(sizes.lengths)
+        self._cutter.sequences.check(sizes.lengths, sizes.left_out)
+        self._take_lengths()
         if self._targets is not None:
             self._check_targets(self._targets[::num])
         if not sizes.is_plain:
             self._units = [each * num + part for each in sizes.order for part in range(num)]
+
+    def _take_lengths(self) -> None:
+        """Cut the keywords again on a rank without inputs and target, where sequences differ in length."""
+        if self.told.lengths and 0 not in self._seeds and not self._has_target:
+            self._cutter.sequences.tell(self.told.lengths)
+            self._kwargs = self._cutter.cut_keywords(self.call.kwargs)
 
     def _check_targets(self, targets: Sequence[Any]) -> None:
         for each in self.told.left_out:

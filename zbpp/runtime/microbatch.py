@@ -19,7 +19,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    KeyPath,
+    keystr,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_map_with_path,
+    tree_unflatten,
+)
 
 from zbpp.autograd.arguments import edge_of
 from zbpp.autograd.graph import leaves_below
@@ -73,14 +81,12 @@ class Cutter:
         can't be reached.
         """
         if isinstance(value, Tensor):
-            whole = enumerate(self._pieces(name, value))
-            return [self._of_one_unit(each) for i, piece in whole for each in self._in_slices(i, piece)]
+            return list(map(self._of_one_unit, self._in_slices(self._pieces(name, value))))
         if isinstance(value, BlockMask):
             return [each for mask in self._masks(name, value) for each in [mask] * self.num_slices]
         if isinstance(value, PerMicrobatch):
             self._take_order(name, value)
-            values = enumerate(value.values)
-            return [tree_map(self._leaf, each) for i, whole in values for each in self._in_slices(i, whole)]
+            return [tree_map(self._leaf, each) for each in self._in_slices(value.values)]
         if isinstance(value, Replicated):
             return [tree_map(self._leaf, value.value)] * self.num_units
         if isinstance(value, PLAIN):
@@ -157,20 +163,24 @@ class Cutter:
         pieces = [self.cut(name + keystr(path), leaf) for path, leaf in leaves]
         return [tree_unflatten([each[i] for each in pieces], spec) for i in range(self.num_units)]
 
-    def _in_slices(self, microbatch: int, value: Any) -> Iterator[Any]:
-        """What each slice of a microbatch gets of the microbatch's value."""
+    def _in_slices(self, values: Sequence[Any]) -> Iterator[Any]:
+        """What each unit gets, given the value of each microbatch.
+
+        A tensor is a sequence if its dimension 1 is as long as the sequence in each microbatch.
+        """
         if not self.sequences.bounds:
-            yield value
+            yield from values
             return
-        bounds = self.sequences.bounds_of(microbatch)
+        whole = _not_sequences(values, self.sequences.of_all())
 
-        def part(each: Any, start: int, end: int) -> Any:
-            is_sequence = isinstance(each, Tensor) and sequence_length(each) == bounds[-1]
+        def part(path: KeyPath, each: Any, start: int, end: int) -> Any:
+            is_cut = isinstance(each, Tensor) and path not in whole and sequence_length(each) is not None
             # Contiguous: a microbatch is, and a loss may ask for target.view(-1).
-            return each[:, start:end].contiguous() if is_sequence else each
+            return each[:, start:end].contiguous() if is_cut else each
 
-        for start, end in pairwise(bounds):
-            yield tree_map(partial(part, start=start, end=end), value)
+        for microbatch, value in enumerate(values):
+            for start, end in pairwise(self.sequences.bounds_of(microbatch)):
+                yield tree_map_with_path(partial(part, start=start, end=end), value)
 
     def _pieces(self, name: str, tensor: Tensor) -> Sequence[Tensor]:
         if tensor.layout is not torch.strided or tensor.is_nested:
@@ -224,6 +234,16 @@ class Cutter:
         leaf = value.detach().requires_grad_()
         self._leaves.append((value, leaf))
         return leaf
+
+
+def _not_sequences(values: Sequence[Any], lengths: Sequence[int]) -> set[KeyPath]:
+    """Where the values have a tensor whose dimension 1 is not as long as the sequence in each microbatch."""
+    return {
+        path
+        for whole, length in zip(values, lengths, strict=True)
+        for path, each in tree_flatten_with_path(whole)[0]
+        if isinstance(each, Tensor) and each.numel() and length and sequence_length(each) != length
+    }
 
 
 def _has_rows(value: Any) -> bool:

@@ -6,7 +6,7 @@ The bounds of a pipeline's slices are those of a sequence of bounds[-1] tokens. 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,13 @@ class SequenceLengths:
         self.num_slices = max(1, len(bounds) - 1)
         self._found: tuple[int, ...] = ()  # by microbatch, 0 for an empty one; (): not known
 
+    def of_all(self) -> tuple[int, ...]:
+        """By microbatch, 0 for an empty one."""
+        return self._found or (self.bounds[-1],) * self.num_microbatches
+
     def bounds_of(self, microbatch: int) -> tuple[int, ...]:
         """The bounds of a microbatch's slices."""
-        length = self._found[microbatch] if self._found else 0
+        length = self.of_all()[microbatch]
         return scaled_bounds(self.bounds, length) if length else self.bounds
 
     def find(self, values: Mapping[str, Any]) -> None:
@@ -39,7 +43,7 @@ class SequenceLengths:
         """
         if not self.bounds:
             return
-        named = [(name, value, found) for name, value in values.items() if (found := _first_tensors(value))]
+        named = [(name, value, found) for name, value in values.items() if (found := _first_filled(value))]
         with_time = [each for each in named if sequence_length(each[2][0]) is not None]
         for name, value, found in (with_time or named)[:1]:
             marked = _first_per_microbatch(value)
@@ -49,15 +53,9 @@ class SequenceLengths:
             elif len(marked.values) == self.num_microbatches:  # else Cutter says so
                 self._take_lengths(name, marked.values)
 
-    def find_in_keywords(self, values: Mapping[str, Any]) -> None:
-        """Find how long the sequences are on a rank that is given keywords alone, by a `per_microbatch`."""
-        for name, value in values.items() if self.bounds else ():
-            marked = _first_per_microbatch(value)
-            found = [] if marked is None else [each for each in _first_tensors(value) if each.numel()]
-            lengths = [sequence_length(each) or 0 for each in found]
-            if marked is not None and lengths and min(lengths) >= self.num_slices:
-                self._take_lengths(name, marked.values)
-                return
+    def tell(self, lengths: Sequence[int]) -> None:
+        """Take the lengths that the first stage's rank tells, on a rank without inputs and target."""
+        self._found = tuple(lengths)
 
     def _check_length(self, name: str, tensor: Tensor) -> None:
         if sequence_length(tensor) != self.bounds[-1]:
@@ -78,7 +76,7 @@ class SequenceLengths:
 
     def _length_of(self, name: str, value: Any) -> int:
         """How many tokens the sequences of a microbatch have; 0 for an empty one."""
-        found = [each for each in _first_tensors(value) if each.numel()]
+        found = _first_filled(value)
         if not found:
             return 0
         length = sequence_length(found[0])
@@ -94,14 +92,14 @@ class SequenceLengths:
         """Of each microbatch's sequences, where slices cut sequences of several lengths; else ()."""
         return self._found if {*self._found} - {0, *self.bounds[-1:]} else ()
 
-    def check(self, others: Sequence[int]) -> None:
+    def check(self, others: Sequence[int], left_out: Collection[int] = ()) -> None:
         """Raise ValueError if sequences are given here in other lengths; 0: an empty microbatch.
 
-        others: of each microbatch; (): those of the bounds.
+        others: of each microbatch; (): those of the bounds. left_out: the empty microbatches.
         """
         others = others or (*self.bounds[-1:],) * self.num_microbatches
         for number, (own, other) in enumerate(zip(self._found, others, strict=False)):
-            if own and other and own != other:
+            if own and other and own != other and number not in left_out:
                 raise ValueError(
                     f"the sequences of microbatch {number} have {own} tokens in one argument, and {other} in "
                     "another one: with slices give inputs and targets of one length"
@@ -121,6 +119,10 @@ def _first_per_microbatch(value: Any) -> PerMicrobatch | None:
 
 def _shape_of(tensor: Tensor) -> str:
     return "is a nested tensor" if tensor.is_nested else f"has shape {list(tensor.shape)}"
+
+
+def _first_filled(value: Any) -> list[Tensor]:
+    return [each for each in _first_tensors(value) if each.numel()]
 
 
 def _first_tensors(value: Any) -> list[Tensor]:
