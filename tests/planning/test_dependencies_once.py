@@ -7,10 +7,15 @@ import pytest
 
 from zbpp.planning.bounds import lower_bound
 from zbpp.planning.problem import Problem
-from zbpp.schedule import Costs, Op, Timetable, dataflow, simulate
+from zbpp.schedule import Costs, Op, Timetable, dataflow, dataflow_arrays, simulate
 
 COSTS = Costs(f=2, b=3, w=1, comm=0.5)
 ONE_MICROBATCH = Timetable.parse("0F0 0B0 0W0\n1F0 1B0 1W0")
+
+
+@pytest.fixture(autouse=True)
+def values_follow_the_table(monkeypatch):
+    monkeypatch.setattr(dataflow_arrays, "_values_of_size", dataflow_arrays.Values)  # else kept by size
 
 
 @pytest.fixture
