@@ -3,8 +3,8 @@
 
     python scripts/dev/lowering_time.py                8 ranks, 32 microbatches, median of 40 timetables each
 
-A trainer with data.batching=tokens does this for each batch whose timetable is new, in a worker, while the
-step before it runs; where only the order of the microbatches changes, nothing is lowered. lower: simulate,
+A loop that gives each batch a timetable of its own does this once per batch, in any thread, by
+`Pipeline.prepare`; where only the order of the microbatches changes, nothing is lowered. lower: simulate,
 messages, releases (zbpp/schedule/lower.py). resolve: posts, functions, slots (zbpp/runtime/resolve.py). The
 stages are linear layers, and the links are stubs, since nothing runs. `both` should be at most 5 ms on a
 machine that does nothing else.

@@ -171,7 +171,7 @@ def test_replicas_that_lack_different_microbatches_reduce_stages_in_one_order(fi
         rng = random.Random(seed)
         timetable = random_timetable(rng)
         number = timetable.num_microbatches
-        lacking = timetable.without(rng.sample(range(number), rng.randrange(number)))
+        lacking = timetable.first(number - rng.randrange(number))
         orders = [
             [
                 [each.stage for each in program.instructions if isinstance(each, Reduce)]

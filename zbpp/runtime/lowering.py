@@ -57,10 +57,8 @@ class Lowering:
             return self
 
         def made() -> Lowering:
-            num_microbatches = self.timetable.num_microbatches
-            last = range(num_microbatches - number, num_microbatches)
-            text = f"{self.text}\nwithout the last {number}"
-            return Lowering(self.timetable.without(last), text, self._index, self.timetable)
+            kept = self.timetable.first(self.timetable.num_microbatches - number)
+            return Lowering(kept, f"{self.text}\nwithout the last {number}", self._index, self.timetable)
 
         with self._lock:
             return self._without.of(number, made)

@@ -26,8 +26,8 @@ class SequenceLengths:
         self._found: tuple[int, ...] = ()  # by microbatch, 0 for an empty one; (): not known
 
     def of_all(self) -> tuple[int, ...]:
-        """By microbatch, 0 for an empty one."""
-        return self._found or (self.bounds[-1],) * self.num_microbatches
+        """The length of each microbatch's sequences; 0 for an empty one."""
+        return self._found or self.bounds[-1:] * self.num_microbatches
 
     def bounds_of(self, microbatch: int) -> tuple[int, ...]:
         """The bounds of a microbatch's slices."""
@@ -49,9 +49,10 @@ class SequenceLengths:
             marked = _first_per_microbatch(value)
             if marked is None:
                 self._check_length(name, found[0])
-                self._note_lengths((self.bounds[-1],) * self.num_microbatches)
+                self._note(self.bounds[-1:] * self.num_microbatches)
             elif len(marked.values) == self.num_microbatches:  # else Cutter says so
-                self._take_lengths(name, marked.values)
+                given = enumerate(marked.values)
+                self._note(tuple([self._length_of(f"{name}, microbatch {i}", each) for i, each in given]))
 
     def tell(self, lengths: Sequence[int]) -> None:
         """Take the lengths that the first stage's rank tells, on a rank without inputs and target."""
@@ -66,11 +67,7 @@ class SequenceLengths:
                 "sequences of any length whole)"
             )
 
-    def _take_lengths(self, name: str, values: Sequence[Any]) -> None:
-        named = [(f"{name}, microbatch {i}", each) for i, each in enumerate(values)]
-        self._note_lengths(tuple([self._length_of(*each) for each in named]))
-
-    def _note_lengths(self, lengths: tuple[int, ...]) -> None:
+    def _note(self, lengths: tuple[int, ...]) -> None:
         self.check(lengths)
         self._found = self._found or lengths
 
@@ -89,7 +86,7 @@ class SequenceLengths:
 
     @property
     def unequal(self) -> tuple[int, ...]:
-        """Of each microbatch's sequences, where slices cut sequences of several lengths; else ()."""
+        """The length of each microbatch's sequences, where slices cut several lengths; else ()."""
         return self._found if {*self._found} - {0, *self.bounds[-1:]} else ()
 
     def check(self, others: Sequence[int], left_out: Collection[int] = ()) -> None:
@@ -97,7 +94,7 @@ class SequenceLengths:
 
         others: of each microbatch; (): those of the bounds. left_out: the empty microbatches.
         """
-        others = others or (*self.bounds[-1:],) * self.num_microbatches
+        others = others or self.bounds[-1:] * self.num_microbatches
         for number, (own, other) in enumerate(zip(self._found, others, strict=False)):
             if own and other and own != other and number not in left_out:
                 raise ValueError(

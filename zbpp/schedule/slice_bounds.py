@@ -33,14 +33,11 @@ def checked_bounds(given: object, *, name: str = "slice_bounds", in_tokens: bool
 def scaled_bounds(bounds: Sequence[int], length: int) -> tuple[int, ...]:
     """The bounds in a sequence of `length` tokens, as near to the same shares of it as whole tokens are.
 
-    Each slice has a token at least.
-    Raises ValueError for fewer tokens than slices.
+    Each slice has a token at least: length is at least the number of slices.
     """
     whole, num_slices = bounds[-1], len(bounds) - 1
     if length == whole:
         return tuple(bounds)
-    if length < num_slices:
-        raise ValueError(f"a sequence of {length} tokens can't be cut into {num_slices} slices")
     found = [0]
     for index, bound in enumerate(bounds[1:], 1):
         nearest = (2 * bound * length + whole) // (2 * whole)

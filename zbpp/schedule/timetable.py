@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 import reprlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from typing import NamedTuple, Self, overload
 
@@ -260,17 +260,10 @@ class Timetable:
         first = [row.select((row.ops == Op.F) & (row.microbatches == 0)) for row in self.rows]
         return Timetable(first, num_slices=1)
 
-    def without(self, microbatches: Collection[int]) -> Timetable:
-        """The actions of all other microbatches, which are numbered anew: 0, 1, ... in the same order."""
-        kept = [each for each in range(self.num_microbatches) if each not in microbatches]
-        number = np.full(self.num_microbatches, -1, dtype=np.int32)
-        number[kept] = np.arange(len(kept))
-        rows = []
-        for row in self.rows:
-            microbatch, part = np.divmod(row.microbatches, self.num_slices)
-            units = number[microbatch] * self.num_slices + part
-            rows.append(Row(row.stages, row.ops, units, self.num_slices).select(units >= 0))
-        return Timetable(rows)
+    def first(self, num_microbatches: int) -> Timetable:
+        """The actions of the first microbatches: what a step runs that leaves the others out."""
+        num_units = num_microbatches * self.num_slices
+        return Timetable(row.select(row.microbatches < num_units) for row in self.rows)
 
     def repeated(self, num_steps: int) -> Timetable:
         """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""

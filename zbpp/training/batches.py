@@ -59,7 +59,7 @@ class Batches:
 
     @property
     def lengths(self) -> list[float] | None:
-        """Of the microbatches that the latest step ran, see StepPlan; None where all are alike."""
+        """The lengths of the microbatches that the latest step ran; None where all are alike."""
         return None if self.plan is None else self.plan.lengths[: self._num_run(self.plan)]
 
     def _num_run(self, plan: StepPlan) -> int:

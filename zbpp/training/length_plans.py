@@ -126,7 +126,7 @@ class LengthPlanner:
 
     def _ordered(self, shapes: Sequence[MicrobatchShape]) -> BestOrder:
         """The order of the microbatches that have sequences, in the timetable without the others."""
-        timetable = self._timetable.without(range(len(shapes), self._timetable.num_microbatches))
+        timetable = self._timetable.first(len(shapes))
         costs = Costs.of_lengths(map(self._lengths.of, shapes), self._costs)
         sizes = [self._lengths.size_of(shape) for shape in shapes]
         return least_excess(timetable, costs, math.inf, self._memory_limit, sizes, num_rounds=_NUM_ROUNDS)
