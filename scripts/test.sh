@@ -40,11 +40,11 @@ if ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_availa
     marks+=" and not gpu"
 fi
 wait # for get_chromium
-# One worker per core: their tests' ranks keep the cores busy, and more than four gain nothing. loadfile: the tests of a
-# file share what its fixtures start. The order of the files is that of tests/conftest.py. A worker that dies, as at a time
+# One worker more than cores, as ranks wait for each other; more than four gain nothing. loadfile: the tests of a file
+# share what its fixtures start. The order of the files is that of tests/conftest.py. A worker that dies, as at a time
 # limit, is replaced once; the test that it ran is among the failures at the end. With OMP_NUM_THREADS=1 nproc says 1.
 cores=$(env --unset OMP_NUM_THREADS nproc)
-workers=(-n $((cores < 4 ? cores : 4)) --dist loadfile --no-loadscope-reorder --max-worker-restart 1)
+workers=(-n $((cores < 4 ? cores + 1 : 4)) --dist loadfile --no-loadscope-reorder --max-worker-restart 1)
 "$VENV/bin/python" -m pytest "${workers[@]}" -m "$marks" "$@" || failed+=("pytest")
 
 # Silent when all is well: pytest's closing line is the last one.
