@@ -164,7 +164,8 @@ def _captured(
     targets = [new_tuple(GradientEdge, (*edge, None)) for edge in edges]
     targets += [new_tuple(GradientEdge, (site, 0, None)) for site in found.sites]
     targets += [new_tuple(GradientEdge, (leaf, 0, None)) for leaf in found.computed_in_b]
-    # A checkpoint's pass may go through Functions of the pass around it: they get their collector back.
+    # The pass inside a checkpoint may reach Functions of the enclosing pass. Afterwards these get back the
+    # collector of the enclosing pass.
     outer = [collector_of(function) for function in found.functions]
     for function in found.functions:
         function.zbpp_collector = collector
@@ -214,10 +215,11 @@ def _refuse_added(found: Survey) -> None:
 
 
 def _added_in_pass(found: Survey, wanted: set[int] | None) -> list[Tensor]:
-    """The leaves whose gradients a BW adds in its pass; [] beside a checkpoint or a compiled call.
+    """The leaves to whose `.grad` a BW adds in its pass; [] if there is a checkpoint or a compiled call.
 
-    Such a call has an empty leaf as its dummy. It may put off the gradient of a leaf that B computes one of,
-    too, before or behind that one: W adds both, in one order.
+    An empty leaf shows such a call: it is the call's dummy input. The call may defer one gradient of a leaf
+    while the pass computes another gradient of the same leaf. W then adds both, so that the order of the sum
+    does not depend on which comes first.
     """
     leaves = found.computed_in_b.values()
     if found.functions and not all(each.numel() for each in leaves):

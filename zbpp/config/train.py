@@ -101,7 +101,7 @@ class ParallelConfig(Checked):
     tensor: int = ranged(1, least=1, help="parts of each layer")
     expert: int = ranged(1, least=1, help="processes that share a layer's experts; divides replicate x shard")
     overlap_exchange: bool = described(False, "W's run while rows are exchanged, as far as any is pending")
-    reshard: str = one_of("step", "microbatch", help="shards free gathered weights after each of these")
+    reshard: str = one_of("step", "microbatch", help="shards free the weights that they gathered after each")
     device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")

@@ -131,7 +131,7 @@ class Batch:
         return size_of((self._args[units], self._kwargs[units]))
 
     def _is_left_out(self, microbatch: int) -> bool:
-        """Whether a microbatch has no sequences; what all microbatches get alike doesn't count."""
+        """Whether a microbatch has no sequences. Values that all microbatches share are not looked at."""
         given = tree_leaves(self.call.args or self.call.kwargs, is_leaf=is_cut_whole)
         if any(isinstance(each, Tensor | BlockMask) for each in given):
             return False  # it was split: each microbatch has rows

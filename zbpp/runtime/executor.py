@@ -54,8 +54,10 @@ class BeginAgain(Exception):
 
 
 class _Bound(NamedTuple):
-    """A program and its variants: {where receives start: (the program behind all passes, its functions, the
-    W's that a pass has left out)}.
+    """A program as it was given, and what the passes made of it.
+
+    variants: {where receives start: (the program after all passes, the functions that run it, the W's that a
+    pass has removed)}.
     """
 
     given: Program

@@ -9,13 +9,14 @@ float32[2, 7, 64]. So layouts of further sizes are derived, and their messages h
     a new size                [2, 7] = 1/2 [2, 5] + 1/2 [2, 9]
     its layout, each dim               1/2   d1   + 1/2   d2
 
-The numbers of a size and a 1 are a vector. A size is derived if its vector is a combination of vectors of
-known sizes, and if at least one known size was such a combination, too, and had the layout that follows.
-(Two sizes alone always lie on a line; the third one shows whether layouts do.) The sender compares each
-message with the derived layout before anything is sent: what does not fit raises ValueError.
+Append a 1 to the numbers of a size: this is the size's vector. The layout of a new size is derived if its
+vector is a linear combination of the vectors of known sizes, and if the rule has been confirmed before: at
+least one known size was such a combination, too, and had the layout that the combination gives. (Through two
+sizes there is always a line. Only a third size shows whether layouts grow linearly.) The sender compares each
+message with the derived layout before it sends anything; a message that does not fit raises ValueError.
 
-Both ends of a link decide alike, since what they know was learned from the same messages. What a call learns
-is used for derivations from the next call on.
+Both ends of a link derive the same layouts, since both have learned from the same messages. Layouts that a
+call learns are used for derivations from the next call on.
 """
 
 from __future__ import annotations

@@ -149,12 +149,12 @@ class Outbox:
 
 
 def _refusal(layout: Layout, known: Layout, size: Size | None) -> str:
-    of_size = "" if size is None else f", for a microbatch of the size {size}"
+    of_size = "" if size is None else f" for a microbatch of the size {size}"
     return (
-        f"{describe(layout)} is to be sent where {describe(known)} was sent before, or follows from what was "
-        f"sent{of_size}{describe_change(layout, known)}: unless the pipeline is made with "
-        "dynamic_shapes=True, microbatches of one size must have the same shapes and dtypes, and require "
-        "grad alike, and shapes must grow with the size"
+        f"the stage gave {describe(layout)}{of_size}; the messages before promised {describe(known)}"
+        f"{describe_change(layout, known)}. For microbatches of one size a stage must always give the same "
+        "shapes, dtypes and requires_grad, and its shapes must grow linearly with the size; if they depend "
+        "on the values of the data, make the pipeline with dynamic_shapes=True"
     )
 
 

@@ -11,10 +11,10 @@
 A process belongs to one process group per dimension, together with the processes that differ from it in this
 dimension alone.
 
-Parameters know no dimension "context". Its processes see different tokens, and that is all that a reduction,
-a norm or a checkpoint needs: to them they are shards, if there are shards, else replicas. So the runtime
-works on a mesh in which the dimension is a part of "shard" or of "replicate" (`parameter_mesh`). Who reads
-which rows, and what the user sees, is said by the mesh that was given.
+The processes of dimension "context" see different tokens of the same sequences. A reduction, a norm or a
+checkpoint has to know only that the tokens differ: it treats these processes as shards if the mesh has
+shards, else as replicas. So the runtime works on a second mesh, in which "context" is a part of "shard" or of
+"replicate" (`parameter_mesh`). The mesh that the user gave says which process reads which rows.
 
 The experts of a layer may be spread over the processes that see different data. For experts alone replicate
 x shard is then divided otherwise, in a mesh of its own (EXPERT below):

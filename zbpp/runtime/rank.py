@@ -95,13 +95,15 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set five more. lost: for error messages, what a failed call has destroyed beside its
-    messages; the pipeline then ends; empty: nothing. wrong_weights: for error messages, why the weights are
-    those of no step; empty if they are those of one. name_of_step: the name that all ranks must give to the
-    next step. released: {id of a parameter whose gradient the last step has used and dropped: the gradient's
-    sum of squares}; it is empty if the sums are not kept; None: gradients stay in `.grad`. groups: {dimension
-    of the mesh: a group like the mesh's that closes with the pipeline, so that no process waits there for one
-    that has failed}.
+    An extra may set five more.
+    lost: text for an error message. It says what a failed call has destroyed, other than the call's messages.
+    If it is not empty, a failed call ends the pipeline.
+    wrong_weights: text for an error message. It says why the weights do not belong to any step. It is empty
+    if the weights belong to a step. name_of_step: the name of the next step. All ranks must use the same
+    name. released: None if gradients stay in `.grad`. Otherwise {id of a parameter: the sum of squares of its
+    last gradient}, for each parameter whose gradient the last step has used and dropped; empty if nobody
+    needs sums. groups: {dimension of the mesh: a process group with the same processes as the mesh's}. These
+    groups close with the pipeline, so that no process waits in them for a process that has failed.
     """
 
     def __init__(

@@ -35,11 +35,11 @@ class SequenceLengths:
         return scaled_bounds(self.bounds, length) if length else self.bounds
 
     def find(self, values: Mapping[str, Any]) -> None:
-        """Find by the first tensor with a dimension 1 how long the sequences are.
+        """Take the lengths of the sequences from `values`: dimension 1 of the first tensor that has one.
 
-        values: by name, as they are given to `Cutter.cut`. The sequences of a `per_microbatch` may differ in
-        length. Raises ValueError for sequences that the slices don't fit, and for other lengths than those of
-        earlier values.
+        values: {name: value}, as they are given to `Cutter.cut`. In a `per_microbatch` each microbatch may
+        have a length of its own. Raises ValueError if the slices do not fit a sequence, or if an earlier call
+        of this method found other lengths.
         """
         if not self.bounds:
             return

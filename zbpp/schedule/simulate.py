@@ -29,8 +29,8 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
-    During the exchanges inside F and B a rank runs pending W's (interpret/exchange.py): these are shorter at
-    their places, F and B are not.
+    A rank runs pending W's while an F or B waits for an exchange (interpret/exchange.py). What has been run
+    there shortens the W at its own place in the row. F and B take as long as without it.
 
     Raises PlanError if an action repeats or is missing, if a stage's actions are not in the order of
     `check_row`, if the timetable can never finish, or for another number of lengths than there are units.

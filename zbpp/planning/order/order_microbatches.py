@@ -92,12 +92,14 @@ def least_excess(
     seed: int = 0,
     num_rounds: int | None = None,
 ) -> BestOrder:
-    """As `order_microbatches`; if no order within memory_limit was found, the one that exceeds it least.
+    """As `order_microbatches`, but if no order is within memory_limit, return the one that exceeds it least.
 
-    sizes: of each microbatch, by which its memory grows, in multiples of that of length 1; None: the lengths.
-    They differ where a microbatch has several rows: its memory grows with the tokens, and its time with the
-    squares of the rows, too. Neither the excess nor, at the same excess, the makespan is above that of the
-    given order.
+    sizes: the memory of each microbatch, in multiples of the memory of a microbatch of length 1; None: equal
+    to the lengths. Sizes and lengths differ if a microbatch has several rows: its memory grows with its
+    tokens, its time also with the squares of its rows' lengths.
+
+    The order returned never exceeds memory_limit by more than the given order does. If both exceed it by the
+    same amount, the returned order's makespan is at most that of the given order.
     """
     deadline = Deadline(time_limit)
     given = list(range(timetable.num_microbatches))

@@ -28,8 +28,8 @@ message travels during that action:
 
     one_ahead       Post x(1,1)  1F0  1B0  Send g(0,0)  Recv x(1,1)  1F1
 
-A rank with a gate starts no receive before the gate of a message that is sent behind the sender's gate: the
-step may begin again, and a receive that has started can't be taken back.
+A step with gates may begin again at a gate, and a receive that has started can't be taken back. So if a
+message is sent behind the sender's gate, its receiver starts the receive behind its own gate.
 """
 
 from __future__ import annotations
