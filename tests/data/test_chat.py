@@ -1,5 +1,8 @@
 """Conversations against transformers' own template and mask; the loss against one mean over all targets."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +18,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("tokenizers")
 
 from helpers.chat import PLAIN, conversation, write_conversations, write_tokenizer  # noqa: E402
-from zbpp.data.chat import chat_data, encode, load_chat_tokenizer  # noqa: E402  # needs transformers
+from zbpp.data.chat import chat_data  # noqa: E402  # needs transformers
+from zbpp.data.chat_template import MARKS, encode, load_chat_tokenizer  # noqa: E402
 
 MARKED = (
     "{% for m in messages %}<|start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
@@ -67,6 +71,59 @@ def test_a_template_that_changes_earlier_text_is_refused(files):
     tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), template)
     with pytest.raises(ValueError, match="generation"):
         encode(tokenizer, conversation(1))
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_a_message_that_is_marked_as_not_to_be_learned_is_no_target(files, template):
+    """OpenAI's and Mistral's weight, axolotl's train, ms-swift's loss, slime's step_loss_mask were ignored.
+
+    The reference is a template that leaves such messages out of its spans.
+    """
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), template)
+    for key in MARKS:
+        messages = conversation(2)  # three answers
+        messages[1][key], messages[3][key], messages[5][key] = 1, 0, None
+        expected = tokenizer.apply_chat_template(
+            messages,
+            chat_template=MARKED.replace("== 'assistant' %", f"== 'assistant' and m['{key}'] != 0 %"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        found = encode(tokenizer, messages)
+        assert found.tokens.tolist() == expected["input_ids"]
+        assert found.is_target.tolist() == expected["assistant_masks"]
+        assert 0 < found.is_target.sum() < encode(tokenizer, conversation(2)).is_target.sum()
+
+
+USING_TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% if enable_thinking %}thinking{% endif %}" + MARKED
+)
+
+
+def test_the_template_gets_the_tools_and_switches_of_a_line_and_a_run_names_keys_that_nobody_reads(
+    files, tmp_path
+):
+    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+    given = [
+        ({"tools": tools, "enable_thinking": True}, {"tools": tools, "enable_thinking": True}),
+        ({"tools": json.dumps(tools)}, {"tools": tools}),  # a column of a table
+        ({"chat_template_kwargs": {"enable_thinking": True}, "tools": None}, {"enable_thinking": True}),
+        ({"id": 7, "documents": [{"title": "a", "text": "b"}], "source": None}, {}),
+    ]
+    question, answer = conversation(0)
+    messages = [{**question, "train": 1}, {**answer, "weight": 1, "name": "bot"}]
+    lines = [json.dumps({"messages": messages, **keys}) + "\n" for keys, _ in given]
+    (tmp_path / "tools.jsonl").write_text("".join(lines))
+    options = {"sequence_length": 500, "held_out": 0.0, "chat_template": USING_TOOLS}
+    data = data_of(files, path=str(tmp_path / "tools.jsonl"), **options)
+    tokenizer = load_chat_tokenizer(str(files / "tokenizer.json"), USING_TOOLS)
+    expected = [tokenizer.apply_chat_template(messages, **keys)["input_ids"][:-1] for _, keys in given]
+    found = data.train.sequences(iter)
+    assert sorted(found.sequence(number)[0].tolist() for number in range(4)) == sorted(expected)
+    assert data.notes[1:] == (
+        "keys that neither zbpp nor the chat template reads, in so many lines: documents 1, id 1, name of a "
+        "message of assistant 4, train of a message of user 4",
+    )
 
 
 ENDED = (
@@ -135,7 +192,7 @@ def test_rows_are_as_long_as_the_longest_conversation_and_the_run_says_what_is_c
             f"lost; the longest conversation asks for {longest}"
         )
     if left_out := 24 - len(kept):
-        expected.append(f"{left_out} conversations are left out: no assistant's token in the first {length}")
+        expected.append(f"{left_out} conversations are left out: nothing to learn in the first {length}")
     assert list(found.notes) == expected
 
 
@@ -217,11 +274,27 @@ ANSWER = '{"role": "assistant", "content": "a"}'
             "no conversation has an assistant's token",
         ),
         (f'{{"messages": [{{"role": "user", "content": ""}}, {ANSWER}]}}\n', {}, "and a batch takes 4"),
+        (
+            f'{{"messages": [{{"role": "user", "content": ""}}, {ANSWER[:-1]}, "weight": 0.5}}]}}\n',
+            {},
+            "a message has weight=0.5: write 0 (not learned) or 1 (learned)",
+        ),
+        (
+            f'{{"messages": [{{"role": "user", "content": ""}}, {ANSWER[:-1]}, "weight": 0}}]}}\n',
+            {
+                "chat_template": MARKED.replace(
+                    "{{ m['content'] }}<|end|>", "{% endgeneration %}{% generation %}", 1
+                )
+            },
+            "1 messages of the assistant have 0 spans",
+        ),
         (None, {"chat_template": None}, "no chat template"),
         (None, {"vocab_size": 100}, "vocab_size=100 is smaller"),
         (None, {"sequence_length": 2}, "larger model.sequence_length"),
         (None, {"held_out": 1.0}, "write 0.0 to 0.99"),
         (None, {"tokenizer": "nowhere"}, "tokenizer=nowhere does not exist"),
+        (None, {"tokenizer": str(Path(__file__).parent)}, "holds no tokenizer that transformers loads"),
+        (None, {"chat_template": "nowhere.jinja"}, "chat_template=nowhere.jinja is not a file"),
     ],
 )
 def test_what_does_not_fit_is_refused(files, tmp_path, text, options, words):
@@ -231,3 +304,4 @@ def test_what_does_not_fit_is_refused(files, tmp_path, text, options, words):
     with pytest.raises(ValueError) as caught:
         data_of(files, **options)
     assert words in str(caught.value)
+    assert "\n" not in str(caught.value)

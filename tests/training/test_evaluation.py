@@ -10,7 +10,8 @@ import zbpp
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, loaded_data
-from zbpp.data.chat import ChatBatches, Conversation
+from zbpp.data.chat import ChatBatches
+from zbpp.data.chat_template import Conversation
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.run.data import limit_evaluation

@@ -13,9 +13,10 @@ tokenizer    a tokenizer.json
 sequences      sequences of different lengths by number; several as one microbatch, filled up or packed
 token_batches  batches of about so many tokens, cut into microbatches that are as equal as they can be
 
-chat         conversations with a loss mask
-loader       a user's own Dataset, or anything that yields batches; `loaded_data`
-regression   random regression
+chat           conversations with a loss mask
+chat_template  a conversation as tokens, and which of them are learned
+loader         a user's own Dataset, or anything that yields batches; `loaded_data`
+regression     random regression
 """
 
 from zbpp.data.loader import loaded_data

@@ -1,6 +1,7 @@
 """Conversations for supervised fine-tuning: from a jsonl file, through a chat template, with a loss mask.
 
-Only the assistant's tokens are targets; the target of any other position is -100, which the loss leaves out.
+Only the assistant's tokens are targets (chat_template.py finds them); the target of any other position is
+-100, which the loss leaves out.
 
 Microbatches and replicas have different numbers of targets. The loss of a step is the mean over all of them,
 as if one process had the batch in one piece, if the model's loss is marked by `mean_over_tokens`
@@ -12,38 +13,23 @@ so the padding needs no mask. Needs the extra `hf`.
 
 from __future__ import annotations
 
-import json
-import logging
-import re
 from collections.abc import Sequence
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zbpp.data.chat_template import Conversation, load_chat_tokenizer, read_conversations
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.sequences import Known, Watch
 from zbpp.data.source import Data, check_at_least_one, check_share, check_vocab_size, unread_data
 from zbpp.seeding import seed_of
 from zbpp.stage_api import IGNORED
 
-EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
-
 _STEP = 8  # lengths of rows are multiples: tensor cores ask for them
-
-_log = logging.getLogger(__name__)
-
-Messages = Sequence[dict[str, Any]]
-
-
-class Conversation(NamedTuple):
-    """Tokens, and which of them the assistant has written."""
-
-    tokens: Numbers
-    is_target: Numbers  # 0 or 1
 
 
 class ChatBatches:
@@ -149,7 +135,7 @@ def chat_data(
     if not is_read:
         return unread_data(batch_size * sequence_length)
     check_share(held_out)
-    conversations = _conversations(load_chat_tokenizer(tokenizer, chat_template), Path(path))
+    conversations, unread = read_conversations(load_chat_tokenizer(tokenizer, chat_template), Path(path))
     check_vocab_size(1 + max(int(each.tokens.max(initial=0)) for each in conversations), vocab_size)
     num_held_out = round(held_out * len(conversations))
     longest = max(len(each.tokens) for each in conversations) - 1
@@ -176,6 +162,7 @@ def chat_data(
             f"{train.num_conversations:,} conversations to train on, {num_evaluated:,} held out; rows of "
             f"{length} tokens, {100 * (1 - train.tokens_per_row / length):.0f} % of them padding",
             *_what_is_lost(conversations, length, train.num_conversations + num_evaluated),
+            *unread,
         ),
     )
 
@@ -193,91 +180,8 @@ def _what_is_lost(conversations: Sequence[Conversation], length: int, num_kept: 
             f"{lost:,} of {targets:,} targets are lost; the longest conversation asks for {longest}"
         )
     if num_left_out := len(conversations) - num_kept:
-        lines.append(
-            f"{num_left_out:,} conversations are left out: no assistant's token in the first {length:,}"
-        )
+        lines.append(f"{num_left_out:,} conversations are left out: nothing to learn in the first {length:,}")
     return lines
-
-
-# ---------------------------------------------------------------- text to tokens
-
-
-def load_chat_tokenizer(tokenizer: str, chat_template: str | None = None) -> Any:
-    """transformers' tokenizer with a chat template.
-
-    tokenizer: a folder as transformers saves it, or the tokenizer.json in one. chat_template: jinja, or a
-    file of it; None: the tokenizer's own. Raises ValueError if there is no tokenizer or no template.
-    """
-    from transformers import AutoTokenizer  # lazily: seconds, and optional
-
-    where = Path(tokenizer).expanduser()
-    folder = where.parent if where.name == "tokenizer.json" else where
-    if not where.exists() or not folder.is_dir():
-        raise ValueError(
-            f"tokenizer={tokenizer} does not exist: write a folder, or the tokenizer.json in one"
-        )
-    loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    if chat_template is not None:
-        is_file = "{" not in chat_template
-        loaded.chat_template = Path(chat_template).expanduser().read_text() if is_file else chat_template
-    if not loaded.chat_template:
-        raise ValueError(
-            f"tokenizer={tokenizer} has no chat template: write data.chat_template=FILE, jinja as "
-            "transformers' apply_chat_template takes it"
-        )
-    missing = [each for each in ("bos_token", "eos_token") if not getattr(loaded, each)]
-    for name in missing:
-        if name in str(loaded.chat_template):
-            # jinja writes nothing for it: without an end token, a trained model never stops.
-            _log.warning("the chat template names %s, which tokenizer=%s lacks", name, tokenizer)
-    return loaded
-
-
-def encode(tokenizer: Any, messages: Messages) -> Conversation:
-    """A conversation's tokens by the tokenizer's template, and which of them are the assistant's.
-
-    If the template has {% generation %} and {% endgeneration %}, transformers finds the tokens between them.
-    Otherwise the assistant's tokens are those that one of its messages adds to the prompt before it. Raises
-    ValueError if they can't be told apart.
-    """
-
-    def applied(given: Messages, **options: Any) -> Any:
-        return tokenizer.apply_chat_template(given, tokenize=True, return_dict=True, **options)
-
-    if re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
-        found = applied(messages, return_assistant_tokens_mask=True)
-        return Conversation(np.array(found["input_ids"]), np.array(found["assistant_masks"]))
-    whole = applied(messages)["input_ids"]
-    is_target = np.zeros(len(whole), dtype=np.int64)
-    for number, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = applied(messages[:number], add_generation_prompt=True)["input_ids"] if number else [None]
-        after = applied(messages[: number + 1])["input_ids"]
-        if after[: len(before)] != before or whole[: len(after)] != after:
-            raise ValueError(
-                "the assistant's tokens can't be told apart (it has the first message, the chat template "
-                "changes earlier text, or the tokenizer merges characters across the boundary of two "
-                "messages): write {% generation %} around them in the template"
-            )
-        is_target[len(before) : len(after)] = 1
-    return Conversation(np.array(whole), is_target)
-
-
-def _conversations(tokenizer: Any, path: Path) -> list[Conversation]:
-    """The conversations in a jsonl file. Raises ValueError, naming the line."""
-    found = []
-    with path.expanduser().open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            try:
-                if line.strip():
-                    found.append(encode(tokenizer, json.loads(line)["messages"]))
-            except Exception as error:  # jinja's errors, too: a template may refuse a conversation
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise ValueError(f"{path}, line {number}: {reason}; write {EXAMPLE}") from error
-    if not found:
-        raise ValueError(f"{path} has no conversation: write one JSON object per line, {EXAMPLE}")
-    return found
 
 
 def _fingerprint(conversations: Sequence[Conversation]) -> str:
