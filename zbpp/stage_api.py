@@ -31,6 +31,10 @@ marks its `loss` with `by_last_stage`, and the last stage has forward(..., head=
 loss(hidden, target): with head=False, forward returns what `loss` takes. Training calls the two, and so does
 an evaluation without outputs and metrics. All else, and a Pipeline with another loss_fn, gets whole outputs.
 
+The target may have other names. A stage's `target_names` maps each of them to a function: what it makes of a
+value of this name, of a whole batch, is the target. All stages of a model have the same ones. Then the target
+of a call may be a keyword of this name, and that of the trainer's batch an entry of this name.
+
 A step may cut sequences into slices (num_slices of a timetable). Then forward runs once per slice, with the
 slice's tokens, and takes `sequence_slice: SequenceSlice | None = None` (zbpp/autograd/models/past.py): its
 `whole` gives attention the keys and values of earlier slices, and its `start` is the position of the first
@@ -59,7 +63,7 @@ has the same losses under all schedules of one cut; a model without dropout also
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -183,6 +187,15 @@ def mark_of(function: object, name: str) -> Any:
     while isinstance(function, functools.partial) and not hasattr(function, name):
         function = function.func
     return getattr(function, name, None)
+
+
+TargetNames = Mapping[str, Callable[[Any], Any]]
+
+
+def target_names(stages: Iterable[nn.Module]) -> TargetNames:
+    """{another name of the target: what makes the target of a value of this name}, as the stages say."""
+    found: Iterable[Any] = (getattr(each, "target_names", None) for each in stages)
+    return next((each for each in found if each is not None), {})
 
 
 def by_last_stage(function: Function) -> Function:

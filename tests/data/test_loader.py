@@ -103,7 +103,7 @@ def test_a_run_on_a_loaders_tuples_or_dicts_is_a_plain_loop_over_them(named):
 @pytest.mark.parametrize(
     ("batch", "stage", "message"),
     [
-        ({"x": torch.ones(4)}, nn.Identity(), "the entries x: call one of them target or labels"),
+        ({"x": torch.ones(4)}, nn.Identity(), "the entries x: call one of them target, labels or"),
         (torch.ones(4), nn.Identity(), r"a batch is a Tensor: give \(inputs, target\)"),
         ([torch.ones(4)], nn.Identity(), "a batch is a list of 1: give"),
         (

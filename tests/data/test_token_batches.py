@@ -141,7 +141,7 @@ def test_packed_is_one_after_the_other_and_padded_is_torchs_padding():
     found = packed(rows)
     assert found["input_ids"].tolist() == [[0, 1, 2, 0, 0, 1, 2, 3]]
     assert found["position_ids"].tolist() == found["input_ids"].tolist()
-    assert torch.equal(found["labels"], 10 + found["input_ids"])
+    assert torch.equal(found["target"], 10 + found["input_ids"])
     inputs, labels = padded(rows)
     assert torch.equal(inputs, pad_sequence([each for each, _ in rows], batch_first=True))
     expected = pad_sequence([each for _, each in rows], batch_first=True, padding_value=IGNORED)

@@ -153,7 +153,7 @@ def test_a_folder_that_an_earlier_version_wrote_is_read(tmp_path):
     header |= {"unigram_entropy": 3.6, "parts": parts, "format": 1}
     (tmp_path / HEADER).write_text(json.dumps(header))
     batch = data(tmp_path, sequence_length=4, across_documents=False).train.batch(0)
-    assert torch.equal(batch["labels"], batch["input_ids"] + 1)
+    assert torch.equal(batch["target"], batch["input_ids"] + 1)
 
 
 # ---------------------------------------------------------------- batches
@@ -196,7 +196,7 @@ def test_positions_begin_anew_with_each_document(prepared):
     starts_at = {0, *ends.tolist()}
     batch = data(prepared, across_documents=False).train.batch(3)
     text = bytes(tokens.tolist())
-    assert batch.keys() == {"input_ids", "position_ids", "labels"}
+    assert batch.keys() == {"input_ids", "position_ids", "target"}
     for inputs, positions in zip(batch["input_ids"], batch["position_ids"], strict=True):
         start = text.index(bytes(inputs.tolist()))
         expected, position = [], 0
@@ -206,7 +206,7 @@ def test_positions_begin_anew_with_each_document(prepared):
         assert positions.tolist() == expected
     inputs, targets = data(prepared).train.batch(3)
     assert torch.equal(inputs, batch["input_ids"])
-    assert torch.equal(targets, batch["labels"])
+    assert torch.equal(targets, batch["target"])
 
 
 class Numbered:

@@ -87,7 +87,7 @@ def test_documents_in_a_row_give_what_each_gives_alone(folder):
 
 def on_two_ranks(rank, folder):
     """Only the owner of stage 0 has masks and positions; dict batches as a trainer reads them."""
-    batch = {"input_ids": TOKENS, "labels": PADDED_TARGET, **BATCHES["padding and positions"]}
+    batch = {"input_ids": TOKENS, "target": PADDED_TARGET, **BATCHES["padding and positions"]}
     pipeline = Pipeline(HuggingFace(path=folder), plan("zb_h1", 2, 2))
     args, target = batch_for(pipeline.stages, 2, Constant(batch), 0, pipeline.device)
     assert len(args) == (3 if rank == 0 else 0)

@@ -1,7 +1,8 @@
 """Sequences of different lengths by number, and microbatches made of them.
 
-A sequence is a row of a batch without the batch's dimension: in (inputs, labels), or in a dict with `labels`
-or `target`, each tensor has one entry per token. A microbatch of several sequences is
+A sequence is a row of a batch without the batch's dimension: in (inputs, labels), or in a dict with
+`target`, `labels` or `shift_labels`, each tensor has one entry per token. A microbatch of several sequences
+is
 
     padded    rows as long as the longest of them; the label of padding is -100, everything else of it is 0
     packed    one row, which has them one after the other, and `position_ids` that begin at 0 with each
@@ -122,7 +123,7 @@ def packed(sequences: Sequence[Any]) -> dict[str, Tensor]:
     return {
         "input_ids": torch.cat(tokens)[None],
         "position_ids": torch.cat([torch.arange(len(each)) for each in tokens])[None],
-        "labels": torch.cat([labels for _, labels in rows])[None],
+        "target": torch.cat([labels for _, labels in rows])[None],
     }
 
 

@@ -10,8 +10,12 @@ them. It returns a torch Dataset, a DataLoader (with that batch size and drop_la
 pair of any of these (to train on, held out), or a `Data`. What a batch may be:
 
     (inputs, target), or (x, y, ..., target)       positional inputs in their order, the target last
-    {"target": ..., "x": ..., "y": ...}            the target is called target or labels; a single other entry
-                                                   is the input, several go to stage 0 by name
+    {"target": ..., "x": ..., "y": ...}            the target is called target, labels or shift_labels; a
+                                                   single other entry is the input, several go to stage 0 by
+                                                   name
+
+With a model of transformers `labels` mean what they mean to transformers (zbpp/models/hf/labels.py); with any
+other model the three names mean the same: what the loss gets.
 
 An input may be nested: ((x, t), target) has one input, a pair.
 """
@@ -24,7 +28,9 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-_TARGETS = ("target", "labels")
+from zbpp.stage_api import IGNORED, TargetNames
+
+_TARGETS = ("target", "labels", "shift_labels")
 
 
 class Source(Protocol):
@@ -91,20 +97,54 @@ def unread_data(items_per_batch: int) -> Data:
 def parts_of(batch: Any) -> tuple[tuple[Any, ...] | dict[str, Any], Any]:
     """(inputs by position or by name, target). Raises ValueError for a batch in none of these forms."""
     if isinstance(batch, Mapping):
-        named = [name for name in _TARGETS if name in batch]
-        if len(named) != 1 or len(batch) < 2:
-            raise ValueError(
-                f"a batch has the entries {', '.join(map(str, batch)) or '(none)'}: call one of them "
-                f"{' or '.join(_TARGETS)}, the others are the model's inputs"
-            )
-        return {name: value for name, value in batch.items() if name != named[0]}, batch[named[0]]
+        target = _target_in(batch)
+        return {name: value for name, value in batch.items() if name != target}, batch[target]
     if isinstance(batch, tuple | list) and len(batch) >= 2:
         return tuple(batch[:-1]), batch[-1]
     length = f" of {len(batch)}" if isinstance(batch, tuple | list) else ""
     raise ValueError(
         f"a batch is a {type(batch).__name__}{length}: give (inputs, target), or a dict with the target "
-        "under target or labels"
+        "under target, labels or shift_labels"
     )
+
+
+def _target_in(batch: Mapping[str, Any]) -> str:
+    """The name of the target in a dict. Raises ValueError unless there is one, beside an input."""
+    named = [name for name in _TARGETS if name in batch]
+    if len(named) != 1 or len(batch) < 2:
+        raise ValueError(
+            f"a batch has the entries {', '.join(map(str, batch)) or '(none)'}: call one of them "
+            f"{', '.join(_TARGETS[:-1])} or {_TARGETS[-1]}, the others are the model's inputs"
+        )
+    return named[0]
+
+
+def with_target(batch: Any, names: TargetNames) -> Any:
+    """A batch, or a row of one, whose target is called target and made as `names` says (zbpp/stage_api.py).
+
+    Raises ValueError for a dict without a target.
+    """
+    if not isinstance(batch, Mapping):
+        return batch
+    name = _target_in(batch)
+    if name not in names:
+        return batch
+    inputs = {key: value for key, value in batch.items() if key != name}
+    return {**inputs, "target": names[name](batch[name])}
+
+
+def has_targets_of_inputs(batch: Any) -> bool:
+    """Whether the target of a batch is one of its inputs: the same whole numbers wherever it is not -100."""
+    inputs, target = parts_of(batch)
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex():
+        return False
+    counts = target != IGNORED
+    same = [
+        each[counts] == target[counts]
+        for each in tree_leaves(inputs)
+        if isinstance(each, Tensor) and each.shape == target.shape
+    ]
+    return bool(counts.sum() > 1) and any(bool(each.all()) for each in same)
 
 
 def num_rows(batch: Any) -> int | None:

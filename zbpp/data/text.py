@@ -39,7 +39,7 @@ class Batches:
         """Inputs and targets of `step` (from 0), int64 [batch_size, sequence_length] each.
 
         A target is the token after its input. A batch may reach into the next epoch. If documents are told
-        apart, the batch is a dict of input_ids, position_ids (from 0 in each document) and labels.
+        apart, the batch is a dict of input_ids, position_ids (from 0 in each document) and target.
         """
         first = step * self.batch_size
         tokens, positions = self.samples.rows(np.arange(first, first + self.batch_size))
@@ -48,7 +48,7 @@ class Batches:
         )
         if positions is None:
             return inputs, targets
-        return {"input_ids": inputs, "position_ids": torch.from_numpy(positions), "labels": targets}
+        return {"input_ids": inputs, "position_ids": torch.from_numpy(positions), "target": targets}
 
     def sequences(self, watch: Watch) -> Sequences:
         """The documents, in pieces of at most a window; the windows if documents are not told apart."""

@@ -17,13 +17,16 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from zbpp.data.permutation import Numbers
 from zbpp.data.sequences import Sequences, can_be_packed, check_sequence, nothing, packed, padded
+from zbpp.data.source import with_target
 from zbpp.packing import longest_first
+from zbpp.stage_api import TargetNames
 
 Group = tuple[int, ...]
 """The numbers of the sequences of a microbatch; (): an empty one."""
@@ -49,19 +52,27 @@ class MicrobatchShape(NamedTuple):
 class TokenBatches:
     """Batches of sequences with `tokens_per_batch` tokens or a few less, as microbatches.
 
-    is_packed: whether a microbatch is one row of several documents, which the model tells apart.
+    is_packed: whether a microbatch is one row of several documents, which the model tells apart. names: of
+    the target, see `with_target`: it is made of each sequence by itself, before sequences share a row.
     Raises ValueError for fewer tokens than the longest sequence has, and for sequences of a wrong form.
     """
 
-    def __init__(self, sequences: Sequences, *, tokens_per_batch: int, is_packed: bool) -> None:
+    def __init__(
+        self,
+        sequences: Sequences,
+        *,
+        tokens_per_batch: int,
+        is_packed: bool,
+        names: TargetNames = MappingProxyType({}),
+    ) -> None:
         if tokens_per_batch < sequences.longest:
             raise ValueError(
                 f"tokens_per_batch={tokens_per_batch}, and the longest sequence has {sequences.longest} "
                 f"tokens: write tokens_per_batch={sequences.longest} or more, or a smaller "
                 "model.sequence_length, which cuts sequences"
             )
-        self.sequences, self.tokens_per_batch = sequences, tokens_per_batch
-        first = sequences.sequence(0)
+        self.sequences, self.tokens_per_batch, self._names = sequences, tokens_per_batch, names
+        first = with_target(sequences.sequence(0), names)
         check_sequence(first)
         self.is_packed = is_packed and can_be_packed(first)
         self._nothing = nothing(first)
@@ -123,7 +134,8 @@ class TokenBatches:
 
         An empty microbatch is one token without a label.
         """
-        rows = [self.sequences.sequence(sample) for sample in group] or [self._nothing]
+        rows = [with_target(self.sequences.sequence(sample), self._names) for sample in group]
+        rows = rows or [self._nothing]
         return packed(rows) if self.is_packed else padded(rows)
 
     def batch(self, step: int) -> Any:

@@ -51,6 +51,7 @@ from zbpp.runtime import FlightRecorder
 from zbpp.runtime.measure import peak_memory_bytes
 from zbpp.runtime.mesh import MeshPosition
 from zbpp.schedule import Timetable
+from zbpp.stage_api import target_names
 from zbpp.training.leaving import LeaveOnSignal
 from zbpp.training.loggers import Loggers, progress
 from zbpp.training.measured_steps import Summary, Title, sharing, summarise, trained_and_all
@@ -192,7 +193,8 @@ def build_parts(config: TrainConfig, timetable: Timetable, rank: int) -> Parts:
             )
         check_loss_is_counted(model)
         keeps_apart = keeps_documents_apart(model, timetable.num_stages)
-        data = batched_by_tokens(data, config.batching, keeps_apart=keeps_apart, is_shown=rank == 0)
+        options: Any = {"keeps_apart": keeps_apart, "names": target_names(stages.values())}
+        data = batched_by_tokens(data, config.batching, is_shown=rank == 0, **options)
     return Parts(model, stages, data)
 
 

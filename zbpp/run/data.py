@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import MappingProxyType
 from typing import Any
 
 from rich.progress import track
@@ -14,6 +15,7 @@ from zbpp.data.loader import loaded_data
 from zbpp.data.sequences import padded_rows, sequences_of
 from zbpp.data.source import Unread
 from zbpp.data.token_batches import TokenBatches
+from zbpp.stage_api import TargetNames
 
 
 def build_data(node: dict[str, Any], batch_size: int, seed: int, *, is_read: bool = True) -> Data:
@@ -37,12 +39,17 @@ def build_data(node: dict[str, Any], batch_size: int, seed: int, *, is_read: boo
 
 
 def batched_by_tokens(
-    data: Data, batching: BatchingConfig, *, keeps_apart: bool, is_shown: bool = False
+    data: Data,
+    batching: BatchingConfig,
+    *,
+    keeps_apart: bool,
+    is_shown: bool = False,
+    names: TargetNames = MappingProxyType({}),
 ) -> Data:
     """The data with batches of about so many tokens to train on; held-out batches stay rows.
 
     keeps_apart: whether the model keeps documents of one row apart. is_shown: whether a bar shows the reading
-    of lengths. Raises ConfigError.
+    of lengths. names: of the target, as this rank's stages say. Raises ConfigError.
     """
     assert batching.tokens_per_batch is not None  # the config has checked it
     if batching.packing and not keeps_apart:
@@ -59,6 +66,7 @@ def batched_by_tokens(
             sequences,
             tokens_per_batch=batching.tokens_per_batch,
             is_packed=keeps_apart and batching.packing is not False,
+            names=names,
         )
     note = (
         f"batches of {batching.tokens_per_batch:,} tokens or a few less: sequences of {sequences.mean:,.0f} "

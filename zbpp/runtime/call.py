@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbpp.runtime.marks import mapped
 from zbpp.runtime.weights import Weights
+from zbpp.stage_api import TargetNames
 
 Observe = Callable[[Any, Any], None]  # (output, target)
 Metrics = Callable[[Any, Any], Mapping[str, float | Tensor]]  # (output, target)
@@ -34,6 +36,26 @@ class Call(NamedTuple):
     observe: Observe | None = None
     returns_outputs: bool = False
     metrics: Metrics | None = None
+
+
+def named_target(
+    names: TargetNames, target: Any, kwargs: Mapping[str, Any], *, is_read: bool
+) -> tuple[Any, Mapping[str, Any]]:
+    """The target of a call, which may be a keyword under another name, and the keywords that are none.
+
+    is_read: whether this rank has the last stage; else a target under another name is dropped. Raises
+    ValueError if the target is given twice.
+    """
+    given = [name for name in names if name in kwargs]
+    if not given:
+        return target, kwargs
+    name, *more = given
+    if more or target is not None:
+        raise ValueError(
+            f"the target is given twice, as {name}= and as {more[0] if more else 'target'}=: give one of them"
+        )
+    others = {key: value for key, value in kwargs.items() if key != name}
+    return mapped(names[name], kwargs[name]) if is_read else None, others
 
 
 class LossGradients:

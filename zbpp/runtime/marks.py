@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.utils._pytree import tree_leaves
@@ -53,6 +53,15 @@ def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) ->
             "microbatch, so write it without a mark"
         )
     return PerMicrobatch(values, None if order is None else checked_order(order, len(values)))
+
+
+def mapped(function: Callable[[Any], Any], value: Any) -> Any:
+    """What a function makes of an argument that is not None, or of the values inside of its mark."""
+    if isinstance(value, PerMicrobatch):
+        return PerMicrobatch([mapped(function, each) for each in value.values], value.order)
+    if isinstance(value, Replicated):
+        return Replicated(function(value.value))
+    return None if value is None else function(value)
 
 
 def is_marked(value: Any) -> bool:

@@ -31,7 +31,7 @@ from zbpp.runtime.arguments import (
     rank_in,
     timetable_of,
 )
-from zbpp.runtime.call import Call, Metrics, Observe
+from zbpp.runtime.call import Call, Metrics, Observe, named_target
 from zbpp.runtime.dtensors import is_counted
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
@@ -46,7 +46,7 @@ from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.schedule.slice_bounds import bounds_for
 from zbpp.seeding import seed_of
-from zbpp.stage_api import PipelineModel, check_pipeline
+from zbpp.stage_api import PipelineModel, check_pipeline, target_names
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
@@ -209,8 +209,9 @@ class Pipeline:
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` that of the batch's mean loss.
 
-        args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage. kwargs: for
-        every stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
+        args: the batch's inputs, on the owner of stage 0. target: on the owner of the last stage; with a
+        model of transformers labels= and shift_labels= do, too (zbpp/models/hf/labels.py). kwargs: for every
+        stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
         into microbatches, except `zbpp.replicate(tensor)`. `zbpp.per_microbatch([...])` holds microbatches of
         any lengths, in any order; empty ones are left out. Returns the microbatches' losses on the last
         stage's owner, [] elsewhere; their mean is the loss of the batch. Each microbatch weighs the same, or
@@ -230,7 +231,7 @@ class Pipeline:
         zero them before the next step. Changes that forward made to buffers are not undone, either.
         """
         with self._one_call():
-            call = Call(
+            call = self._call(
                 args,
                 target,
                 kwargs,
@@ -283,11 +284,11 @@ class Pipeline:
         return_outputs: bool,
         metrics: Metrics | None,
     ) -> Any:
-        call = Call(
+        call = self._call(
             args,
             target,
             kwargs,
-            kind,
+            kind=kind,
             slice_bounds=() if kind == "predict" else self.slice_bounds,
             returns_outputs=return_outputs,
             metrics=metrics,
@@ -309,7 +310,8 @@ class Pipeline:
         Arguments and losses are those of `evaluate`. observe(output, target) is called by the last stage for
         each microbatch, in order; the target may then be left out.
         """
-        call = Call(args, target, kwargs, "evaluate", observe=observe, slice_bounds=self.slice_bounds)
+        how: Any = {"observe": observe, "slice_bounds": self.slice_bounds}
+        call = self._call(args, target, kwargs, kind="evaluate", **how)
         result = self._forward(call)
         self.evaluation_losses = result.named
         return result.losses
@@ -320,6 +322,12 @@ class Pipeline:
         As in `evaluate`: in eval mode, without gradients, at any time between steps. No loss is computed.
         """
         return self._evaluated(Call(args, None, kwargs, "predict", returns_outputs=True)).outputs
+
+    def _call(self, args: tuple[Any, ...], target: Any, kwargs: Mapping[str, Any], **how: Any) -> Call:
+        """A call with its target, under whichever name it was given. how: further fields of Call."""
+        is_read = self.timetable.num_stages - 1 in self.stages
+        target, kwargs = named_target(target_names(self.stages.values()), target, kwargs, is_read=is_read)
+        return Call(args, target, kwargs, **how)
 
     def _evaluated(self, call: Call) -> Result:
         """Run a call in eval mode."""

@@ -10,6 +10,7 @@ Batches of so many tokens (zbpp/data/token_batches.py) belong to all replicas to
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,10 +20,13 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from zbpp.data import Data
-from zbpp.data.source import Source, parts_of
+from zbpp.data.source import Source, has_targets_of_inputs, parts_of, with_target
 from zbpp.data.token_batches import Group, TokenBatches
 from zbpp.runtime import Pipeline, per_microbatch
+from zbpp.stage_api import target_names
 from zbpp.training.length_plans import LengthPlanner, StepPlan, agreed_plan
+
+_log = logging.getLogger(__name__)
 
 Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last stage; () and None elsewhere
 
@@ -44,6 +48,7 @@ class Batches:
         self.pipeline, self._data, self._target_dtype = pipeline, data, target_dtype
         self._planner = planner
         self.plan: StepPlan | None = None
+        self._is_looked_at = False
 
     def of_step(self, step: int) -> Batch:
         """This process's part of the data of a training step. Collective for batches of so many tokens."""
@@ -77,9 +82,7 @@ class Batches:
 
     def _of_groups(self, batches: TokenBatches, groups: Sequence[Group], num_run: int) -> Batch:
         """The microbatches of these sequences, in this order; all but the first `num_run` are left out."""
-        stages, num_stages = self.pipeline.stages, self.pipeline.timetable.num_stages
-        how: Any = {"device": self.pipeline.device, "target_dtype": self._target_dtype}
-        parts = [part_for(stages, num_stages, batches.microbatch(each), **how) for each in groups[:num_run]]
+        parts = [self._part_of(batches.microbatch(each)) for each in groups[:num_run]]
         nothing = (None,) * len(parts[0][0]), None
         parts += [nothing] * (len(groups) - num_run)
         args = tuple(per_microbatch(each) for each in zip(*(args for args, _ in parts), strict=True))
@@ -88,15 +91,23 @@ class Batches:
 
     def _read(self, source: Source, number: int) -> Batch:
         pipeline, place = self.pipeline, self.pipeline.place
-        own_number = number * place.num_data_parts + place.data_part
-        return batch_for(
-            pipeline.stages,
-            pipeline.timetable.num_stages,
-            source,
-            own_number,
-            pipeline.device,
-            target_dtype=self._target_dtype,
-        )
+        if not pipeline.stages.keys() & {0, pipeline.timetable.num_stages - 1}:
+            return (), None
+        return self._part_of(source.batch(number * place.num_data_parts + place.data_part))
+
+    def _part_of(self, batch: Any) -> Batch:
+        """This rank's part of a batch. The first one with targets is looked at, by one process of the job."""
+        pipeline, place = self.pipeline, self.pipeline.place
+        stages, num_stages = pipeline.stages, pipeline.timetable.num_stages
+        if not self._is_looked_at and num_stages - 1 in stages and place.is_first:
+            self._is_looked_at = True
+            if has_targets_of_inputs(with_target(batch, target_names(stages.values()))):
+                _log.warning(
+                    "each target of the first batch is its own input token, so the model learns to copy: a "
+                    "target is the token after its input. Shift the targets; with a model of transformers, "
+                    "call them labels, which it shifts"
+                )
+        return part_for(stages, num_stages, batch, pipeline.device, target_dtype=self._target_dtype)
 
 
 # ----------------------------------------------------------------
@@ -140,7 +151,7 @@ def part_for(
             return value
         return value.to(device, dtype if value.is_floating_point() else None)
 
-    inputs, target = parts_of(batch)
+    inputs, target = parts_of(with_target(batch, target_names(stages.values())))
     args = tree_map(partial(moved, dtype), positional(inputs, stages[0])) if 0 in stages else ()
     is_last = num_stages - 1 in stages
     return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None

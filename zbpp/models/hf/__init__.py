@@ -10,6 +10,7 @@ build        a stage of a model, small or large, by a cut
 init         initial values for the tensors of one stage
 cut          which stage owns what, and the library's model with other layers than its own
 stage        a stage: the library's model with the layers of other stages skipped
+labels       the rule for targets: which name of a target means what
 masks        attention masks and positions
 slices       sequences in slices: the library's cache over a Past
 context      sequences divided over processes: the library's attention

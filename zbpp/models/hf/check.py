@@ -25,6 +25,7 @@ from zbpp.models.hf.calls import (
 )
 from zbpp.models.hf.cut import Cut, CutError, LibraryError, layers_at
 from zbpp.models.hf.init import constants_of, initialise, perturb
+from zbpp.models.hf.labels import shift_of
 from zbpp.models.hf.masks import Kind, refused_kinds
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
 from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
@@ -68,13 +69,14 @@ def _find_cut(
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
     path = list_of_layers(whole, tokens)
     layers = split(len(layers_at(whole, path)))
-    recorded, _ = record(whole, path, tokens)
+    recorded, logits = record(whole, path, tokens)
     calls = calls_of(whole, path, recorded, torch.full_like(tokens, token))
     hidden = recorded[0].leaves[calls[0].carried[0]]
     owners = owners_of(whole, path, tokens, calls, layers)
     head = head_of(whole, tokens)
     sizes = batch_and_time(whole, hidden)
-    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, constants, {}, {})
+    shift = shift_of(whole, tokens, logits.detach())
+    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, shift, constants, {}, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
 

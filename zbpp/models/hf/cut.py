@@ -62,6 +62,7 @@ class Cut(NamedTuple):
     token: int  # one that is not padding, for stages that have no tokens
     head: str  # the name of the head, see `head_of` in check.py; "" if logits are more than its product
     no_head: str  # why
+    label_shift: int | None  # see `shift_of` in labels.py
     constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
     refused: Mapping[Kind, str]  # batches that the family can't be trained with, and why
     # {(whether sequences come in slices, how many processes share each): the batches that a trial of such

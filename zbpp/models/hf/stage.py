@@ -34,9 +34,11 @@ from zbpp.models.hf.cut import (
     names_above_layers,
     repeated,
 )
+from zbpp.models.hf.labels import target_names_of
 from zbpp.models.hf.masks import NONE, Given, Kind, kind_of, merged, own_part, refuse
 from zbpp.models.hf.whole_masks import whole_sequences
 from zbpp.models.layers import Head, head_loss
+from zbpp.stage_api import TargetNames
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -95,6 +97,11 @@ class Stage(nn.Module):
     def library_model(self) -> PreTrainedModel:
         """The whole model; parameters of other stages are on the meta device."""
         return self._patched.model
+
+    @property
+    def target_names(self) -> TargetNames:
+        """See zbpp/stage_api.py; labels.py has the rule."""
+        return target_names_of(self.library_model, self._cut.label_shift)
 
     def adopt_modules(self) -> None:
         """Let the library's model run the stage's present modules: a replaced one is in the stage alone."""
