@@ -2,11 +2,14 @@
 
 import json
 import re
+import shutil
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
+
+import transformers
 
 import zbpp
 from helpers.hf_folders import TOKENS, config_of, reference, saved
@@ -120,6 +123,56 @@ def test_our_llama_becomes_transformers_llama(tmp_path):
     whole = reference(tmp_path / "out")
     assert type(whole).__name__ == "LlamaForCausalLM"
     torch.testing.assert_close(whole(TOKENS).logits, logits(stages, TOKENS), rtol=1e-5, atol=1e-6)
+
+
+def test_the_export_has_the_tokenizer_and_the_chat_template_that_training_used(tmp_path, capsys, caplog):
+    """data.chat_template was left out, and the model folder's tokenizer went before the one of the data."""
+    from helpers.chat import PLAIN, write_tokenizer
+
+    base, other, template = tmp_path / "base", tmp_path / "other", tmp_path / "chat.jinja"
+    saved("llama", base)
+    for folder in (base, other):
+        folder.mkdir(exist_ok=True)
+        write_tokenizer(folder / "tokenizer.json")
+        made = transformers.PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        made.add_tokens([folder.name])
+        made.chat_template = {"default": "{{ 1 }}", "tool_use": "{{ 2 }}"}
+        made.save_pretrained(folder)
+    template.write_text(PLAIN)
+    data = {"tokenizer": str(other), "chat_template": str(template)}
+    trained(tmp_path / "run", {**MODELS["a folder"], "path": str(base)}, data=data)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert found.chat_template == PLAIN
+    assert {"other", "base"} & found.get_vocab().keys() == {"other"}
+
+    template.unlink()
+    shutil.rmtree(other)
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "again")]) == 0
+    found = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
+    assert "base" in found.get_vocab()
+    assert f"the run's data.tokenizer={other} is not here" in caplog.text
+    assert f"the run's data.chat_template={template} is not a file" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["llama", "glm4_moe"])
+def test_an_export_names_no_layers_of_further_tokens_that_it_lacks(kind, tmp_path, caplog):
+    """glm4_moe's config has one by default; servers look for its weights."""
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "head_dim": 8}
+    values = {"glm4_moe": {**experts, "moe_intermediate_size": 16}, "llama": {"mtp_num_hidden_layers": 1}}[
+        kind
+    ]
+    source = tmp_path / "source"
+    saved(kind, source, num_nextn_predict_layers=1, **values)
+    described = json.loads((source / "config.json").read_text())
+    names = [name for name in described if "nextn" in name or "mtp" in name]
+    assert {described[name] for name in names} == {1}
+    trained(tmp_path / "run", {**MODELS["a folder"], "path": str(source)})
+    assert export.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    found = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert {found[name] for name in names} == {0}
+    assert "=0, not 1: the run trained no such layers" in caplog.text
+    assert not any(getattr(reference(tmp_path / "out").config, name) for name in names)
 
 
 MLP = {

@@ -285,6 +285,7 @@ def _exported(model: Any, folder: Path) -> None:
     from zbpp.training.weights import weights_of_run
 
     saved = weights_of_run(folder / "run")
+    (folder / "exported").mkdir()
     write_folder(
         folder / "exported",
         model.library_config(),

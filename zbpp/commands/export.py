@@ -8,7 +8,8 @@
 RUN is the run_dir of a zbpp train with model=huggingface, from a config or from a folder, or with one of the
 llama models; or a checkpoint in it, RUN/checkpoints/step-200. Of a run, the weights saved at its end are
 written, else those of its newest whole checkpoint. FOLDER gets config.json, safetensors (several with an
-index above --file-size), the generation config, and the tokenizer of the folder that the model came from.
+index above --file-size), the generation config, and the tokenizer and chat template that the data used, else
+those of the folder that the model came from.
 """
 
 from __future__ import annotations

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -11,9 +14,12 @@ import torch
 from torch import Tensor
 
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
+from zbpp.data.chat_template import template_text
 from zbpp.run.model import build_model
 from zbpp.training.fine_tuned import is_adapter, peft_name, write_adapter
 from zbpp.training.weights import weights_of_run
+
+_log = logging.getLogger(__name__)
 
 
 def export(
@@ -39,14 +45,31 @@ def export(
     config = read_run_config(of_run / "config.yaml")
     of_numbers: torch.dtype | None = None if dtype is None else getattr(torch, dtype)
     lora = FinetuneConfig(lora=(config.get("finetune") or {}).get("lora") or {}).adapters
-    if lora is not None and is_merged:
-        _export_merged(run, folder, config, lora, of_numbers, file_size)
-    elif lora is not None:
-        _export_adapter(run, folder, config, lora, of_numbers)
-    elif is_merged:
+    if lora is None and is_merged:
         raise ConfigError(f"{run} has trained no adapter: leave --merge out")
-    else:
-        _export_whole(run, folder, config, of_numbers, file_size)
+    with _made_whole(folder) as unfinished:
+        if lora is None:
+            _export_whole(run, unfinished, config, of_numbers, file_size)
+        elif is_merged:
+            _export_merged(run, unfinished, config, lora, of_numbers, file_size)
+        else:
+            _export_adapter(run, unfinished, config, lora, of_numbers)
+        _export_tokenizer(unfinished, config)
+
+
+@contextmanager
+def _made_whole(folder: Path) -> Iterator[Path]:
+    """A folder to write to, which gets the name `folder` when all is written; removed after an error."""
+    unfinished = folder.with_name(f"{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        with suppress(FileNotFoundError):
+            folder.rmdir()  # an empty folder
+        unfinished.rename(folder)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _export_whole(
@@ -58,7 +81,6 @@ def _export_whole(
     from zbpp.models.hf.export import write_folder  # only now: it needs the extra hf
 
     names = {model.library_name(name): name for name in saved.names}
-    tokenizer = config.get("data", {}).get("tokenizer")
     with naming(f"{run}"):
         write_folder(
             folder,
@@ -68,8 +90,29 @@ def _export_whole(
             dtype=dtype,
             file_size=file_size,
             beside=getattr(model, "path", None),
-            tokenizer=Path(tokenizer) if isinstance(tokenizer, str) else None,
         )
+
+
+def _export_tokenizer(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the tokenizer and chat template that the run's data used, else those of the model's folder."""
+    from zbpp.models.hf.export import write_tokenizer
+
+    data, of_model = config.get("data") or {}, config["model"].get("path")
+    found, template = None, None
+    if isinstance(used := data.get("tokenizer"), str):
+        found = Path(used).expanduser()
+        if not found.exists():
+            _log.warning("the run's data.tokenizer=%s is not here (looked from %s)", used, Path.cwd())
+            found = None
+    if isinstance(given := data.get("chat_template"), str):
+        try:
+            template = template_text(given)
+        except ValueError as error:
+            _log.warning("the run's data.%s", error)
+    if found is None and isinstance(of_model, str):
+        found = Path(of_model).expanduser()
+    if found is not None:
+        write_tokenizer(folder, found, template)
 
 
 def _described(model: Any) -> Any:

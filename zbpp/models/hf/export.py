@@ -1,4 +1,4 @@
-"""Writes weights as a folder that transformers loads: config, safetensors, generation config, tokenizer.
+"""Writes a folder that transformers loads: config, safetensors, generation config, tokenizer.
 
 Tensors get the names and the layout of the family's files by the library's own conversion, and
 huggingface_hub divides them into files. The whole model is in memory.
@@ -6,9 +6,10 @@ huggingface_hub divides them into files. The whole model is in memory.
 
 from __future__ import annotations
 
+import logging
 import shutil
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,10 +21,17 @@ from zbpp.models.hf.shrink import build_on_meta
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-_BESIDE = (
-    "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
-    "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
-    "chat_template.jinja", "additional_chat_templates", "spiece.model", "sentencepiece.bpe.model",
+_log = logging.getLogger(__name__)
+
+_GENERATION = "generation_config.json"
+_FURTHER_TOKENS = (  # how many layers predict further tokens, by the names of different families
+    "num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules",
+)  # fmt: skip
+_TEMPLATES = ("chat_template.json", "chat_template.jinja", "additional_chat_templates")
+_TOKENIZER = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json",
+    "vocab.txt", "merges.txt", "special_tokens_map.json", "added_tokens.json", "spiece.model",
+    "sentencepiece.bpe.model",
 )  # fmt: skip
 
 
@@ -36,14 +44,12 @@ def write_folder(
     dtype: torch.dtype | None,
     file_size: str,
     beside: Path | None = None,
-    tokenizer: Path | None = None,
 ) -> None:
-    """Write the model's folder.
+    """Write the model into `folder`, which is there.
 
     names: of all tensors in the library's model. read(name): a tensor. dtype: of floating-point tensors;
     None: unchanged. file_size: the most of one safetensors file, such as 2GB. beside: a folder whose
-    tokenizer and generation config are copied. tokenizer: a tokenizer.json to copy if `beside` has none.
-    Raises ValueError for names that are not the model's.
+    generation config is copied. Raises ValueError for names that are not the model's.
     """
     from huggingface_hub import save_torch_state_dict
     from transformers.core_model_loading import revert_weight_conversion
@@ -54,12 +60,11 @@ def write_folder(
     left_out = {*ties, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
     tensors = {name: _cast(read(name), dtype) for name in names if name not in left_out}
     kept = next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
-    with _made_whole(folder) as unfinished:
-        written = revert_weight_conversion(model, tensors)
-        whole = {name: _with_own_memory(each) for name, each in written.items()}
-        save_torch_state_dict(whole, unfinished, max_shard_size=file_size)
-        _write_configs(unfinished, config, model, kept)
-        _copy_beside(unfinished, beside, tokenizer)
+    written = revert_weight_conversion(model, tensors)
+    whole = {name: _with_own_memory(each) for name, each in written.items()}
+    save_torch_state_dict(whole, folder, max_shard_size=file_size)
+    _write_configs(folder, config, model, kept)
+    _copy(beside, folder, [_GENERATION])
 
 
 def write_merged(
@@ -76,26 +81,11 @@ def write_merged(
     own: Any = {"local_files_only": True, "trust_remote_code": False}
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **own)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    _forget_unmade_layers(merged.config, merged)
     merged.to(dtype or AutoConfig.from_pretrained(base, **own).dtype or torch.float32)
-    with _made_whole(folder) as unfinished:
-        merged.save_pretrained(unfinished, max_shard_size=file_size)
-        (unfinished / "generation_config.json").unlink(missing_ok=True)
-        _copy_beside(unfinished, base, None)
-
-
-@contextmanager
-def _made_whole(folder: Path) -> Iterator[Path]:
-    """A folder to write to, which gets the name `folder` when all is written; removed after an error."""
-    unfinished = folder.with_name(f"{folder.name}.unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try:
-        yield unfinished
-        with suppress(FileNotFoundError):
-            folder.rmdir()  # an empty folder
-        unfinished.rename(folder)
-    finally:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    merged.save_pretrained(folder, max_shard_size=file_size)
+    (folder / _GENERATION).unlink(missing_ok=True)
+    _copy(base, folder, [_GENERATION])
 
 
 def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
@@ -123,18 +113,48 @@ def _write_configs(
 ) -> None:
     # Not the model's config, which may be a part of it that the library can't load by itself.
     config.dtype, config.architectures = dtype, [type(model).__name__]
+    _forget_unmade_layers(config, model)
     config.save_pretrained(folder)
     if model.can_generate():
         with suppress(ValueError):  # the library refuses some values that its own configs have
             model.generation_config.save_pretrained(folder)
 
 
-def _copy_beside(folder: Path, beside: Path | None, tokenizer: Path | None) -> None:
-    for name in _BESIDE if beside is not None else ():
-        source = beside / name  # type: ignore[operator]  # not None here
-        if source.is_dir():
-            shutil.copytree(source, folder / name)
-        elif source.exists():
-            shutil.copyfile(source, folder / name)
-    if tokenizer is not None and tokenizer.is_file() and not (folder / "tokenizer.json").exists():
+def _forget_unmade_layers(config: PretrainedConfig, model: PreTrainedModel) -> None:
+    """Let a config name no layers that predict further tokens if the model has none: no file holds them.
+
+    transformers makes these layers only to generate; who loads the folder would look for them.
+    """
+    if any("mtp" in name or "nextn" in name for name in model.state_dict()):
+        return
+    for part in {id(each): each for each in (config, config.get_text_config())}.values():
+        for name in _FURTHER_TOKENS:
+            if number := getattr(part, name, None):
+                _log.warning(
+                    "config.json gets %s=0, not %s: the run trained no such layers",
+                    name,
+                    number,
+                )
+                setattr(part, name, 0)
+
+
+def write_tokenizer(folder: Path, tokenizer: Path, chat_template: str | None = None) -> None:
+    """Copy a tokenizer to `folder`: its folder's files, or a tokenizer.json and the files beside it.
+
+    chat_template: jinja in place of the tokenizer's own templates; None: its own.
+    """
+    source = tokenizer if tokenizer.is_dir() else tokenizer.parent
+    _copy(source, folder, [*_TOKENIZER, *(_TEMPLATES if chat_template is None else ())])
+    if tokenizer.is_file():
         shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    if chat_template is not None:  # goes before one in tokenizer_config.json
+        (folder / "chat_template.jinja").write_text(chat_template, encoding="utf-8")
+
+
+def _copy(source: Path | None, folder: Path, names: Sequence[str]) -> None:
+    """Copy those of these files and folders that `source` has."""
+    for each in [] if source is None else [source / name for name in names]:
+        if each.is_dir():
+            shutil.copytree(each, folder / each.name)
+        elif each.exists():
+            shutil.copyfile(each, folder / each.name)
