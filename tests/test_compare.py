@@ -99,3 +99,16 @@ def test_one_run_or_several_are_drawn(tmp_path, capsys):
     assert drawn["loss (dots: held-out)"] == ([0, 2], [2.0, 1.0])
     assert drawn["bubble of measured steps, %"] == ([2], [25.0])
     assert drawn["memory of the fullest rank, GiB"] == ([2], [1.0])
+
+
+def test_the_axis_of_steps_has_whole_numbers(tmp_path, monkeypatch):
+    """It showed step 0.25 of a run of three steps."""
+    ticks = []
+    monkeypatch.setattr(
+        "matplotlib.figure.Figure.savefig",
+        lambda figure, _: ticks.extend(each for axes in figure.axes for each in axes.get_xticks()),
+    )
+    rows = [{"step": step, "loss": 2.0} for step in range(3)]
+    compare.main([run(tmp_path / "one", *rows), "--picture", str(tmp_path / "curves.svg")])
+    assert ticks
+    assert all(each == int(each) for each in ticks)

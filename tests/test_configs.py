@@ -41,7 +41,8 @@ def choices(group):
 
 
 def all_choices():
-    groups = {path.name for path in FOLDER.iterdir() if path.is_dir()} - {"cluster"}  # for `zbpp plan` alone
+    of_others = {"cluster", "experiment"}  # for `zbpp plan`; for the whole config
+    groups = {path.name for path in FOLDER.iterdir() if path.is_dir()} - of_others
     return [(group, name) for group in sorted(groups) for name in choices(group)]
 
 
@@ -60,6 +61,19 @@ def test_every_choice_composes(group, name):
         needs = ["data.path=somewhere"]
     config = typed(f"{group}={name}", *needs)
     assert isinstance(config, configs.TrainConfig)
+
+
+@pytest.mark.parametrize("name", choices("experiment"))
+def test_every_recipe_composes_by_the_command_in_its_file(name):
+    lines = (FOLDER / "experiment" / f"{name}.yaml").read_text().splitlines()
+    (command,) = (line.removeprefix("#   ") for line in lines if line.startswith("#   zbpp train"))
+    _, _, _, num_ranks, *overrides = command.split()
+    assert f"+experiment={name}" in overrides
+    config = typed(*overrides)
+    slices = config.schedule.slices or 1
+    made = plan(config.schedule.name, int(num_ranks), config.num_microbatches, num_slices=slices)
+    layers = composed(*overrides).model.get("layers_per_stage")
+    assert layers is None or len(layers) == made.num_stages
 
 
 def test_the_schedules_are_those_that_plan_knows_and_one_that_measures_first():

@@ -1,6 +1,10 @@
 """Manifests of Kubernetes, images and docs/parallel.md: the fields that have to fit each other do."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +79,55 @@ def test_what_an_image_copies_is_there(name):
     for text in re.findall(r"^COPY (.*)", (ROOT / "docker" / name).read_text(), flags=re.MULTILINE):
         for source in [part for part in text.split() if not part.startswith("--")][:-1]:
             assert (ROOT / source).exists(), source
+
+
+NEEDS_ROOT = ("apt-get", "DEBIAN_FRONTEND=", "useradd", "install -d", "chown", "rm -rf /var/lib/apt")
+
+
+def steps_of(name):
+    """The COPYs and the shell commands of an image, in order, without those that need root."""
+    text = (ROOT / "docker" / name).read_text().replace("\\\n", " ")
+    for kind, rest in re.findall(r"^(COPY|RUN) (.*)", text, flags=re.MULTILINE):
+        if kind == "COPY":
+            yield kind, [part for part in rest.split() if not part.startswith("--")]
+        else:
+            kept = [part for part in re.split(r" +&& +", rest) if not part.startswith(NEEDS_ROOT)]
+            yield kind, " && ".join(kept)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.cpu"])
+def test_the_steps_of_an_image_run_in_a_fresh_environment(name, tmp_path):
+    """The base image has torch and Python: here a new environment with torch stands for it."""
+    project, python = tmp_path / "zbpp", tmp_path / "venv/bin/python"
+    project.mkdir()
+    subprocess.run([sys.executable, "-m", "venv", tmp_path / "venv"], check=True)
+    environment = {**os.environ, "PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    for unwanted in ("PYTHONPATH", "VIRTUAL_ENV"):
+        environment.pop(unwanted, None)
+
+    def run(command):
+        done = subprocess.run(
+            ["bash", "-ec", command], cwd=project, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
+
+    run(f"python -m pip install -q -c {ROOT / 'constraints.txt'} torch")
+    ignored = shutil.ignore_patterns(".git", ".venv", "runs", "*_cache", "__pycache__")
+    for kind, step in steps_of(name):
+        if kind == "RUN":
+            run(
+                step.replace('--extra-index-url "${TORCH_INDEX}"', "").replace("/tmp/", f"{tmp_path}/") or ":"
+            )
+            continue
+        for source in step[:-1]:
+            target = project if source == "." else project / source
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, target, dirs_exist_ok=True, ignore=ignored)
+            else:
+                shutil.copy(ROOT / source, target)
+    run("zbpp train -n 2 steps=2 evaluate_every=0 run_dir=runs/a")
 
 
 # ---------------------------------------------------------------- the page

@@ -53,11 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     module, _, function = given.case.partition(":")
     if not function:
         parser.exit(2, f"error: {given.case}: write FILE:FUNCTION, such as my_file:case\n")
-    sys.path.insert(0, "")  # files of the current folder
+    path = Path(module.removesuffix(".py"))  # or a module's name, which has no folder
+    sys.path.insert(0, str(path.parent))
     with world(device=given.device) as here:
         found: object = None
         try:
-            case = getattr(import_module(module.removesuffix(".py")), function)
+            case = getattr(import_module(path.name), function)
             found = case()
             report = parity(**_checked(given.case, found))
         except (ValueError, ImportError, AttributeError) as error:

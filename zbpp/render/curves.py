@@ -43,6 +43,7 @@ def render_curves(runs: Mapping[str, Steps], path: str | os.PathLike[str] | IO[b
     figure is not finite.
     """
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(_WIDTH, _HEIGHT), dpi=120, layout="constrained")
     for axes, panel in zip(figure.subplots(2, 2).flat, _PANELS, strict=True):
@@ -50,6 +51,7 @@ def render_curves(runs: Mapping[str, Steps], path: str | os.PathLike[str] | IO[b
         axes.grid(color=_GRID, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         for number, (name, steps) in enumerate(runs.items()):
             style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.2}
             _draw(axes, panel, steps, label=name, **style)
