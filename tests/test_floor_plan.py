@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 # schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, streams, error_text, ranges, packing and partition know nobody.
+# stage_api, seeding, devices, error_text, ranges, packing and partition know nobody; streams knows devices.
 _PLANS = {"schedule", "planning"}
-_LEAVES = {"stage_api", "seeding", "streams", "error_text"}
+_LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
@@ -36,7 +36,8 @@ MAY_IMPORT = {
     "zbpp/stage_api.py": {"error_text"},
     "zbpp/seeding.py": set(),
     "zbpp/error_text.py": set(),
-    "zbpp/streams.py": set(),
+    "zbpp/devices.py": set(),
+    "zbpp/streams.py": {"devices"},
     "zbpp/partition.py": set(),
     "zbpp/packing.py": set(),
     "zbpp/ranges.py": set(),
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     "zbpp/launch.py": {"ranges"} | _TRAINING,
     # From a config to a finished run: what each rank trains, and what the run leaves.
     "zbpp/run/": {"config", "models", "prediction", "render", "run"} | _TRAINING,
-    "zbpp/job/": {"job"},
+    "zbpp/job/": {"devices", "job"},
     # Any trainer beside plain autograd: it knows no schedule.
     "zbpp/parity_check/": {"parity_check"} | _RUNTIME,
     "zbpp/parity.py": {"parity_check"},
@@ -63,7 +64,7 @@ MAY_IMPORT = {
     "zbpp/render/": {"render", "partition"} | _PLANS,
     "zbpp/commands/__init__.py": set(),
     "zbpp/commands/plan/": {"commands", "packing", "ranges", "render"} | _PLANS,
-    "zbpp/autograd/": {"autograd", "streams"},
+    "zbpp/autograd/": {"autograd", "devices", "streams"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
@@ -72,7 +73,7 @@ MAY_IMPORT = {
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,
-    "zbpp/cutting/": {"autograd", "cutting", "error_text", "partition"},
+    "zbpp/cutting/": {"autograd", "cutting", "devices", "error_text", "partition"},
     # autograd: the loss of a language model, whose B is split from its W.
     "zbpp/models/": {"autograd", "models", "partition"} | _LEAVES,
     "zbpp/commands/compare.py": {"render", "schedule"},  # reads the folders of runs
@@ -138,6 +139,20 @@ EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device
 _SILENT = ("zbpp/schedule/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
 # The check on one GPU has worlds that torchrun does not start: several ranks on gloo, and NCCL alone.
 MAKES_JOBS = ("zbpp/job/world.py", "scripts/gpu_check/")
+# What says "cuda" and means "a device" fails on every other accelerator. zbpp/devices.py asks
+# torch.accelerator; the other files are for what CUDA alone has.
+KINDS = {"cuda", "is_cuda", "hip", "xpu", "npu", "nccl", "xccl", "hccl"}
+NAMES_A_KIND = (
+    "zbpp/devices.py",
+    "zbpp/config/commands.py",  # the names that a config may write
+    "zbpp/job/cuda_settings.py",  # of the driver and of the allocator
+    "zbpp/runtime/graphs/",  # CUDA graphs
+    "zbpp/models/attention.py",  # kernels, by what the GPU can do
+    "zbpp/autograd/adding.py",
+    "zbpp/autograd/models/grouped_linear.py",
+    "zbpp/autograd/models/loss_kernels.py",
+    "zbpp/run/optimizer.py",  # Triton
+)
 CONFIGURED = ("hydra", "omegaconf")  # in zbpp/config/ only: commands get plain objects
 
 
@@ -147,7 +162,7 @@ def violations(root: Path) -> list[str]:
     for folder in ("zbpp", "scripts"):
         for path in sorted((root / folder).rglob("*.py")):
             name, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text())
-            checks = (_rooms, _forbidden, _families, _core, _split, _calls)
+            checks = (_rooms, _forbidden, _families, _core, _split, _calls, _kinds)
             found += [f"{name}:{line}: {what}" for check in checks for line, what in check(name, tree)]
     return found
 
@@ -235,6 +250,21 @@ def _calls(name: str, tree: ast.AST) -> Iterator[Finding]:
             yield node.lineno, "calls init_process_group: job/world.py alone does"
 
 
+def _kinds(name: str, tree: ast.AST) -> Iterator[Finding]:
+    if name.startswith(("scripts/", *NAMES_A_KIND)):
+        return
+    foreign = [(line, dotted) for line, dotted in _imports(name, tree) if not _within(dotted, ("zbpp",))]
+    words = [(line, word) for line, dotted in foreign for word in dotted.split(".")]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            words.append((node.lineno, node.attr))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            words.append((node.lineno, node.value.split(":")[0]))
+    for line, word in words:
+        if word in KINDS:
+            yield line, f"says {word}: ask zbpp/devices.py, which knows every accelerator"
+
+
 def test_every_room_keeps_to_the_floor_plan():
     assert violations(ROOT) == []
 
@@ -277,6 +307,8 @@ def test_the_map_of_a_room_has_all_of_its_files():
         ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
         ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
+        ("zbpp/launch.py", "import torch\n\ntorch.cuda.synchronize()", "says cuda: ask zbpp/devices.py"),
+        ("zbpp/runtime/mesh.py", 'is_gpu = device.type == "cuda"', "says cuda: ask zbpp/devices.py"),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
     ],
 )

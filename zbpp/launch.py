@@ -125,7 +125,7 @@ def on_ranks(num_ranks: int, function: Callable[[Any], Any], argument: Any) -> A
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     launch = LaunchConfig(
-        start_method="spawn" if torch.cuda.is_available() else "fork",
+        start_method="spawn" if torch.accelerator.is_available() else "fork",
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=num_ranks,

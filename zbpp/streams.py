@@ -1,4 +1,4 @@
-"""The streams of a GPU: made here and nowhere else.
+"""The streams of an accelerator: made here and nowhere else.
 
 A call of a Pipeline runs on the caller's current stream. Beside it run
 
@@ -32,24 +32,26 @@ NOT RUN ON A GPU YET.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from zbpp import devices
+
 
 class Event(Protocol):
-    """A place in a stream's work. As torch.cuda.Event."""
+    """A place in a stream's work. As torch.Event."""
 
     def synchronize(self) -> None: ...
     def elapsed_time(self, end_event: Any, /) -> float: ...
 
 
 class Stream(Protocol):
-    """Work that a device does in order. As torch.cuda.Stream."""
+    """Work that a device does in order. As torch.Stream."""
 
     def wait_event(self, event: Any, /) -> None: ...
     def wait_stream(self, stream: Any, /) -> None: ...
@@ -85,34 +87,41 @@ class Streams(Protocol):
         """Let the host wait for all streams of the device."""
 
 
-class CudaStreams:
-    """The streams of one GPU. Its own current stream counts, also where another GPU is the current one."""
+class DeviceStreams:
+    """The streams of one device of the accelerator, whichever device is the current one."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def current(self) -> Stream:
         """See Streams."""
-        return torch.cuda.current_stream(self._device)
+        return torch.accelerator.current_stream(self._device)
 
     def side(self, what: str) -> Stream:
         """See Streams."""
-        return torch.cuda.Stream(self._device)
+        return torch.Stream(self._device)
 
-    def use(self, stream: Any) -> AbstractContextManager[Any]:
-        """See Streams."""
-        return torch.cuda.stream(stream)
+    @contextmanager
+    def use(self, stream: Any) -> Iterator[None]:
+        """See Streams. Not `with stream`, which two threads can't enter at a time."""
+        with torch.accelerator.device_index(self._device.index):
+            before = torch.accelerator.current_stream(self._device)
+            torch.accelerator.set_stream(stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
     def mark(self) -> Event:
         """See Streams."""
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.Event(self._device, enable_timing=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def fence(self) -> Event:
         """See Streams."""
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(self._device))
+        event = torch.Event(self._device, blocking=True)
+        event.record(torch.accelerator.current_stream(self._device))
         return event
 
     def host_memory(self, nbytes: int) -> Tensor:
@@ -126,17 +135,17 @@ class CudaStreams:
 
     def synchronize(self) -> None:
         """See Streams."""
-        torch.cuda.synchronize(self._device)
+        devices.synchronize(self._device)
 
 
-MAKERS: dict[str, Callable[[torch.device], Streams]] = {"cuda": CudaStreams}
-"""{type of a device: makes the streams of such a device}."""
+MAKERS: dict[str, Callable[[torch.device], Streams]] = {}
+"""{type of a device: makes other streams of such a device than its own}, for tests."""
 
 
 def streams_of(device: torch.device) -> Streams | None:
     """The streams of a device; None for one without streams, such as the CPU."""
-    make = MAKERS.get(device.type)
-    return None if make is None else make(device)
+    make = MAKERS.get(device.type) or (DeviceStreams if devices.is_accelerator(device) else None)
+    return None if make is None else make(devices.whole(device))
 
 
 def host_memory(nbytes: int, device: torch.device) -> Tensor:

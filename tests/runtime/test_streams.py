@@ -18,8 +18,8 @@ from helpers.recorded_streams import FakeEvent, FakeStream, recorded
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
 from zbpp.autograd.offload.host_copier import Copier, Copy
 from zbpp.autograd.offload.saved_activations import SavedActivations
+from zbpp.devices import urgent_options
 from zbpp.runtime.buffers import BufferPool
-from zbpp.runtime.groups import urgent_options
 from zbpp.runtime.host_links import HostLink
 from zbpp.runtime.links import Inbox, Outbox
 from zbpp.runtime.measure import Recorder

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
 from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
 from zbpp.benchmark.workload import Workload
+from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.measure.microbatch_memory import (
@@ -162,13 +163,8 @@ def _slower_ms(copier: Copier, nbytes: int) -> float:
 
 
 def _ms(copier: Copier, start: Callable[[Moves], Copy], pairs: Moves) -> float:
-    _synchronise(copier.device)
+    synchronize(copier.device)
     begin = time.perf_counter()
     start([*pairs]).wait()
-    _synchronise(copier.device)
+    synchronize(copier.device)
     return (time.perf_counter() - begin) * 1e3
-
-
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from zbpp.data import Data
+from zbpp.devices import synchronize
 from zbpp.job.world import World
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel
@@ -73,5 +73,4 @@ class Workload:
 
     def synchronise(self) -> None:
         """Wait until the device has done what it was given."""
-        if self.here.device.type == "cuda":
-            torch.cuda.synchronize(self.here.device)
+        synchronize(self.here.device)

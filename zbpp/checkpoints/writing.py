@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
+from zbpp.devices import is_accelerator, synchronize
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.dtensors import local_of
@@ -106,14 +107,14 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     copies = {}
     for name, tensor in tensors.items():
         local = local_of(tensor.detach())
-        copy = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        copy = torch.empty_like(local, device="cpu", pin_memory=is_accelerator(local.device))
         copy.copy_(local, non_blocking=True)
         if local is not tensor and hasattr(tensor, "device_mesh"):
             # Not from_local, which would move the copy back to the mesh's device.
             copy = type(tensor.detach())(copy, tensor._spec, requires_grad=False)  # type: ignore[call-overload, attr-defined]  # DTensor's
         copies[name] = copy
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
+    for device in {each.device for each in tensors.values()}:
+        synchronize(device)
     return copies
 
 

@@ -12,6 +12,7 @@ from zbpp.config.batching import refuse_tokens
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
 
 PRECISIONS = ("float32", "bfloat16", "float64")
+DEVICES = ("auto", "cpu", "cuda", "xpu", "npu")  # npu: Ascend
 COMPILE = ("none", "stage", "layer")
 LONGEST = 1e7  # s, four months: torch's timeouts overflow somewhere above
 _LARGEST_SEED = 2**63 - 1
@@ -96,7 +97,7 @@ class JobConfig(RunConfig):
     num_ranks: int = ranged(4, least=1, help="-n 4 sets it")
     num_microbatches: int = ranged(12, least=1)
     repeats: int = ranged(5, least=1, help="measured steps")
-    device: str = one_of("auto", "cpu", "cuda")
+    device: str = one_of(*DEVICES)
     timeout: float = ranged(120.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
 
     def __post_init__(self) -> None:

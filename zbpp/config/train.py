@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from zbpp.config.batching import BatchingConfig, batching_of
-from zbpp.config.commands import COMPILE, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
+from zbpp.config.commands import COMPILE, DEVICES, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
 from zbpp.signatures import check_arguments
 
@@ -102,7 +102,7 @@ class ParallelConfig(Checked):
     expert: int = ranged(1, least=1, help="processes that share a layer's experts; divides replicate x shard")
     overlap_exchange: bool = described(False, "W's run while rows are exchanged, as far as any is pending")
     reshard: str = one_of("step", "microbatch", help="shards free the weights that they gathered after each")
-    device: str = one_of("auto", "cpu", "cuda", help="auto: cuda (NCCL) if there is one, else cpu (gloo)")
+    device: str = one_of(*DEVICES, help="auto: the accelerator if there is one, else cpu")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
 

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zbpp.devices import restored_generators
+
 Values = dict[str, Tensor | None]
 
 
@@ -55,7 +57,7 @@ def _run(
     devices = {each.device for _, each in parameters}
     for _, each in parameters:
         each.grad = None
-    with torch.enable_grad(), torch.random.fork_rng([each for each in devices if each.type == "cuda"]):
+    with torch.enable_grad(), restored_generators(*devices):
         torch.manual_seed(0)
         outputs = [each for each in tree_leaves(forward(*args, **kwargs)) if isinstance(each, Tensor)]
         graphs = [each for each in outputs if each.requires_grad]

@@ -6,6 +6,7 @@ in the shared store, so every start writes there under a name of its own: see jo
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,8 +17,11 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
+from zbpp.devices import accelerator_name, is_accelerator, make_current, num_devices
 from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.job.joining import job_store, join, versions
+
+_log = logging.getLogger(__name__)
 
 
 class DeviceError(ValueError):
@@ -50,11 +54,12 @@ def fake_world(size: int) -> Iterator[None]:
 def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     """Join the job that torchrun started, and leave it at the end. Without torchrun: a job of one rank.
 
-    device: "cpu" (gloo), "cuda" (NCCL) or "auto". timeout: seconds that a wait for another rank may last.
+    device: "cpu" (gloo), "cuda" (NCCL) or another accelerator's name, or "auto": the accelerator if there is
+    one. timeout: seconds that a wait for another rank may last.
     """
     chosen = _device(device)
-    if chosen.type == "cuda":
-        torch.cuda.set_device(chosen)
+    if is_accelerator(chosen):
+        make_current(chosen)
         use_expandable_segments()
     if "RANK" not in os.environ:
         yield World(0, 1, chosen)
@@ -62,7 +67,7 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     store, rank, size = job_store(timeout)
     attempt = join(store, rank, size, {**versions(), "device": chosen.type}, timeout)
     dist.init_process_group(
-        "nccl" if chosen.type == "cuda" else "gloo",
+        dist.get_default_backend_for_device(chosen),
         store=PrefixStore(f"zbpp/{attempt}", store),
         rank=rank,
         world_size=size,
@@ -74,24 +79,37 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
 
 
 def _device(name: str) -> torch.device:
-    """This process's device; "auto" is CUDA if every process of this machine gets a device of its own."""
+    """This process's device; "auto" is the accelerator's if every process of this machine gets its own."""
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    place = int(os.environ.get("LOCAL_RANK", "0"))
     check_device(name, needed)
-    if name == "cpu" or torch.cuda.device_count() < needed:
-        return torch.device("cpu")
-    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    if name == "auto":
+        name = accelerator_name() or "cpu"
+        found = num_devices(name)
+        if found < needed and found:
+            if not place:
+                _log.warning("device=auto: %s, so all of them run on the CPU", _too_few(name, needed, found))
+            name = "cpu"
+    return torch.device(name) if name == "cpu" else torch.device(name, place)
 
 
 def check_device(name: str, needed: int) -> None:
-    """Raise DeviceError if device=cuda, and this machine has no device for each of so many processes."""
-    if name not in ("cpu", "cuda", "auto"):
-        raise ValueError(f"device={name!r}: write cpu, cuda or auto")
-    if name == "cuda" and (found := torch.cuda.device_count()) < needed:
-        built = "" if torch.version.cuda else " and is built without CUDA"
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    """Raise DeviceError if this machine has no device of that name for each of so many processes."""
+    if name in ("cpu", "auto"):
+        return
+    try:
+        torch.device(name, 0)
+    except RuntimeError:
+        known = "cpu, auto or what torch calls an accelerator, such as cuda"
+        raise ValueError(f"device={name!r}: write {known}") from None
+    found = num_devices(name)
+    if found < needed:
         fewer = f"start {found} process(es), or " if found else ""
-        raise DeviceError(
-            f"device=cuda: {needed} process(es) here, but torch sees {found} CUDA device(s){limited}{built}; "
-            f"{fewer}write device=cpu"
-        )
+        raise DeviceError(f"device={name}: {_too_few(name, needed, found)}; {fewer}write device=cpu")
+
+
+def _too_few(name: str, needed: int, found: int) -> str:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    limited = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
+    built = "" if is_accelerator(torch.device(name)) else f" and is built without {name.upper()}"
+    return f"{needed} process(es) here, but torch sees {found} {name.upper()} device(s){limited}{built}"

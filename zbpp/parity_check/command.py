@@ -48,7 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("case", help="FILE:FUNCTION or module:FUNCTION")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the report there, too")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or auto")
+    parser.add_argument("--device", default="auto", help="cpu, auto, or the name of an accelerator")
     given = parser.parse_args(arguments)
     module, _, function = given.case.partition(":")
     if not function:

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd import auxiliary_losses
+from zbpp.devices import restored_generators, seed_generators
 from zbpp.error_text import kind_of
 from zbpp.parity_check.ranks import Facts, Sent, without_dropout
 from zbpp.runtime.microbatch import into_microbatches
-from zbpp.runtime.restored import Buffers, eval_mode, restored_generators
+from zbpp.runtime.restored import Buffers, eval_mode
 from zbpp.runtime.sizes import is_empty
-from zbpp.runtime.stage import seed_generators
 
 Gradients = dict[str, Tensor | None]
 Weight = Callable[[int, int, str], float]

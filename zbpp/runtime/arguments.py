@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbpp.devices import device_for_messages, whole
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
@@ -120,13 +121,6 @@ def built_stages(
     return stages
 
 
-def device_for_messages(group: dist.ProcessGroup | None) -> torch.device:
-    """This process's CUDA device if the group is NCCL's, else the CPU."""
-    if dist.is_initialized() and "nccl" in dist.get_backend(group):
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
 def device_of(
     stages: Iterable[nn.Module], group: dist.ProcessGroup | None, given: torch.device | str | None = None
 ) -> torch.device:
@@ -138,12 +132,12 @@ def device_of(
     for extra in extras_of(stages):
         device: torch.device | None = getattr(extra, "device", None)  # where it puts the stages' tensors
         if device is not None:
-            return device
+            return whole(device)
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
     first = next(tensors, None)
     if first is not None:
         return first.device
-    return device_for_messages(group) if given is None else torch.device(given)
+    return device_for_messages(group) if given is None else whole(given)
 
 
 def may_compile(stage: nn.Module) -> bool:
@@ -269,7 +263,7 @@ def _stages_of(
     """This rank's stages. Raises ValueError for what can't be a Pipeline's `stages`."""
     model = model_of(given)
     if model is not None:
-        chosen = device_for_messages(place.pipeline) if device is None else torch.device(device)
+        chosen = device_for_messages(place.pipeline) if device is None else whole(device)
         stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen, place)
     elif not isinstance(given, Mapping):
         raise ValueError(_neither_stages_nor_model(given))
@@ -326,11 +320,10 @@ def _wrong_mesh(stage: nn.Module, place: MeshPosition) -> str:
     mesh = place.mesh
     if mesh is None or mesh.device_type != "cpu" or not {SHARD, TENSOR} & place.groups.keys():
         return ""
-    if all(each.device.type == "cpu" for each in stage.parameters()):
-        return ""
-    return (
+    found = next((each.device.type for each in stage.parameters() if each.device.type != "cpu"), "")
+    return found and (
         "is not on the CPU, where the mesh is, and shards go where the mesh is: write make_mesh(..., "
-        'device_type="cuda")'
+        f'device_type="{found}")'
     )
 
 

@@ -19,13 +19,12 @@ from torch._C._distributed_c10d import PrefixStore
 from torch._C._distributed_c10d import Store as Store  # re-exported: same_calls.py names the type
 from torch.distributed import distributed_c10d as c10d
 
+from zbpp.devices import backend_of, occupies_device, urgent_options
 from zbpp.job.agreement import broadcast
-from zbpp.runtime.host_links import HostLink, backend_of, needs_host_link
+from zbpp.runtime.host_links import HostLink, needs_host_link
 
 if TYPE_CHECKING:
     from zbpp.runtime.mesh import MeshPosition
-
-_MAX_CTAS = 8  # blocks of a kernel that sends or receives; NCCL's own number is 16 to 32 over NVLink
 
 
 def link_groups(
@@ -42,12 +41,14 @@ def link_groups(
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     prefix = broadcast(unique_name(), group)
+    backend = backend_of(group, device)
     groups: dict[tuple[int, int], dist.ProcessGroup | HostLink] = {}
     for link in in_rounds(links):
         sender, receiver = (ranks[end] for end in link)
         name = f"{prefix}/{link[0]}_to_{link[1]}"
         limit = timedelta(seconds=timeout)
-        made = new_group(sorted([sender, receiver]), name, limit, urgent_options(dist.get_backend(), limit))
+        options = urgent_options(backend, limit)
+        made = new_group(sorted([sender, receiver]), name, limit, options, backend)
         if made is not None:
             is_staged = needs_host_link(made, device)
             groups[link] = HostLink(made, device) if is_staged else made
@@ -69,25 +70,8 @@ def in_rounds(links: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def runs_on_device(link: dist.ProcessGroup | HostLink, device: torch.device) -> bool:
-    """Whether a receive that has started occupies the device until its message is there: not on gloo."""
-    return not isinstance(link, HostLink) and backend_of(link, device) != "gloo"
-
-
-def urgent_options(backend: str, timeout: timedelta) -> Any:
-    """The options of a group whose messages are urgent; None for a backend that knows no priorities.
-
-    NCCL then takes its streams from those of high priority: a message's kernel gets the next multiprocessor
-    that is free, before the rest of a large product. A kernel that waits for the other rank occupies its
-    multiprocessors: max_ctas limits their number. torch warns if the options' timeout isn't the group's.
-    """
-    if backend != "nccl":
-        return None
-    options = dist.ProcessGroupNCCL.Options()
-    options.is_high_priority_stream = True
-    options._timeout = timeout
-    if hasattr(options, "config"):
-        options.config.max_ctas = _MAX_CTAS
-    return options
+    """Whether a receive that has started occupies the device until its message is there."""
+    return not isinstance(link, HostLink) and occupies_device(backend_of(link, device))
 
 
 def close_groups(groups: Iterable[dist.ProcessGroup | HostLink]) -> None:

@@ -35,6 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbpp.devices import backend_of
 from zbpp.streams import Event, host_memory, streams_of
 
 OWN_LIMIT = timedelta(0)
@@ -61,12 +62,6 @@ class LinkGroup(Protocol):
 def needs_host_link(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the group's messages can't start or end in memory of this device."""
     return device.type != "cpu" and backend_of(group, device) == "gloo"
-
-
-def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries the group's tensors of this device: "gloo", "nccl", ...; "" without one."""
-    backends = dict(each.split(":") for each in dist.get_backend_config(group).split(","))
-    return backends.get(device.type, "")
 
 
 class HostLink:

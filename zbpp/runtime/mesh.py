@@ -36,6 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from zbpp.devices import device_for_messages
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast, gather_over
 from zbpp.schedule import PlanError, Timetable
@@ -70,8 +71,8 @@ def make_mesh(
     Each pipeline has (number of processes) / (replicate x shard x context x tensor) ranks; ValueError is
     raised if that is no whole number. context: how many processes share each sequence, see
     zbpp/runtime/parallel/context.py. expert: over how many processes the experts of a layer are spread; it
-    divides replicate x shard. device_type: "cpu" or "cuda"; None: "cuda" if the job's backend is NCCL, else
-    "cpu".
+    divides replicate x shard. device_type: "cpu", "cuda", ...; None: the accelerator's if the job's backend
+    carries its tensors itself, as NCCL does; else "cpu".
     """
     check_expert_degree(replicate=replicate, shard=shard, context=context, tensor=tensor, expert=expert)
     if not dist.is_initialized():
@@ -82,7 +83,7 @@ def make_mesh(
     degrees = {"replicate": replicate, "shard": shard, "context": context, "tensor": tensor}
     num_ranks = num_pipeline_ranks(dist.get_world_size(), **degrees)
     if device_type is None:
-        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        device_type = device_for_messages(None).type
     mesh = init_device_mesh(device_type, (num_ranks, *degrees.values()), mesh_dim_names=DIMENSIONS)
     parameter_mesh(mesh)  # made here, since not all processes make their MeshPosition at the same point
     if expert > 1:

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from zbpp.devices import restored_generators, synchronize
 from zbpp.error_text import error_text
 from zbpp.job.agreement import gather, refuse_together
-from zbpp.job.cuda_settings import check_launches
 from zbpp.runtime.arguments import (
     agree_on_stages,
     check_ranks_agree,
@@ -38,7 +38,7 @@ from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.mesh import EXPERT, SHARD, MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.restored import eval_mode, restored_generators
+from zbpp.runtime.restored import eval_mode
 from zbpp.runtime.results import NamedLosses, Result, summed
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.ties import TiedStages, copies_here
@@ -143,8 +143,6 @@ class Pipeline:
         self._made_group = group_of_this_process() if is_alone else None
         self.place = given if self._made_group is None else MeshPosition(None, self._made_group)
         self.group = self.place.pipeline
-        if self.timetable.num_ranks > 1 and "nccl" in dist.get_backend(self.group):
-            check_launches()
 
     def _made_rank(
         self,
@@ -554,8 +552,7 @@ class Pipeline:
 
     def _wait_for_all(self) -> None:
         try:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            synchronize(self.device)
             if self.timetable.num_ranks > 1:
                 gather(None, self.group)
         except Exception as error:

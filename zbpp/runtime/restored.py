@@ -64,13 +64,6 @@ class InPlaceChanges:
 
 
 @contextmanager
-def restored_generators(device: torch.device) -> Iterator[None]:
-    """Restore the caller's random number generators: a step seeds them for itself."""
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-
-
-@contextmanager
 def eval_mode(roots: Iterable[object]) -> Iterator[None]:
     """Put those roots that are modules into eval mode; afterwards each module has its own mode again."""
     found = [root for root in roots if isinstance(root, nn.Module)]

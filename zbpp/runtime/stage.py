@@ -24,6 +24,7 @@ from zbpp.autograd import WeightGrads, auxiliary_losses
 from zbpp.autograd.hooks import num_hooks_made
 from zbpp.autograd.split import split
 from zbpp.autograd.weight_grads import ChangedInPlace
+from zbpp.devices import seed_generators
 from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.boundary import (
     BoundaryError,
@@ -376,10 +377,3 @@ def _is_loss(output: Any) -> bool:
 
 def _is_scalar(output: Any) -> bool:
     return isinstance(output, Tensor) and output.numel() == 1
-
-
-def seed_generators(device: torch.device, seed: int) -> None:
-    """Seed the CPU's generator and, if the device is a GPU, the device's too."""
-    torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index].manual_seed(seed)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zbpp.job.cuda_settings import use_expandable_segments
+from zbpp.devices import is_accelerator
+from zbpp.job.cuda_settings import check_launches, use_expandable_segments
 from zbpp.runtime.checks.batch_norms import BatchNorms
 from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
@@ -27,7 +28,8 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
     After each sequence the processes agree that none of them refuses it. reshard, mp_policy: as in Pipeline.
     """
     yield [SameCalls(), BatchNorms(), SharedHooks()]
-    if rank.receives_on_device and rank.device.type == "cuda":
+    if rank.receives_on_device and is_accelerator(rank.device):
+        check_launches()
         use_expandable_segments()
         yield [FullDevice()]
     yield extras_of(worker.module for worker in rank.workers.values())

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zbpp.devices import is_accelerator, name_of
 from zbpp.job.agreement import gather
 from zbpp.job.world import World
 from zbpp.planning import RankCosts
@@ -107,9 +108,9 @@ _PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A80
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """The device's peak in FLOP/s; None if it is not known (every CPU, every dtype wider than 16 bits)."""
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
+    name = name_of(device)
     return next((tera * 1e12 for key, tera in _PEAK_TFLOPS.items() if key in name), None)
 
 
@@ -130,7 +131,7 @@ def machine(device: torch.device) -> dict[str, Any]:
     """What figures were measured on: device, threads of a process, versions of torch and Python."""
     cores = f"{os.cpu_count()} CPU cores ({torch.backends.cpu.get_cpu_capability()})"
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cores,
+        "device": name_of(device) if is_accelerator(device) else cores,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),

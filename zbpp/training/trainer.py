@@ -27,6 +27,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
+from zbpp.devices import synchronize
 from zbpp.runtime import Pipeline
 from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
@@ -305,8 +306,7 @@ class Trainer:
             # An update may have been skipped or may be later: torch's schedulers warn before the first one.
             self.optimizer._opt_called = True  # type: ignore[attr-defined]  # the schedulers' own
             self.scheduler.step()
-        if self.pipeline.device.type == "cuda":
-            torch.cuda.synchronize(self.pipeline.device)
+        synchronize(self.pipeline.device)
         seconds = time.perf_counter() - begin
         plan = self._batches.plan
         self._show_over_limit(step, plan)

@@ -39,6 +39,7 @@ class ForwardState:
             (module._buffers, dict(module._buffers)) for module in modules
         ]
         uncopied = [each for each in buffers if not _is_small(each)]
+        self.devices = {each.device for each in (*found, *parameters, *buffers) if isinstance(each, Tensor)}
         used = [*(each for each in found if isinstance(each, Tensor)), *parameters, *uncopied]
         self._versions = [(each, version(each)) for each in used]
 

@@ -26,6 +26,7 @@ from zbpp.autograd.models.auxiliary import auxiliary_loss, auxiliary_losses
 from zbpp.autograd.models.forward_state import ForwardState, version
 from zbpp.autograd.models.structures import Structure, flatten, hidden_tensors
 from zbpp.autograd.split import split
+from zbpp.devices import devices_with_generators, generator_states, restored_generators, set_generator_states
 
 
 def checkpoint(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -79,10 +80,10 @@ class _RepeatedCall:
         given_ids = {id(each) for each in given}
         # Autograd must know that these leaves are used here: it fires their hooks after their last use.
         self.hooked = [leaf for leaf in self.state.hooked() if id(leaf) not in given_ids]
-        devices = {each.device for each in given if isinstance(each, Tensor) and each.is_cuda}
-        self.cuda_states = {device: torch.cuda.get_rng_state(device) for device in devices}
-        self.cpu_state = torch.get_rng_state()
-        kinds = ("cpu", "cuda") if devices else ("cpu",)
+        used = self.state.devices | {each.device for each in given if isinstance(each, Tensor)}
+        devices = devices_with_generators(used)
+        self.generators, self.cpu_state = generator_states(devices), torch.get_rng_state()
+        kinds = {"cpu", *(each.type for each in devices)}
         self.autocast = [
             (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name)) for name in kinds
         ]
@@ -148,13 +149,12 @@ class _RepeatedCall:
     @contextmanager
     def as_in_forward(self) -> Iterator[None]:
         with ExitStack() as stack:
-            stack.enter_context(torch.random.fork_rng(list(self.cuda_states)))
+            stack.enter_context(restored_generators(*self.generators))
             for name, enabled, dtype in self.autocast:
                 stack.enter_context(torch.autocast(name, dtype=dtype, enabled=enabled))
             stack.enter_context(self.state.restored())
             torch.set_rng_state(self.cpu_state)
-            for device, state in self.cuda_states.items():
-                torch.cuda.set_rng_state(state, device)
+            set_generator_states(self.generators)
             yield
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 
-import torch
-
+from zbpp.devices import num_allocation_retries
 from zbpp.runtime.call import Call
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.rank import Rank
@@ -26,21 +26,21 @@ class FullDevice(Observer):
     name = "full_device"
 
     def __init__(self, count: Callable[[], int] | None = None) -> None:
-        self._count = count or (lambda: int(torch.cuda.memory_stats().get("num_alloc_retries", 0)))
-        self._has_warned = False
+        self._count, self._has_warned = count, False
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank = rank
+        self._num_retries = self._count or partial(num_allocation_retries, rank.device)
 
     def begin(self, call: Call) -> None:
         """See Extra."""
         if not self._has_warned:
-            self._before = self._count()
+            self._before = self._num_retries()
 
     def end(self, call: Call, result: Result) -> None:
         """See Extra."""
-        if self._has_warned or self._count() == self._before:
+        if self._has_warned or self._num_retries() == self._before:
             return
         self._has_warned = True
         _log.warning(

@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from zbpp.devices import synchronize
 from zbpp.job.agreement import AgreementError, gather
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.batch import Batch
@@ -72,8 +73,7 @@ class CallOrder:
         number, first, previous, _ = self._current
         if kind != previous:
             first = number + 1
-            if self._device.type == "cuda":
-                torch.cuda.synchronize(self._device)
+            synchronize(self._device)
         self._current = _Announced(number + 1, first, kind, rows)
         self._write()
         self.check()

@@ -24,12 +24,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from zbpp.devices import seed_generators
 from zbpp.runtime.buffers import BufferPool, tensor_in
 from zbpp.runtime.executor import Executor
 from zbpp.runtime.extra import Extras, Feature, Handler
 from zbpp.runtime.layout import Layout, Message, Run, TensorLayout, layout_of
 from zbpp.runtime.rank import METHODS, Rank
-from zbpp.runtime.stage import seed_generators
 from zbpp.schedule import Action, Op
 from zbpp.schedule.passes.posts import Postings
 from zbpp.schedule.program import HeadW, Instruction

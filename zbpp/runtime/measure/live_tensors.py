@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from zbpp import devices
 from zbpp.autograd.storages import storages_of
 
 
@@ -109,7 +110,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 class AllocatedBytes:
-    """What CUDA's allocator counts on a device, with the methods of LiveTensors: it counts all tensors."""
+    """What the device's own allocator counts, with the methods of LiveTensors: it counts all tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -123,16 +124,16 @@ class AllocatedBytes:
     @property
     def now(self) -> int:
         """The bytes alive now."""
-        return torch.cuda.memory_allocated(self._device)
+        return devices.allocated_bytes(self._device)
 
     @property
     def highest(self) -> int:
         """The most bytes that were alive at a time since `mark`."""
-        return torch.cuda.max_memory_allocated(self._device)
+        return devices.highest_allocated_bytes(self._device)
 
     def mark(self) -> int:
         """Start `highest` anew from the bytes alive now, and return these."""
-        torch.cuda.reset_peak_memory_stats(self._device)
+        devices.forget_highest(self._device)
         return self.now
 
     def count(self, tensors: Iterable[Tensor]) -> None:
@@ -147,7 +148,7 @@ Counter = LiveTensors | AllocatedBytes
 
 def counter_of(device: torch.device) -> Counter:
     """What counts the live bytes on a device; to be entered."""
-    return AllocatedBytes(device) if device.type == "cuda" else LiveTensors()
+    return AllocatedBytes(device) if devices.is_accelerator(device) else LiveTensors()
 
 
 class Level(NamedTuple):

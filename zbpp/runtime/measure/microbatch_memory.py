@@ -23,6 +23,7 @@ from zbpp.autograd import WeightGrads
 from zbpp.autograd.models.past import Past
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import bytes_of, storages_of
+from zbpp.devices import restored_generators
 from zbpp.job.agreement import gather
 from zbpp.runtime.call import Feed, LossGradients
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
@@ -284,7 +285,7 @@ def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
     grads = [(parameter, parameter.grad) for parameter in module.parameters()]
     for parameter, _ in grads:
         parameter.grad = None
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with restored_generators(device):
         yield
     with torch.no_grad():
         for buffer, before in buffers:

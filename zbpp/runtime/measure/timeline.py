@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from zbpp.devices import highest_allocated_bytes, is_accelerator
 from zbpp.job.agreement import gather
 from zbpp.runtime.measure.record import Messages, Spans, StepRecord
 from zbpp.schedule import Timeline, Timetable
@@ -93,9 +94,9 @@ def clock_offset(group: dist.ProcessGroup | None = None) -> float:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has used so far: CUDA's allocator, or resident size on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most memory that this process has used so far: its tensors on the device; on the CPU, all of it."""
+    if is_accelerator(device):
+        return highest_allocated_bytes(device)
     import resource  # Unix only, and only the CPU path needs it
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -1,0 +1,59 @@
+"""zbpp/devices.py on a machine that has only the CPU: tests replace what torch says of an accelerator."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from zbpp import devices
+from zbpp.runtime import groups
+
+GPU = torch.device("cuda", 1)
+
+
+@pytest.fixture
+def a_gpu(monkeypatch):
+    """torch says that this process has two CUDA devices, of which the second is its current one."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 1)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+
+
+@pytest.mark.parametrize(
+    "backends, device",
+    [
+        ("cuda:nccl", GPU),
+        ("cpu:gloo,cuda:nccl", GPU),
+        ("cpu:gloo,cuda:gloo", torch.device("cpu")),  # gloo sends from host memory
+        ("cpu:gloo", torch.device("cpu")),
+    ],
+)
+def test_a_model_is_built_where_the_groups_backend_sends_from(monkeypatch, a_gpu, backends, device):
+    """Also if init_process_group was given no backend, or one for each kind of device."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    assert devices.device_for_messages(None) == device
+
+
+@pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl"])
+def test_links_have_the_backend_of_their_device_alone_and_its_urgent_options(monkeypatch, a_gpu, backends):
+    made = []
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(groups, "broadcast", lambda value, group: value)
+    monkeypatch.setattr(groups, "new_group", lambda *given: made.append(given))
+    options = SimpleNamespace(config=SimpleNamespace())
+    nccl = SimpleNamespace(Options=lambda: options)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", nccl, raising=False)
+    groups.link_groups(None, [(0, 1)], 5.0, GPU)
+    assert [(given[2:]) for given in made] == [(timedelta(seconds=5), options, "nccl")]
+    assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 8)
+
+
+def test_a_device_without_an_index_is_the_current_one(a_gpu):
+    """Generators and streams of a device are found by its index."""
+    assert devices.whole("cuda") == GPU
+    assert devices.whole(torch.device("cuda:0")) == torch.device("cuda", 0)
+    assert devices.whole("cpu") == torch.device("cpu")
