@@ -42,6 +42,9 @@ token. None: the sequence comes whole. A stage in which no token depends on anot
 and says so by `mixes_time = False`, in its class or on the object. A stage whose model can't be run in slices
 has a method check_slices(), which raises ValueError with the reason.
 
+In 16 bits a stage may keep some of its tensors in other dtypes: a method declared_dtypes(dtype) returns
+{name in the stage: dtype}. Parameters that it does not name get `dtype`, and buffers stay as they are.
+
 A parameter that is tied is trained as one: all its places start with the values of the first stage's, and get
 the sum of all gradients. Stages of one rank (zb_v: the first and the last) get one Parameter; each other rank
 has a copy, with a gradient and optimizer states of its own.
@@ -67,6 +70,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import signature
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -252,6 +256,25 @@ def batch_norms(module: nn.Module) -> Iterator[nn.Module]:
     have 16 bits.
     """
     return (each for each in module.modules() if isinstance(each, _BatchNorm))
+
+
+def declared_dtypes(stage: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of each floating-point parameter and buffer of a stage that computes in a 16-bit `dtype`.
+
+    Weights of a BatchNorm are float32. What the stage declares by its own declared_dtypes holds.
+    """
+    norms = {parameter for norm in batch_norms(stage) for parameter in norm.parameters()}
+    found = {
+        name: torch.float32 if each in norms else dtype
+        for name, each in stage.named_parameters(remove_duplicate=False)
+        if each.is_floating_point()
+    }
+    buffers = stage.named_buffers(remove_duplicate=False)
+    found |= {name: each.dtype for name, each in buffers if each.is_floating_point()}
+    # The module that torch.compile returns has the given one inside.
+    declare = getattr(getattr(stage, "_orig_mod", stage), "declared_dtypes", None)
+    declared = {} if declare is None else declare(dtype)
+    return found | {name: each for name, each in declared.items() if name in found}
 
 
 def blocks_of(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,9 +6,11 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
@@ -23,6 +25,7 @@ from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
 from zbpp.training.measured_steps import machine
+from zbpp.training.optim.precision import PRECISIONS, Precision, give_dtypes
 from zbpp.training.run_folder import RunFolder, claimed
 
 Summary = dict[str, Any]
@@ -105,11 +108,16 @@ def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
             data=data,
             here=here,
             num_microbatches=config.num_microbatches,
-            prepare=lambda stage: stage.to(here.device, getattr(torch, config.precision)),
+            prepare=partial(_prepared, device=here.device, precision=PRECISIONS[config.precision]),
             seed=config.seed,
             timeout=config.timeout,
         )
         yield workload, folder
+
+
+def _prepared(stage: nn.Module, *, device: torch.device, precision: Precision) -> nn.Module:
+    give_dtypes(stage, precision)
+    return stage.to(device)
 
 
 def _check_fit(workload: Workload, timetable: Timetable) -> None:

@@ -43,7 +43,7 @@ from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.parameter_groups import Named
-from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
+from zbpp.training.optim.precision import PRECISIONS, give_dtypes, kept_in_float32
 from zbpp.training.optim.rollback import changes_gradients
 
 FAKE = "on fake tensors: no memory was needed"
@@ -216,7 +216,7 @@ class _Stages:
     def _built(self, index: int) -> nn.Module:
         with naming("model"):
             stage: nn.Module = self._model.build_stage(index, self._timetable.num_stages)
-        _cast(stage, self._precision.compute if self._is_sharded else self._precision.stored)
+        give_dtypes(stage, self._precision, as_computed=self._is_sharded)
         with naming("model"):
             parallelize(self._model, {index: stage}, self._mesh)
             self._has_experts |= as_if_spread(stage, self._mesh)
@@ -238,7 +238,9 @@ class _Stages:
         is_last = index == self._timetable.num_stages - 1
         masters = None
         if precision.is_mixed and not self._is_sharded:
-            masters = MasterWeights(stage.parameters(), precision.compute, keep=kept_in_float32(stage))
+            masters = MasterWeights(
+                stage.parameters(), precision.compute, keep=kept_in_float32(stage, precision)
+            )
         blocks = [[*each.parameters()] for each in [*blocks_of(stage)] or [stage]]
         largest = max(map(bytes_of, blocks), default=0)
         recompute_stages({index: stage}, config.memory.recompute)
@@ -323,17 +325,6 @@ def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tup
     update(optimizer, trained)
     states = (value for state in optimizer.state.values() for value in state.values())
     return bytes_of(each for each in states if isinstance(each, Tensor)), live.highest - start
-
-
-def _cast(stage: nn.Module, dtype: torch.dtype) -> None:
-    """As `stage.to(dtype)`, which would swap the parameters, and that fails for fake ones."""
-    for module in stage.modules():
-        for parameter in module.parameters(recurse=False):
-            if parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.to(dtype))
 
 
 def _faked(fake: FakeTensorMode, value: Any) -> Any:

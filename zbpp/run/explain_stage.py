@@ -17,6 +17,7 @@ from zbpp.run.model import build_model, explained_as_data
 from zbpp.run.stages import compile_stages
 from zbpp.stage_api import own_loss
 from zbpp.training.batches import batch_for
+from zbpp.training.optim.precision import PRECISIONS, give_dtypes
 
 
 def explain_stage(config: ExplainConfig) -> Explanation:
@@ -32,7 +33,8 @@ def explain_stage(config: ExplainConfig) -> Explanation:
 
     def build(index: int) -> nn.Module:
         stage: nn.Module = model.build_stage(index, config.num_stages)
-        return stage.to(getattr(torch, config.precision))
+        give_dtypes(stage, PRECISIONS[config.precision])
+        return stage
 
     with naming("model"), explained_as_data("the forward failed"):
         stage = build(index)  # first: a stage that does not exist is refused before any stage runs

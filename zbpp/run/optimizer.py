@@ -44,7 +44,7 @@ def build_masters(pipeline: Pipeline, precision: Precision) -> MasterWeights | N
     """
     if not precision.is_mixed or pipeline.place.size(SHARD) > 1:
         return None
-    kept = (weight for stage in pipeline.stages.values() for weight in kept_in_float32(stage))
+    kept = (weight for stage in pipeline.stages.values() for weight in kept_in_float32(stage, precision))
     return MasterWeights(pipeline.parameters(), precision.compute, keep=kept)
 
 

@@ -26,7 +26,7 @@ from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for
-from zbpp.training.optim.precision import PRECISIONS, Precision
+from zbpp.training.optim.precision import PRECISIONS, Precision, give_dtypes
 
 
 class Parts(NamedTuple):
@@ -97,12 +97,13 @@ def _check_sequences(inputs: Sequence[Any], slice_bounds: Sequence[int]) -> None
 def move_stages(
     stages: Mapping[int, nn.Module], device: torch.device, precision: Precision, *, stay_on_host: bool = False
 ) -> None:
-    """Move the stages to a device; floating-point tensors get the dtype that the precision stores.
+    """Give the stages the dtypes that the precision stores, and move them to a device.
 
     stay_on_host: the stages are left on the CPU, though they will compute on `device`.
     """
     for stage in stages.values():
-        stage.to("cpu" if stay_on_host else device, precision.stored)
+        give_dtypes(stage, precision)  # first: the device need not hold wider values
+        stage.to("cpu" if stay_on_host else device)
 
 
 def recompute_stages(

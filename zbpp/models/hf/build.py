@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from zbpp.models.hf.cut import Cut, CutError
+from zbpp.models.hf.dtypes import dtypes_of
 from zbpp.models.hf.init import initialise
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.shrink import build_on_meta
@@ -29,9 +30,9 @@ def build_stage(
     """A stage with its initial values, on the CPU; tensors of other stages are never allocated.
 
     head: one of layers.HEADS; the last stage computes the loss itself if it can.
-    weights: the folder that its tensors are read from, as `dtype`; what the folder does not hold, such as
-    tables of positions, gets the library's initial values. Raises CutError unless the model has exactly the
-    parameters that the cut names.
+    weights: the folder that its tensors are read from, as from_pretrained(dtype=) reads them; what the folder
+    does not hold, such as tables of positions, gets the library's initial values. Raises CutError unless
+    the model has exactly the parameters that the cut names.
     """
     model = build_on_meta(config)
     names = set(names_of(model))
@@ -50,8 +51,9 @@ def build_stage(
         initialise(model, seed, is_own, cut.constants)
         return _stage(model, cut, index, head)
     initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype if parameter.is_floating_point() else None)
+    dtypes = dtypes_of(config, dtype)
+    for name, parameter in model.named_parameters():
+        parameter.data = parameter.data.to(dtypes.get(name))
     if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
         weights.load(
             model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype

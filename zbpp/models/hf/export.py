@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from zbpp.models.hf.dtypes import dtypes_of, named_tensors
 from zbpp.models.hf.shrink import build_on_meta
 
 if TYPE_CHECKING:
@@ -47,9 +49,10 @@ def write_folder(
 ) -> None:
     """Write the model into `folder`, which is there.
 
-    names: of all tensors in the library's model. read(name): a tensor. dtype: of floating-point tensors;
-    None: unchanged. file_size: the most of one safetensors file, such as 2GB. beside: a folder whose
-    generation config is copied. Raises ValueError for names that are not the model's.
+    names: of all tensors in the library's model. read(name): a tensor. dtype: of floating-point tensors, but
+    for those that from_pretrained(dtype=) keeps in another one; None: unchanged. file_size: the most of one
+    safetensors file, such as 2GB. beside: a folder whose generation config is copied. Raises ValueError for
+    names that are not the model's.
     """
     from huggingface_hub import save_torch_state_dict
     from transformers.core_model_loading import revert_weight_conversion
@@ -58,12 +61,12 @@ def write_folder(
     _check_names(model, names)
     ties: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     left_out = {*ties, *(getattr(model, "_keys_to_ignore_on_save", None) or ())}
-    tensors = {name: _cast(read(name), dtype) for name in names if name not in left_out}
-    kept = next((each.dtype for each in tensors.values() if each.is_floating_point()), torch.float32)
+    dtypes = {} if dtype is None else dtypes_of(config, dtype)
+    tensors = {name: read(name).to(dtypes.get(name)) for name in names if name not in left_out}
     written = revert_weight_conversion(model, tensors)
     whole = {name: _with_own_memory(each) for name, each in written.items()}
     save_torch_state_dict(whole, folder, max_shard_size=file_size)
-    _write_configs(folder, config, model, kept)
+    _write_configs(folder, config, model, dtype or _most_common(tensors.values()))
     _copy(beside, folder, [_GENERATION])
 
 
@@ -82,7 +85,10 @@ def write_merged(
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **own)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     _forget_unmade_layers(merged.config, merged)
-    merged.to(dtype or AutoConfig.from_pretrained(base, **own).dtype or torch.float32)
+    config = AutoConfig.from_pretrained(base, **own)
+    dtypes = dtypes_of(config, dtype or config.dtype or torch.float32)
+    for name, each in named_tensors(merged):
+        each.data = each.data.to(dtypes[name])
     merged.save_pretrained(folder, max_shard_size=file_size)
     (folder / _GENERATION).unlink(missing_ok=True)
     _copy(base, folder, [_GENERATION])
@@ -99,8 +105,12 @@ def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:
         )
 
 
-def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
-    return tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+def _most_common(tensors: Iterable[Tensor]) -> torch.dtype:
+    """The floating-point dtype that most numbers have."""
+    counts = Counter[torch.dtype]()
+    for each in tensors:
+        counts[each.dtype] += each.numel() if each.is_floating_point() else 0
+    return counts.most_common(1)[0][0]
 
 
 def _with_own_memory(tensor: Tensor) -> Tensor:

@@ -29,13 +29,13 @@ _NO_WIDTH = re.compile(
 )
 
 
-def build_on_meta(config: PretrainedConfig) -> PreTrainedModel:
-    """The library's model on the meta device, in float32; the trainer changes the dtype later."""
+def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The library's model on the meta device; the trainer changes the dtype later."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), torch.random.fork_rng([]):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # the library's
-            config, dtype=torch.float32, trust_remote_code=False
+            config, dtype=dtype, trust_remote_code=False
         )
     return model
 

@@ -34,6 +34,7 @@ from zbpp.models.hf.cut import (
     names_above_layers,
     repeated,
 )
+from zbpp.models.hf.dtypes import dtypes_of
 from zbpp.models.hf.labels import target_names_of
 from zbpp.models.hf.masks import NONE, Given, Kind, kind_of, merged, own_part, refuse
 from zbpp.models.hf.whole_masks import whole_sequences
@@ -102,6 +103,10 @@ class Stage(nn.Module):
     def target_names(self) -> TargetNames:
         """See zbpp/stage_api.py; labels.py has the rule."""
         return target_names_of(self.library_model, self._cut.label_shift)
+
+    def declared_dtypes(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        """See zbpp/stage_api.py: the dtypes of the library's from_pretrained(dtype=)."""
+        return dtypes_of(self._patched.model.config, dtype)
 
     def adopt_modules(self) -> None:
         """Let the library's model run the stage's present modules: a replaced one is in the stage alone."""

@@ -87,7 +87,7 @@ def _parameters(
         key = (min(names), *split)
         yield key, parameter
         master = parameter if masters is None else masters.of(parameter)
-        if master is not parameter:
+        if master is not parameter and parameter.requires_grad:
             yield ("the master weights of", *key), master
         state = {} if optimizer is None else optimizer.state.get(master, {})
         for name, value in state.items():

@@ -14,6 +14,7 @@ from dataclasses import replace
 from itertools import filterfalse
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +23,7 @@ from zbpp.runtime.dtensors import copy_to_replicas, is_spread
 from zbpp.runtime.mesh import EXPERT_COPIES, REPLICATE, RESHARD, SHARD, MeshPosition, Reshard, experts_mesh
 from zbpp.runtime.parallel.fully_shard import FullyShardedStage
 from zbpp.runtime.wrapped_stages import is_fully_sharded
-from zbpp.stage_api import batch_norms, blocks_of
+from zbpp.stage_api import blocks_of, declared_dtypes
 
 
 def shard_stages(
@@ -88,12 +89,32 @@ def _wrap(stage: nn.Module, place: MeshPosition, policy: Any) -> None:
             if any(True for _ in child.parameters()):
                 fully_shard(child, mesh=mesh, mp_policy=inside)
         _wrap_experts(module, place, inside)
-    norms = [*batch_norms(stage)] if policy.param_dtype is not None else []
-    for module in norms:
+    kept = [*_kept_in_float32(stage, policy.param_dtype)]
+    for module in kept:
         fully_shard(module, mesh=mesh, mp_policy=replace(inside, param_dtype=None))
     for module in (*blocks, stage):
-        if module not in norms:
+        if module not in kept:
             fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def _kept_in_float32(stage: nn.Module, param_dtype: torch.dtype | None) -> Iterator[nn.Module]:
+    """The modules whose weights stay in float32 where the others compute in 16 bits."""
+    weights = {name: each for name, each in stage.named_parameters() if each.is_floating_point()}
+    dtypes = (each.dtype for each in weights.values())
+    computes = param_dtype or min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+    if computes.itemsize != 2:
+        return
+    declared = declared_dtypes(stage, computes)
+    kept = {name for name, each in weights.items() if each.dtype == declared[name] == torch.float32}
+    for path in dict.fromkeys(name.rpartition(".")[0] for name in sorted(kept)):
+        module = stage.get_submodule(path)
+        inside = {f"{path}.{name}".lstrip(".") for name, _ in module.named_parameters()}
+        if beside := sorted(inside & weights.keys() - kept):
+            raise ValueError(
+                f"{path} keeps a weight in float32, beside {beside[0]} in 16 bits, and FSDP2 casts all "
+                "weights of a module alike: write replicate= instead of shard="
+            )
+        yield module
 
 
 def _experts_in(stage: nn.Module) -> list[nn.Module]:

@@ -21,8 +21,9 @@ class MasterWeights:
 
     parameters: of stages, or of any modules; a parameter that comes twice (a tied one) gets one master. A
     trainable parameter gets a float32 master with its present value, and a `main_grad`, where W sums its
-    gradients; then its data are cast to `dtype`. A frozen parameter is only cast. Integers and buffers stay
-    as they are. Make this object when the weights are on their device, in float32, before the first forward.
+    gradients; then its data are cast to `dtype`. A frozen parameter is cast, too; its present value stays in
+    host memory, for `of`. Integers and buffers stay as they are. Make this object when the weights are on
+    their device, in float32, before the first forward.
 
     keep: which of them compute in float32, as a BatchNorm's do. They share the memory of their masters.
 
@@ -50,9 +51,12 @@ class MasterWeights:
             _check(parameter)
         self._masters = {parameter: _master_of(parameter) for parameter in trained}
         kept = set(keep)
+        frozen = [each for each in given if each.is_floating_point() and not each.requires_grad]
+        self._frozen = {each: _on_host(each) for each in frozen if each not in kept}
+        self._frozen_versions = [value._version for value in self._frozen.values()]
         for parameter in given:
             if parameter.is_floating_point() and parameter not in kept:
-                _cast(parameter, dtype)
+                cast(parameter, dtype)
         for parameter, master in self._masters.items():
             parameter.main_grad = master.grad = torch.zeros_like(master)  # type: ignore[attr-defined]  # zbpp's
         self._versions = [parameter._version for parameter in trained]
@@ -65,8 +69,8 @@ class MasterWeights:
         return iter(self._masters.values())
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """The parameter's master; of one without a master the parameter itself."""
-        return self._masters.get(parameter, parameter)
+        """What a checkpoint holds of it: its master, a frozen one's value before the cast, or else itself."""
+        return self._masters.get(parameter, self._frozen.get(parameter, parameter))
 
     def zero_grad(self) -> None:
         """Set the gradients to 0. Call this instead of the optimizer's zero_grad.
@@ -101,6 +105,11 @@ class MasterWeights:
         if weights:
             torch._foreach_copy_(weights, [_local(master) for master in self._masters.values()])
         self._versions = [parameter._version for parameter in self._masters]
+        versions = [value._version for value in self._frozen.values()]
+        if versions != self._frozen_versions:  # a checkpoint was loaded
+            for parameter, value in self._frozen.items():
+                _local(parameter).copy_(_local(value))
+            self._frozen_versions = versions
 
     def _check_gradients(self) -> None:
         if any(master.grad is not _main_grad(parameter) for parameter, master in self._masters.items()):
@@ -145,11 +154,17 @@ def _master_of(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.data.to(torch.float32))
 
 
+def _on_host(parameter: nn.Parameter) -> nn.Parameter:
+    """The value of a frozen parameter, in host memory; of a DTensor where it is, for its collectives."""
+    is_plain = not hasattr(parameter.data, "__tensor_flatten__")
+    return nn.Parameter(parameter.data.to("cpu") if is_plain else parameter.data, requires_grad=False)
+
+
 def _main_grad(parameter: nn.Parameter) -> Tensor | None:
     return getattr(parameter, "main_grad", None)
 
 
-def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+def cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Change the dtype of the parameter, which stays the same object."""
     if not hasattr(parameter.data, "__tensor_flatten__"):
         parameter.data = parameter.data.to(dtype)

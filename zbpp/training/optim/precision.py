@@ -7,9 +7,12 @@
     bfloat16       bfloat16        bfloat16    bfloat16
     float64        float64         float64     float64
 
-Norms and softmax compute in float32 inside torch's kernels, whatever they are given. In a mixed precision a
-BatchNorm's weights are float32 (see `zbpp.stage_api.batch_norms`), and the loss and the metrics get the last
-stage's output in float32, unless they compute in float32 themselves.
+In 16 bits only weights are cast. Tensors that a model keeps in another dtype have this one: buffers, the
+weights of a BatchNorm, and what a stage declares (`zbpp.stage_api.declared_dtypes`). In a mixed precision
+nothing that a checkpoint holds is rounded.
+
+Norms and softmax compute in float32 inside torch's kernels, whatever they are given. In a mixed precision the
+loss and the metrics get the last stage's output in float32, unless they compute in float32 themselves.
 """
 
 from __future__ import annotations
@@ -21,7 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from zbpp.stage_api import batch_norms, mark_of
+from zbpp.runtime.parameters import persistent_buffers
+from zbpp.stage_api import declared_dtypes, mark_of
+from zbpp.training.optim.master_weights import cast
 
 
 class Precision(NamedTuple):
@@ -38,7 +43,7 @@ class Precision(NamedTuple):
 
     @property
     def stored(self) -> torch.dtype:
-        """The dtype of the weights that the optimizer updates, and of buffers."""
+        """The dtype of the weights that the optimizer updates."""
         return torch.float32 if self.is_mixed else self.compute
 
     def widened(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -60,9 +65,28 @@ _ALL = (
 PRECISIONS = {each.name: each for each in _ALL}
 
 
-def kept_in_float32(stage: nn.Module) -> Iterator[nn.Parameter]:
+def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = False) -> None:
+    """Give the floating-point tensors of a stage their dtypes: see the top of this file.
+
+    as_computed: weights get what F and B compute with, else what the optimizer updates.
+    """
+    is_narrow = precision.compute.itemsize == 2
+    declared = declared_dtypes(stage, precision.compute) if is_narrow else {}
+    is_updated = precision.is_mixed and not as_computed
+    for name, parameter in stage.named_parameters():
+        if parameter.is_floating_point():
+            cast(parameter, precision.stored if is_updated else declared.get(name, precision.stored))
+    saved = {id(each) for _, each in persistent_buffers(stage)}
+    for name, buffer in stage.named_buffers():
+        if buffer.is_floating_point() and not (precision.is_mixed and id(buffer) in saved):
+            buffer.data = buffer.data.to(declared.get(name, precision.stored))
+
+
+def kept_in_float32(stage: nn.Module, precision: Precision) -> Iterator[nn.Parameter]:
     """The parameters of a stage that compute in float32 in a mixed precision, too."""
-    return (parameter for norm in batch_norms(stage) for parameter in norm.parameters())
+    declared = declared_dtypes(stage, precision.compute)
+    named = stage.named_parameters()
+    return (parameter for name, parameter in named if declared.get(name) == torch.float32)
 
 
 class InFloat32(nn.Module):

@@ -1,0 +1,167 @@
+"""Which values are rounded to 16 bits: the weights that train in F and B, and nothing else."""
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+import zbpp
+from helpers.hf_folders import config_of, reference, saved
+from zbpp import MasterWeights, Pipeline, plan
+from zbpp.models.hf import HuggingFace
+from zbpp.models.hf.export import write_folder
+from zbpp.run.optimizer import build_masters
+from zbpp.run.stages import move_stages
+from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
+from zbpp.training.weights import save_weights, weights_of_run
+
+CPU = torch.device("cpu")
+LATE = torch.randint(40, (1, 1100), generator=torch.Generator().manual_seed(3))
+SIZES = {"num_hidden_layers": 2, "max_position_embeddings": 2048}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+FAMILIES = {
+    "llama": {},
+    "glm4_moe": {**EXPERTS, "n_shared_experts": 1, "head_dim": 8},
+    "ernie4_5_moe": {
+        "moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 16, "moe_layer_start_index": 1,
+    },
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8},
+}  # fmt: skip
+
+
+def prepared(stages, name):
+    """The stages as a run of this precision computes with them."""
+    precision = PRECISIONS[name]
+    move_stages(stages, CPU, precision)
+    for stage in stages.values() if precision.is_mixed else ():
+        MasterWeights(stage.parameters(), precision.compute, keep=kept_in_float32(stage, precision))
+    return [stage.eval() for stage in stages.values()]
+
+
+def run(stages, *batch):
+    for stage in stages:
+        batch = stage(*batch)
+        batch = batch if isinstance(batch, tuple) else (batch,)
+    return batch[0]
+
+
+def folder_of(kind, folder, dtype=torch.float32):
+    """A folder of a family; its routing biases are not zero."""
+    saved(kind, folder, dtype=dtype, **SIZES, **FAMILIES[kind])
+    tensors = load_file(folder / "model.safetensors")
+    for name, each in tensors.items():
+        if name.endswith("e_score_correction_bias"):
+            each.copy_(0.5 + 0.002 * torch.randn(each.shape, generator=torch.Generator().manual_seed(0)))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+_NIGHTLY = pytest.mark.nightly
+CASES = [
+    ("llama", "bfloat16"),
+    pytest.param("llama", "mixed_bfloat16", marks=_NIGHTLY),
+    pytest.param("glm4_moe", "bfloat16", marks=_NIGHTLY),
+    pytest.param("ernie4_5_moe", "bfloat16", marks=_NIGHTLY),
+    ("ernie4_5_moe", "mixed_bfloat16"),
+    pytest.param("gpt_oss", "mixed_float16", marks=_NIGHTLY),
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_logits_at_late_positions_are_those_of_from_pretrained_in_16_bits(kind, name, tmp_path):
+    """Rotary frequencies were rounded, and so were a router's weights and biases."""
+    model = HuggingFace(path=str(folder_of(kind, tmp_path)), head="whole")
+    stages = prepared({index: model.build_stage(index, 2) for index in range(2)}, name)
+    with torch.no_grad():
+        expected = reference(tmp_path, dtype=PRECISIONS[name].compute)(LATE).logits
+        assert torch.equal(run(stages, LATE)[:, 1000:], expected[:, 1000:])
+
+
+def test_an_export_in_16_bits_has_the_dtypes_of_from_pretrained(tmp_path):
+    source, target = folder_of("ernie4_5_moe", tmp_path / "source"), tmp_path / "target"
+    whole = reference(source).state_dict()
+    target.mkdir()
+    options = {"dtype": torch.bfloat16, "file_size": "1GB"}
+    write_folder(
+        target, config_of("ernie4_5_moe", **FAMILIES["ernie4_5_moe"], **SIZES), [*whole], whole.get, **options
+    )
+    expected, found = (
+        reference(each, dtype="auto" if each is target else torch.bfloat16).state_dict()
+        for each in (source, target)
+    )
+    assert {each.dtype for each in expected.values()} == {torch.float32, torch.bfloat16}
+    assert all(torch.equal(found[name], each) for name, each in expected.items())
+    assert json.loads((target / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+class Counter(nn.Module):
+    """Counts its microbatches, and adds a table of positions."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.count += 1
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "mixed_bfloat16"])
+def test_a_float32_counter_counts_beyond_256(name):
+    """In bfloat16 256 + 1 is 256."""
+    stages = {0: Counter()}
+    prepared(stages, name)
+    assert stages[0].layer.weight.dtype == torch.bfloat16
+    pipeline = Pipeline(stages, plan("zb_h1", 1, 300), nn.functional.mse_loss)
+    x = torch.ones(300, 2, dtype=torch.bfloat16)
+    stages[0].train()
+    pipeline.step(x, target=x)
+    assert stages[0].count == 300
+
+
+def frozen_pipeline(seed):
+    """A pipeline in mixed precision whose first layer is not trained, and its masters."""
+    torch.manual_seed(seed)
+    stages = {0: nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3))}
+    precision = PRECISIONS["mixed_bfloat16"]
+    move_stages(stages, CPU, precision)
+    pipeline = Pipeline(stages, plan("zb_h1", 1, 2), nn.functional.mse_loss)
+    return pipeline, build_masters(pipeline, precision)
+
+
+def test_frozen_weights_leave_a_mixed_run_as_they_came(tmp_path):
+    """They came out rounded: a run's files, its checkpoints, and what goes on from these."""
+    pipeline, masters = frozen_pipeline(0)
+    torch.manual_seed(0)
+    expected = nn.Linear(3, 3).state_dict()
+    x = torch.ones(4, 3, dtype=torch.bfloat16)
+    pipeline.step(x, target=x)
+    torch.optim.SGD(masters.parameters(), lr=0.1).step()
+    masters.update()
+    save_weights(tmp_path, pipeline, masters)
+    zbpp.save(tmp_path / "checkpoints", pipeline, step=1, masters=masters)
+    resumed, its_masters = frozen_pipeline(1)
+    zbpp.load(tmp_path / "checkpoints", resumed, masters=its_masters)
+    frozen = resumed.stages[0][0]
+    found = {
+        "run": weights_of_run(tmp_path).read,
+        "checkpoint": weights_of_run(tmp_path / "checkpoints/step-1").read,
+        "resumed": lambda name: its_masters.of(resumed.stages[0].get_parameter(name)),
+    }
+    for name, each in expected.items():
+        assert not torch.equal(each.bfloat16().float(), each)
+        assert torch.equal(frozen.get_parameter(name), each.bfloat16())  # what F computes with
+        for where, read in found.items():
+            assert torch.equal(read(f"0.{name}"), each), where
