@@ -629,7 +629,7 @@ def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
     }  # fmt: skip
 
 
-def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path, alone):
+def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path, capsys, alone):
     made = []
 
     class Noted(trainer_parts.Pipeline):
@@ -643,6 +643,7 @@ def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path,
     summary = train([*choices, "num_microbatches=null", "save_weights=false"])
     assert made == ["0F0 0F1 0B0 0F2 0B1 0W0 0B2 0W1 0W2"]
     assert (summary["schedule"], summary["num_microbatches"]) == ("odd", 3)
+    assert "odd.txt: schedule=zb_h1 is not used" in capsys.readouterr().out
     assert not list(tmp_path.rglob("*.safetensors"))
     with pytest.raises(PlanError, match="is a plan for 3 microbatches, not for num_microbatches=4"):
         train(choices)

@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.mlp import Mlp
+from zbpp.runtime import AgreementError, CommunicationError
 from zbpp.runtime.arguments import device_of
 
 M, SIZE = 4, 6
@@ -87,6 +88,42 @@ def told(rank, schedule, models):
 def test_a_stage_that_one_rank_cannot_build_is_an_error_on_every_rank():
     text = "rank 2: build_stage(2, 3) of TwoLayers raised IndexError: list index out of range"
     assert run_ranks(told, 3, "1f1b", [TwoLayers]) == [[text]] * 3
+
+
+# ---------------------------------------------------------------- what ranks must share
+
+DIFFERENT = [  # what rank 0 and rank 1 are given, and what both are told
+    ({}, {"timetable": "1f1b"}, "timetable: 'zb_h1' on rank 0; '1f1b' on rank 1"),
+    ({"num_microbatches": 2}, {}, "num_microbatches: 2 on rank 0; 4 on rank 1"),
+    ({}, {"timetable": plan("zb_h1", 2, 4)}, "on rank 0; 'a Timetable with the hash "),
+    ({"reshard": "microbatch"}, {}, "reshard: 'microbatch' on rank 0; 'step' on rank 1"),
+    ({"seed": 1}, {"seed": 2}, "seed: 1 on rank 0; 2 on rank 1"),
+]
+
+
+def given_others(rank):
+    """What this rank is told of each pair of DIFFERENT; then of loss scales that differ in a step."""
+    said, module = [], {rank: nn.Linear(SIZE, SIZE)}
+    common = {"timetable": "zb_h1", "num_microbatches": M, "loss_fn": F.mse_loss}
+    for *given, _ in DIFFERENT:
+        with pytest.raises(AgreementError) as caught:
+            Pipeline(module, **common | given[rank])
+        said.append(str(caught.value))
+    pipeline, x = Pipeline(module, **common), torch.ones(M, SIZE)
+    pipeline.loss_scale = 4.0
+    pipeline.step(x, target=x)
+    pipeline.loss_scale = 4.0 / (1 + rank)
+    with pytest.raises((AgreementError, CommunicationError)) as caught:
+        pipeline.step(x, target=x)
+    return [*said, str(caught.value)]
+
+
+def test_arguments_and_loss_scales_that_differ_between_ranks_are_told_with_who_has_which():
+    first, second = run_ranks(given_others, 2)
+    assert first[:-1] == second[:-1]
+    for told, (*_, expected) in zip(first, DIFFERENT, strict=False):
+        assert expected in told
+    assert second[-1].startswith("pipeline.loss_scale is 4 on rank 0 and 2 on rank 1: set the same on all")
 
 
 # ---------------------------------------------------------------- a schedule's name in place of a timetable

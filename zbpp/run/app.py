@@ -224,6 +224,9 @@ def _print_facts(config: TrainConfig, parts: Parts, plan: Plan, trained: str) ->
     """Print what was chosen for this run. trained: how many of the parameters are."""
     for note in parts.data.notes:
         print(note, flush=True)
+    given = config.schedule
+    if given.timetable is not None:
+        print(f"the plan is that of {given.timetable}: schedule={given.name} is not used", flush=True)
     if plan.slice_bounds:
         print("slices of a sequence begin at tokens:", *plan.slice_bounds, flush=True)
     cut = layers_per_stage(parts.model, plan.timetable.num_stages)

@@ -88,10 +88,7 @@ def rank_in(group: dist.ProcessGroup | None, timetable: Timetable) -> int:
     size = dist.get_world_size(group)
     if size != timetable.num_ranks:
         raise ValueError(f"the timetable is for {timetable.num_ranks} ranks, the process group has {size}")
-    rank = dist.get_rank(group)
-    if rank < 0:
-        raise ValueError("this process is not in the process group that it was given for the pipeline")
-    return rank
+    return dist.get_rank(group)
 
 
 def model_of(stages: object) -> PipelineModel | None:
@@ -177,15 +174,26 @@ class _Report:
     key: str = field(default_factory=unique_name)
 
 
-def check_ranks_agree(timetable: Timetable, place: MeshPosition, **options: Any) -> None:
-    """Raise AgreementError everywhere unless all processes have the same timetable and options.
+def check_ranks_agree(
+    timetable: Timetable | str | None, num_microbatches: int | None, place: MeshPosition, **options: Any
+) -> None:
+    """Raise AgreementError everywhere unless all processes were given the same. Collective.
 
-    The error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
+    Called first of all: ranks with different arguments would not wait for each other at the same points. The
+    error calls processes by their ranks in the pipeline; in a mesh, where these come again, in the job.
     """
-    mine = {**options, "timetable (by hash)": _hash(str(timetable))}
+    named: Any = timetable
+    if isinstance(timetable, Timetable):
+        if timetable.num_ranks == 1 and place.pipeline is None:
+            return  # this process trains by itself
+        named = f"a Timetable with the hash {_hash(str(timetable))}"
+        num_microbatches = num_microbatches or timetable.num_microbatches
+    if place.rank < 0:
+        raise ValueError("this process is not in the process group that it was given for the pipeline")
+    mine = {"timetable": named, "num_microbatches": num_microbatches, **options}
     number = place.rank if place.mesh is None else place.mesh.get_rank()
     numbers, given = zip(*place.gather((number, mine)), strict=True)
-    check_equal("pipelines", given, numbers)
+    check_equal("arguments of Pipeline", given, numbers)
 
 
 def agree_on_stages(

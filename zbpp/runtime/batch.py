@@ -114,16 +114,17 @@ class Batch:
         """
         kind, number, cutter = self.call.kind, self.num_microbatches, self._cutter
         order = cutter.order if kind == "step" else None
+        mine = Sizes(kind, timetable, (), order or (), loss_scale=float(self.call.loss_scale))
         if 0 not in self._seeds:
-            return Sizes(kind, timetable, (), order or ())
+            return mine
         order = order or (*range(number),)
         if cutter.is_even:
-            return Sizes(kind, timetable, (self._size(0),) * number, order)
+            return mine._replace(of=(self._size(0),) * number, order=order)
         sizes = tuple(map(self._size, range(number)))
         order = tuple([each for each in order if not self._is_left_out(each)])
         if not order:
             raise ValueError(f"all {number} microbatches are empty: write None for some of them only")
-        return Sizes(kind, timetable, sizes, order, cutter.sequences.unequal)
+        return mine._replace(of=sizes, order=order, lengths=cutter.sequences.unequal)
 
     def _size(self, microbatch: int) -> Size:
         num = self._cutter.num_slices

@@ -92,7 +92,7 @@ class Pipeline:
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
-    ranks were given different timetables. Collective over the group or the mesh. As a context manager it
+    ranks were given different timetables, or different values of other arguments that they must share. Collective over the group or the mesh. As a context manager it
     closes at the end.
     """
 
@@ -120,6 +120,15 @@ class Pipeline:
         given = MeshPosition(mesh, group)
         for each in given.mesh_groups():
             set_timeout(each, timeout)
+        check_ranks_agree(
+            timetable,
+            num_microbatches,
+            given,
+            slice_bounds=[*slice_bounds],
+            seed=seed,
+            dynamic_shapes=dynamic_shapes,
+            reshard=reshard,
+        )
         self._given_group = group
         self.timetable = timetable_of(timetable, num_microbatches, given)
         self.slice_bounds = bounds_for(self.timetable, slice_bounds)
@@ -156,7 +165,6 @@ class Pipeline:
         group: for its links.
         """
         options: dict[str, Any] = {"dynamic_shapes": self._dynamic_shapes, "slice_bounds": self.slice_bounds}
-        check_ranks_agree(self.timetable, self.place, **options)
         agreed = agree_on_stages(stages, self.timetable, self.rank, device, self.place)
         model = model_of(stages)
         self._loss_fn = model.loss if loss_fn is None and model is not None else loss_fn

@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
     call: its kind. timetable: a number that tells timetables apart. of: the size of each microbatch, in the
     caller's order. order: the microbatches that run, in the order in which they go; the empty ones are not
     among them. lengths: the tokens of each microbatch's sequences, in the caller's order, where slices cut
-    sequences of several lengths; else ().
+    sequences of several lengths; else (). loss_scale: see Pipeline.
     """
 
     call: str
@@ -71,6 +71,7 @@ class Sizes(NamedTuple):
     of: tuple[Size, ...]
     order: tuple[int, ...]
     lengths: tuple[int, ...] = ()
+    loss_scale: float = 1.0
 
     @property
     def in_order(self) -> list[Size]:
@@ -97,15 +98,17 @@ class Sizes(NamedTuple):
         number_of = {size: number for number, size in enumerate(different)}
         numbers = [number_of[each] for each in self.of] if len(different) > 1 else len(self.of)
         order = None if self.is_plain else self.order
-        return json.dumps([self.call, self.timetable, different, numbers, order, self.lengths]).encode()
+        told = [self.call, self.timetable, different, numbers, order, self.lengths, self.loss_scale]
+        return json.dumps(told).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Sizes:
         """The sizes that `encoded` has written."""
-        call, timetable, different, numbers, order, lengths = json.loads(data)
+        call, timetable, different, numbers, order, lengths, loss_scale = json.loads(data)
         sizes = [Size(kind, tuple(own)) for kind, own in different]
         of = tuple(sizes * numbers if isinstance(numbers, int) else [sizes[each] for each in numbers])
-        return cls(call, timetable, of, tuple(range(len(of)) if order is None else order), tuple(lengths))
+        order = range(len(of)) if order is None else order
+        return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale)
 
 
 class Announcer:
@@ -137,8 +140,8 @@ class Announcer:
         """The sizes of a call, as the rank that has the inputs tells them. Collective.
 
         mine: of this rank. The order is () if it was given none; the sizes are () if it has no inputs. Raises
-        AgreementError if the rank with the inputs is in another call, follows another timetable, or was given
-        another order.
+        AgreementError if the rank with the inputs is in another call, follows another timetable, has another
+        loss scale, or was given another order.
         """
         data = mine.encoded() if self._groups and self._inbound is None else b""
         tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
@@ -163,6 +166,12 @@ class Announcer:
             raise AgreementError(
                 f"rank {first} follows another timetable than rank {rank}: call use_timetable on all "
                 "ranks, with the same timetable"
+            )
+        if sizes.loss_scale != mine.loss_scale:
+            raise AgreementError(
+                f"pipeline.loss_scale is {sizes.loss_scale:g} on rank {first} and {mine.loss_scale:g} on rank "
+                f"{rank}: set the same on all ranks. Each rank's GradScaler sees its own gradients only; "
+                "zbpp.LossScale, with the norm of zbpp.clip_grad_norm_, is the same on all"
             )
         given = [each for each in mine.order if each in sizes.order]
         if given and (*given,) != sizes.order:
