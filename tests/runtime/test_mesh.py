@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 
 from helpers.processes import run_ranks
 from helpers.toy_lm import ToyLm, batch, rows_of
@@ -139,6 +140,18 @@ def two_replicas(rank, what):
             pipeline.end("test")
 
 
+def buffers_with_ddp(rank):
+    """The buffers after the three steps of `two_replicas`, by torch, with two microbatches each."""
+    stage = DistributedDataParallel(small(rank))
+    for step in range(3):
+        torch.manual_seed(10 * rank + step)
+        first, second = torch.randn(8, 4).chunk(2)
+        with stage.no_sync():
+            F.mse_loss(stage(first), first).backward()
+        F.mse_loss(stage(second), second).backward()
+    return {name: value.clone() for name, value in stage.module.named_buffers() if name != "1.own"}
+
+
 def sparse_on_one(rank):
     """What a replica says if one of them has an embedding with sparse gradients."""
     stage = small(rank).append(nn.Embedding(4, 4, sparse=rank == 1))
@@ -160,19 +173,27 @@ def shards_on_a_gpu(rank):
 
 def all_of_two_replicas(rank):
     return {what: two_replicas(rank, what) for what in ("fine", "summed", "added")} | {
+        "buffers with ddp": buffers_with_ddp(rank),
         "sparse": sparse_on_one(rank),
         "on a GPU": shards_on_a_gpu(rank),
     }
 
 
-def test_replicas_have_the_first_ones_buffers_and_what_would_part_them_is_refused():
+def test_replicas_have_one_gradient_and_buffers_as_with_ddp_and_what_would_part_them_is_refused():
+    """A step begins with the first replica's buffers, and each replica's rows change its own."""
     first, second = run_ranks(all_of_two_replicas, 2)
     assert first["fine"].pop("own") != second["fine"].pop("own")
+    buffers = [
+        {name: each["fine"].pop(name) for name in each["buffers with ddp"]} for each in (first, second)
+    ]
+    assert not torch.equal(buffers[0]["1.mean"], buffers[1]["1.mean"])
+    for mine, each in zip(buffers, (first, second), strict=True):
+        torch.testing.assert_close(mine, each["buffers with ddp"])
+        assert mine["1.counts"].sum() == 6
+        assert mine["1.norm.num_batches_tracked"] == 6
     for name, value in first["fine"].items():
         assert torch.equal(value, first["summed"][name]), name  # without ReduceOp.AVG
         assert torch.equal(value, second["fine"][name]), name
-    assert first["fine"]["1.counts"].sum() == 6
-    assert first["fine"]["1.norm.num_batches_tracked"] == 6
     for found in (first, second):
         assert "2 of stage 0 makes sparse gradients" in found["sparse"]
         assert 'write make_mesh(..., device_type="cuda")' in found["on a GPU"]

@@ -132,16 +132,11 @@ def state(name):
     return plant
 
 
-def buffer(pipeline, _):
-    one_ulp(dict(pipeline.stages[0].named_buffers())["layer_0.1.running_var"])
-
-
 def everything(rank):
     found = {case: [trained(case, is_checked=on) for on in (False, True)] for case in CASES}
     two = {"replicate": 2}
     found["weight"] = perturbed(rank, two, "norm", weight("layer_2.0.weight"), 3)
     found["state"] = perturbed(rank, two, "norm", state("embedding.weight"), 1)
-    found["buffer"] = perturbed(rank, two, "norm", buffer, 0)
     found["tied"] = perturbed(rank, two, "tied", weight("head.weight"), 2)
     found["tensor"] = perturbed(rank, {"tensor": 2}, "llama", weight("layer_2.mlp_norm.weight"), 3)
     found["majority"] = perturbed(rank, {"replicate": 4}, "norm", weight("head.weight"), 2)
@@ -166,7 +161,6 @@ def test_checks_change_nothing_and_find_nothing_where_nothing_is_wrong(everyone,
     [
         ("weight", "layer_2.0.weight: different on rank 2 and on rank 3"),
         ("state", "exp_avg of embedding.weight: different on rank 0 and on rank 1"),
-        ("buffer", "the buffer layer_0.1.running_var of stage 0 tensor 0: different on rank 0 and on rank 1"),
         ("tied", "embedding.weight: different on rank 0, 1, 3 and on rank 2"),
         ("tensor", "layer_2.mlp_norm.weight: different on rank 2 and on rank 3"),
         ("majority", "head.weight: different on rank 0, 1, 3 and on rank 2"),

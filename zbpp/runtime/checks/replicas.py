@@ -4,8 +4,9 @@ what                                   its copies are on
 parameters of a stage                  replicas; processes of `tensor` and `shard` that hold the same part
 tied parameters                        also the other ranks that have the tie
 optimizer states, master weights       where the parameters' copies are
-buffers (BatchNorm's statistics)       replicas and shards: after each step all have the first one's, except
-                                       those with persistent=False
+
+Buffers are left out: after a step each replica has counted its own rows, and the next step begins with the
+first one's.
 """
 
 from __future__ import annotations
@@ -17,15 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from zbpp.job.agreement import AgreementError
-from zbpp.runtime.dtensors import dimensions_of, is_split, local_of
-from zbpp.runtime.mesh import TENSOR
-from zbpp.runtime.parameters import persistent_buffers
+from zbpp.job.agreement import AgreementError, check_equal
+from zbpp.runtime.digest import digest
+from zbpp.runtime.dtensors import dimensions_of, is_split
 from zbpp.runtime.pipeline import Pipeline
 
 _SHOWN = 5  # tensors in an error
-_CHUNK = 2**22  # words of a digest at a time: bounds the memory that it takes
-_ODD = 0x9E3779B97F4A7C15 - 2**64  # its bits look random: those of the golden ratio
 
 Key = tuple[str, ...]  # what a tensor is; tensors of one key are copies
 
@@ -43,12 +41,13 @@ def check_replicas(
     """Raise AgreementError, on every process, if copies of one tensor have different bits.
 
     Copies are on replicas, on ranks that share a tied parameter, and on tensor-parallel processes that hold a
-    parameter whole. Compared are parameters and buffers, with optimizer its states, with masters master
-    weights. The error names the tensors and the values' ranks. Returns how many tensors have copies. Waits
-    for a pending update. Collective over the pipeline or its mesh.
+    parameter whole. Compared are parameters, with optimizer its states and its options for each parameter,
+    with masters master weights. The error names the tensors and the values' ranks. Returns how many tensors
+    have copies. Waits for a pending update. Collective over the pipeline or its mesh.
     """
     pipeline.finish_update()
-    held = [*_parameters(pipeline, optimizer, masters), *_buffers(pipeline)]
+    _check_options(pipeline, optimizer, masters)
+    held = [*_parameters(pipeline, optimizer, masters)]
     digests = torch.stack([digest(each).to(pipeline.device) for _, each in held]).tolist() if held else []
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = list(zip((key for key, _ in held), digests, strict=True))
@@ -69,12 +68,39 @@ def check_replicas(
                     f"copies of one tensor differ after step {pipeline.num_steps}:",
                     *different[:_SHOWN],
                     *more,
-                    "equal copies get equal updates, so memory or arithmetic of a machine is at fault, or "
-                    "code changed the weights of some ranks only: go on from an earlier checkpoint",
+                    "equal copies get equal updates. Has code changed the weights of some ranks only, as an "
+                    "optimizer with other options does? If not, memory or arithmetic of a machine is at "
+                    "fault. Go on from an earlier checkpoint",
                 ]
             )
         )
     return sum(len(each) > 1 for by_digest in ranks.values() for each in by_digest.values())
+
+
+def _check_options(
+    pipeline: Pipeline, optimizer: torch.optim.Optimizer | None, masters: Masters | None
+) -> None:
+    """Raise AgreementError if the ranks' optimizers have other options for copies of one parameter."""
+    if optimizer is None:
+        return
+    options = {
+        id(each): {name: repr(group.get(name)) for name in optimizer.defaults}
+        for group in optimizer.param_groups
+        for each in group["params"]
+    }
+    mine: dict[str, dict[str, str]] = {}
+    for names, parameter in pipeline.parameter_names():
+        held = parameter if masters is None else masters.of(parameter)
+        mine[min(names)] = options.get(id(held), {})
+    everyone = pipeline.place.gather((dist.get_rank() if dist.is_initialized() else 0, mine))
+    for name in sorted({name for _, each in everyone for name in each}):
+        having = [(rank, each[name]) for rank, each in everyone if name in each]
+        ranks, found = zip(*having, strict=True)
+        what = (
+            f"options of the optimizer for {name}, so that its copies drift apart: group parameters by "
+            "pipeline.parameter_names(), which has all names of each on every rank"
+        )
+        check_equal(what, found, ranks)
 
 
 def _parameters(
@@ -95,27 +121,5 @@ def _parameters(
                 yield (f"{name} of", *key), value
 
 
-def _buffers(pipeline: Pipeline) -> Iterator[tuple[Key, Tensor]]:
-    part = f"tensor {pipeline.place.coordinate(TENSOR)}"
-    for index, stage in pipeline.stages.items():
-        for name, buffer in persistent_buffers(stage):
-            yield (f"the buffer {name} of stage {index}", part), buffer
-
-
 def _text_of(ranks: Iterable[int]) -> str:
     return f"rank {', '.join(map(str, sorted(set(ranks))))}"
-
-
-def digest(tensor: Tensor) -> Tensor:
-    """An int64 scalar on the tensor's device; it depends on all bits of the local part and on their places.
-
-    The sum of the words, each times an odd number of its own. The sum is exact, in whatever order a device
-    adds, and a change of one word always changes it. Nothing here waits for the device.
-    """
-    plain = local_of(tensor.detach()).resolve_conj().resolve_neg().contiguous().view(-1)
-    words = plain.view({1: torch.int8, 2: torch.int16}.get(plain.element_size(), torch.int32))
-    total = torch.zeros((), dtype=torch.int64, device=words.device)
-    for chunk in words.split(_CHUNK):
-        weights = torch.arange(len(chunk), device=words.device).mul_(_ODD).bitwise_or_(1)
-        total = total * _ODD + weights.mul_(chunk).sum()
-    return total

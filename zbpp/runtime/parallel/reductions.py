@@ -1,6 +1,7 @@
 """All reductions of one rank in a step: the gradients of its stages, then those of tied parameters.
 
 when                          what                                                     by
+before a step                 the first replica's buffers, to all replicas and shards  copy_buffers
 after a stage's last W        the stage's gradients, over replicas or shards           AllReduce, FSDP2
                               those of spread experts, over the copies of each
 when all of these have ended  tied parameters, over the pipeline's ranks               TiedGradients
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
+from zbpp.runtime.batch import Batch
 from zbpp.runtime.call import Call
 from zbpp.runtime.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
 from zbpp.runtime.extra import Feature, Handler, replaced_w
@@ -91,6 +93,16 @@ class Reductions(Feature):
 
     # ---- A step
 
+    def announce(self, batch: Batch) -> None:
+        """See Extra. Each step begins with the first replica's buffers, and leaves each replica its own.
+
+        So does DistributedDataParallel: between two steps a caller may sum what replicas have counted.
+        """
+        if batch.call.kind == "step":
+            for group in self._of_data():
+                with communicating(f"rank {self._rank.index}, copying buffers of the first replica"):
+                    copy_buffers(self._stages.values(), group)
+
     def rewrite(self, call: str, program: Program) -> Program:
         """See Feature."""
         return with_reductions(program, self._reducers)
@@ -158,14 +170,11 @@ class Reductions(Feature):
         self._tied.begin()
 
     def _reduce_shared(self, at: ReduceShared) -> None:
-        """Afterwards copies of a parameter have one gradient, and replicas the first one's buffers."""
+        """Afterwards copies of a parameter have one gradient."""
         self._tied.finish()
         for each in self._last:
             each.start(None)
             each.finish()
-        for group in self._of_data():
-            with communicating(f"rank {self._rank.index}, copying buffers of the first replica"):
-                copy_buffers(self._stages.values(), group)
 
     def _replicate(
         self,
