@@ -15,7 +15,7 @@ from zbpp.autograd import recompute
 from zbpp.run import app
 from zbpp.run.stages import prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline
-from zbpp.runtime import ties
+from zbpp.runtime import AgreementError, ties
 from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.schedule import Costs
 from zbpp.training.weights import save_weights
@@ -196,6 +196,33 @@ def test_saved_weights_are_a_state_dict_of_the_whole_model(four_ranks):
 
     state = {name: value for each in four_ranks[1].iterdir() for name, value in load_file(each).items()}
     assert_close(state, whole().state_dict(), tolerance=0)
+
+
+def with_groups_by_stage_names(rank):
+    """Copies of one weight get other options on each rank: what check_replicas says, and a later step."""
+    pipeline = Pipeline(Copies(), "zb_h1", num_microbatches=M)
+    groups = [{"params": [], "weight_decay": 0.0}, {"params": [], "weight_decay": 0.1}]
+    for name, parameter in pipeline.named_parameters():
+        groups["head" in name]["params"].append(parameter)
+    optimizer, said = torch.optim.AdamW(groups, lr=0.02), []
+    for step in range(2):
+        try:
+            pipeline.step(batch(step)[0], target=batch(step)[1])
+            optimizer.step()
+            if step == 0:
+                check_replicas(pipeline, optimizer)
+        except AgreementError as error:
+            said.append(str(error))
+    return said
+
+
+def test_copies_of_a_tied_weight_with_other_options_of_the_optimizer_are_told():
+    first, second = run_ranks(with_groups_by_stage_names, 2)
+    assert first[:2] == second[:2]
+    assert "for embedding.weight, so that its copies drift apart: group parameters by" in first[0]
+    assert "weight_decay: '0.0' on rank 0; '0.1' on rank 1" in first[0]
+    assert first[1].startswith("embedding.weight of stage 0 and probe.weight of stage 0 and head.weight of")
+    assert "differ before the update of step 2: the ranks' optimizers need the same options" in first[1]
 
 
 # ---------------------------------------------------------------- one process

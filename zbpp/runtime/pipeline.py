@@ -92,8 +92,8 @@ class Pipeline:
 
     Raises TypeError or ValueError for stages, a group or a mesh that don't fit the timetable, for stages in
     DistributedDataParallel, and for stages in FSDP that aren't sharded over this mesh; AgreementError if
-    ranks were given different timetables, or different values of other arguments that they must share. Collective over the group or the mesh. As a context manager it
-    closes at the end.
+    ranks were given different timetables, or different values of another argument that they must share.
+    Collective over the group or the mesh. As a context manager it closes at the end.
     """
 
     standard_extras: ClassVar[Callable[[Rank, Reshard, Any], Iterable[Sequence[Extra]]]]

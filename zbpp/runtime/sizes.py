@@ -169,8 +169,8 @@ class Announcer:
             )
         if sizes.loss_scale != mine.loss_scale:
             raise AgreementError(
-                f"pipeline.loss_scale is {sizes.loss_scale:g} on rank {first} and {mine.loss_scale:g} on rank "
-                f"{rank}: set the same on all ranks. Each rank's GradScaler sees its own gradients only; "
+                f"pipeline.loss_scale is {sizes.loss_scale:g} on rank {first} and {mine.loss_scale:g} on "
+                f"rank {rank}: set the same on all ranks. A GradScaler sees one rank's gradients; "
                 "zbpp.LossScale, with the norm of zbpp.clip_grad_norm_, is the same on all"
             )
         given = [each for each in mine.order if each in sizes.order]

@@ -20,7 +20,8 @@ from torch import nn
 
 from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
-from zbpp.job.agreement import broadcast, check_agreement, gather, refuse_together
+from zbpp.job.agreement import AgreementError, broadcast, check_agreement, gather, refuse_together
+from zbpp.runtime.digest import digest
 from zbpp.runtime.dtensors import copy_from
 from zbpp.runtime.groups import close_groups, group_of, unique_name
 from zbpp.runtime.parallel.reduce import AllReduce
@@ -62,7 +63,7 @@ class TiedGradients:
         mine = [row for shared in self._shared for row in shared.parameters.items()]
         self.parameters = [parameter for _, parameter in mine]
         self._copies = copies_here(ties, stages, rank_of, rank)
-        self._is_checked = False
+        self._is_checked, self._num_steps = False, 0
 
     def copy_values(self) -> None:
         """Give all copies the owner's values. Collective over the ranks that have copies."""
@@ -95,10 +96,28 @@ class TiedGradients:
                 total.zero_()
 
     def finish(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
+        """Give every copy the sum of all copies' gradients.
+
+        After step 1, 2, 4, 8, ... AgreementError is raised on all ranks that have copies if they differ.
+        """
+        self._num_steps += 1
+        if self._num_steps.bit_count() == 1:
+            self._check_values()
         for shared in self._shared:
             shared.sums.start()
             shared.sums.finish()
+
+    def _check_values(self) -> None:
+        for each in self._shared:
+            mine = [int(digest(parameter)) for parameter in each.parameters.values()]
+            of_ties = zip(each.parameters, *gather(mine, each.group), strict=True)
+            different = [text_of(tie) for tie, *values in of_ties if len(set(values)) > 1]
+            if different:
+                raise AgreementError(
+                    f"{different[0]} are tied, and the copies differ before the update of step "
+                    f"{self._num_steps}: the ranks' optimizers need the same options for them. Group "
+                    "parameters by pipeline.parameter_names(), which has all names of each on every rank"
+                )
 
     def close(self) -> None:
         """Close the groups that were made here."""
