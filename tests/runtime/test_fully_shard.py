@@ -538,22 +538,32 @@ class Choice(nn.Module):
 
 
 def choices(rank):
-    """Each process's rows run another layer; nobody's run the third."""
+    """Each process's rows run another layer; nobody's run the third. Then each layer is wrapped by itself."""
     x = torch.full((4, HIDDEN), 1.0 - 2 * (rank % 2), dtype=torch.float64)
-    stage = nn.Sequential(Choice()) if rank < 2 else nn.Identity()
-    with pipeline_of(rank, make_mesh(shard=2), {rank // 2: stage}) as pipeline:
-        for _ in range(2):
-            pipeline.step(x, target=torch.zeros_like(x))
-        unused = [n for n, p in pipeline.named_parameters() if p.grad is None]
-        return unused, full((n, p.grad) for n, p in pipeline.named_parameters() if p.grad is not None)
+    mesh, found = make_mesh(shard=2), []
+    for is_wrapped in (False, True):
+        stage = nn.Sequential(Choice()) if rank < 2 else nn.Identity()
+        for layer in stage[0].children() if is_wrapped and rank < 2 else ():
+            fully_shard(layer, mesh=mesh["shard"])
+        if is_wrapped and rank < 2:
+            fully_shard(stage, mesh=mesh["shard"])
+        with pipeline_of(rank, mesh, {rank // 2: stage}, timeout=60.0) as pipeline:
+            for _ in range(2):
+                pipeline.step(x, target=torch.zeros_like(x))
+                pipeline.evaluate(x, target=torch.zeros_like(x))
+            unused = [n for n, p in pipeline.named_parameters() if p.grad is None]
+            named = ((n, p.grad) for n, p in pipeline.named_parameters() if p.grad is not None)
+            found.append((unused, full(named)))
+    return found
 
 
 def test_a_parameter_that_some_processes_use_gets_the_mean_and_one_that_none_uses_none():
+    """As an expert that some processes' rows do not reach, be it gathered with its block or by itself."""
     model = Choice()
     for sign in (1.0, -1.0):
         x = torch.full((4, HIDDEN), sign, dtype=torch.float64)
         F.mse_loss(model(x), torch.zeros_like(x)).backward()  # two steps of half of it
-    for unused, grads in run_ranks(choices, 4)[:2]:
+    for unused, grads in (each for found in run_ranks(choices, 4)[:2] for each in found):
         assert unused == ["0.never.weight", "0.never.bias"]
         for name, parameter in model.named_parameters():
             assert name.startswith("never") or close(grads[f"0.{name}"], parameter.grad), name

@@ -27,7 +27,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     dtensors      tensors that lie on the mesh: how they are split, this process's part, the whole
     ties          parameters that are one parameter of the model, in several places of its stages
     tensor_parallel, wrapped_stages  stages that their model splits; stages that a user has wrapped in FSDP2
-    squares       the squared norms of gradients
+    squares       the squared norms of gradients. digest: of a tensor's bits, to compare copies
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: features and observers, which the core knows by
                   this interface alone
 

@@ -7,6 +7,9 @@ at the end of every backward. In a pipeline gradients are complete only after th
     don't reduce      weights are gathered and     reduce-scatter what the       wait; gradients
                       freed as `reshard` says      W's have summed, free         are on the shards
 
+With reshard="step" the first F starts to gather all blocks' weights before it runs: a shard whose rows reach
+no expert of a layer, say, would else not take part in gathering it, and the others would wait.
+
 W adds to the `.grad` of the gathered weight. This `.grad` has memory of its own, which stays when FSDP2 frees
 the weight. If the policy's reduce_dtype differs from the weight's dtype, this `.grad` has the reduce_dtype.
 """
@@ -23,6 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.autograd import WeightGrads
 from zbpp.job.errors import communicating
 from zbpp.runtime.dtensors import is_freed, is_spread, local_of
+from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.mesh import EXPERT, MeshPosition, Reshard
 from zbpp.runtime.parallel.reduce import Ended, Flags
 from zbpp.runtime.stage import StageWorker
@@ -70,6 +74,7 @@ class FullyShardedStage:
         self._trained = [each for each in self._params if each.sharded_param.requires_grad]
         self._before = [each.sharded_param.grad for each in self._trained]
         self._is_missing = [_add_zeros_if_missing(each) for each in self._trained]
+        self._wait_for_gathered()
         for each in self._trained:
             # Experts have summed over the rows of all processes that share them.
             if is_spread(each.sharded_param):
@@ -104,8 +109,15 @@ class FullyShardedStage:
 
     # ---- Weights
 
+    def run_f(self, run: Run, message: Message) -> Message:
+        """F, with reshard="step". Blocks that are not gathered yet are, whether F calls them or not."""
+        for group in self._groups:
+            group.unshard(async_op=True)  # the block's own hook waits
+        return run(message)
+
     def free(self) -> None:
         """Make the shards the stage's parameters again. Called after each step and each evaluation."""
+        self._wait_for_gathered()
         for group in self._groups:
             group._post_forward_indices.clear()  # forward adds to these; an evaluation has no backward
         self._state._comm_ctx.post_forward_order.clear()
@@ -121,6 +133,11 @@ class FullyShardedStage:
         worker.accumulate(weight_grads)
         for module in modules:
             module.reshard()
+
+    def _wait_for_gathered(self) -> None:
+        """Wait for the blocks that no F has called."""
+        for group in self._groups:
+            group.wait_for_unshard()
 
     def _allocate_gathered(self) -> None:
         """Gather each weight and free it again, so that the tensor exists whose `.grad` the W's sum in.

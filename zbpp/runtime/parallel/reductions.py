@@ -115,13 +115,16 @@ class Reductions(Feature):
         return found
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """Gather the weights that a W reads, if FSDP2 has freed them."""
-        if not (call == "step" and isinstance(at, Action | HeadW) and at.stage in self._sharded):
+        """Gather the weights that an F may read, and those that a W reads, if FSDP2 has freed them."""
+        if not (isinstance(at, Action | HeadW) and at.stage in self._sharded):
             return run
         sharded = self._sharded[at.stage]
+        is_forward = isinstance(at, Action) and at.op == Op.F
         if not sharded.frees_before_w:
+            return partial(sharded.run_f, run) if is_forward else run
+        if call != "step":
             return run
-        if isinstance(at, Action) and at.op == Op.F:
+        if is_forward:
             return partial(_without_auxiliary_losses, run, self._workers[at.stage], at.microbatch)
         return replaced_w(self._workers, at, sharded.run_w) or run
 
