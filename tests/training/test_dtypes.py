@@ -1,5 +1,6 @@
 """Which values are rounded to 16 bits: the weights that train in F and B, and nothing else."""
 
+import copy
 import json
 
 import pytest
@@ -17,6 +18,7 @@ from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.export import write_folder
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
+from zbpp.training.batches import batch_for
 from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
 from zbpp.training.weights import save_weights, weights_of_run
 
@@ -105,7 +107,7 @@ def test_an_export_in_16_bits_has_the_dtypes_of_from_pretrained(tmp_path):
 
 
 class Counter(nn.Module):
-    """Counts its microbatches, and adds a table of positions."""
+    """Counts its microbatches."""
 
     def __init__(self):
         super().__init__()
@@ -165,3 +167,39 @@ def test_frozen_weights_leave_a_mixed_run_as_they_came(tmp_path):
         assert torch.equal(frozen.get_parameter(name), each.bfloat16())  # what F computes with
         for where, read in found.items():
             assert torch.equal(read(f"0.{name}"), each), where
+
+
+class Centred(nn.Module):
+    """Inputs near 1000, of which float32 knows differences that bfloat16 does not; and a table."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2)
+        self.register_buffer("table", torch.linspace(0, 1, 8), persistent=False)
+
+    def forward(self, x):
+        return self.last(self.norm(self.first((x - 1000) / 8) + self.table).tanh())
+
+
+class One:
+    """A source with one batch."""
+
+    def __init__(self, *batch):
+        self.batch = lambda number: batch
+
+
+@pytest.mark.parametrize("name", ["bfloat16", "mixed_bfloat16"])
+def test_float_inputs_keep_their_values_as_under_autocast(name):
+    """998.39 arrived as 1000."""
+    torch.manual_seed(0)
+    plain = Centred()
+    stages, x = {0: copy.deepcopy(plain)}, 1000 + 8 * torch.randn(64, 4)
+    prepared(stages, name)
+    (given,), _ = batch_for(stages, 1, One(x, x), 0, CPU)
+    assert torch.equal(given, x)
+    with torch.no_grad():
+        with torch.autocast("cpu", torch.bfloat16):
+            expected = plain(x)
+        torch.testing.assert_close(stages[0](given).float(), expected.float(), rtol=0, atol=0.02)
+        assert torch.equal(copy.deepcopy(stages[0])(given), stages[0](given))
+    assert not torch.allclose(plain(x.bfloat16().float()), plain(x), rtol=0, atol=0.04)

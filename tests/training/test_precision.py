@@ -126,21 +126,15 @@ class Normed:
         return F.mse_loss(output, target)
 
 
-def in_16_bits(stages, dtype):
-    """As autocast computes: products in 16 bits, BatchNorm with float32 weights."""
-    for each in stages.modules():
-        if isinstance(each, nn.Linear):
-            each.to(dtype)
-    return stages
-
-
 def normed(rank, name, degrees):
     """(gradients, statistics) of a step, and what plain torch finds."""
     chosen, model, timetable = PRECISIONS[name], Normed(), plan("zb_v", 1, M)
     x, target = torch.randn(2, 4 * M, 4, generator=torch.Generator().manual_seed(0))
-    plain = in_16_bits(nn.Sequential(*(model.build_stage(s, 2) for s in range(2))), chosen.compute)
-    for rows, wanted in zip(x.to(chosen.compute).split(4), target.split(4), strict=True):
-        (F.mse_loss(plain(rows).float(), wanted) / M).backward()
+    plain = nn.Sequential(*(model.build_stage(s, 2) for s in range(2)))
+    for rows, wanted in zip(x.split(4), target.split(4), strict=True):
+        with torch.autocast("cpu", chosen.compute):
+            output = plain(rows)
+        (F.mse_loss(output.float(), wanted) / M).backward()
 
     config = configs.TrainConfig(precision=name, parallel=configs.ParallelConfig(**degrees))
     mesh = None if rank is None else build_mesh(config.parallel, "cpu")

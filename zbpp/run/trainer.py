@@ -60,7 +60,9 @@ def build_pipeline(
     policy = None
     switched: list[Extra] = []
     if parallel.shard > 1 and precision.is_mixed:
-        policy = MixedPrecisionPolicy(param_dtype=precision.compute, reduce_dtype=precision.stored)
+        # Layers cast their inputs themselves (give_dtypes): data keep their values.
+        dtypes = {"param_dtype": precision.compute, "reduce_dtype": precision.stored}
+        policy = MixedPrecisionPolicy(**dtypes, cast_forward_inputs=False)
     offload = build_offload(config, plan.costs)
     if offload is not None:
         switched.append(offload)

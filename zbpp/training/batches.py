@@ -125,9 +125,10 @@ def batch_for(
 ) -> tuple[tuple[Any, ...], Any]:
     """(args, target) of a step for the owner of `stages`: () without stage 0, None without the last stage.
 
-    number: the batch's number in the source. Floating-point inputs and targets get the narrowest dtype of the
-    stages' parameters; `target_dtype`, if given, replaces it for targets. Raises ValueError for a batch that
-    zbpp/data/source.py can't take apart, and for inputs that stage 0 does not take.
+    number: the batch's number in the source. Floating-point inputs become float32, float64 if the stages'
+    parameters are: 16-bit weights round no data. Targets get `target_dtype`, or else the narrowest dtype of
+    the parameters. Raises ValueError for a batch that zbpp/data/source.py can't take apart, and for inputs
+    that stage 0 does not take.
     """
     if not stages.keys() & {0, num_stages - 1}:
         return (), None
@@ -143,8 +144,9 @@ def part_for(
     target_dtype: torch.dtype | None = None,
 ) -> tuple[tuple[Any, ...], Any]:
     """`batch_for` of a batch that was read."""
-    dtypes = (p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point())
-    dtype = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+    dtypes = {p.dtype for stage in stages.values() for p in stage.parameters() if p.is_floating_point()}
+    narrowest = min(dtypes, key=lambda each: each.itemsize, default=torch.float32)
+    of_inputs = torch.float64 if torch.float64 in dtypes else torch.float32
 
     def moved(dtype: torch.dtype, value: Any) -> Any:
         if not isinstance(value, Tensor):
@@ -152,9 +154,9 @@ def part_for(
         return value.to(device, dtype if value.is_floating_point() else None)
 
     inputs, target = parts_of(with_target(batch, target_names(stages.values())))
-    args = tree_map(partial(moved, dtype), positional(inputs, stages[0])) if 0 in stages else ()
+    args = tree_map(partial(moved, of_inputs), positional(inputs, stages[0])) if 0 in stages else ()
     is_last = num_stages - 1 in stages
-    return args, tree_map(partial(moved, target_dtype or dtype), target) if is_last else None
+    return args, tree_map(partial(moved, target_dtype or narrowest), target) if is_last else None
 
 
 def _by_position(bound: inspect.BoundArguments) -> tuple[Any, ...]:

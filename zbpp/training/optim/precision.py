@@ -11,6 +11,9 @@ In 16 bits only weights are cast. Tensors that a model keeps in another dtype ha
 weights of a BatchNorm, and what a stage declares (`zbpp.stage_api.declared_dtypes`). In a mixed precision
 nothing that a checkpoint holds is rounded.
 
+Data keep their values, too: floating-point inputs are float32. A layer of torch whose weights have 16 bits
+casts a float32 input to their dtype, as under autocast and as FSDP2's cast_forward_inputs does.
+
 Norms and softmax compute in float32 inside torch's kernels, whatever they are given. In a mixed precision the
 loss and the metrics get the last stage's output in float32, unless they compute in float32 themselves.
 """
@@ -66,7 +69,7 @@ PRECISIONS = {each.name: each for each in _ALL}
 
 
 def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = False) -> None:
-    """Give the floating-point tensors of a stage their dtypes: see the top of this file.
+    """Give the floating-point tensors of a stage their dtypes: see the top of this file. Call this once.
 
     as_computed: weights get what F and B compute with, else what the optimizer updates.
     """
@@ -76,10 +79,43 @@ def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = F
     for name, parameter in stage.named_parameters():
         if parameter.is_floating_point():
             cast(parameter, precision.stored if is_updated else declared.get(name, precision.stored))
+    for layer in layers_of_torch(stage) if is_narrow else ():
+        layer.forward = _InDtypeOfWeights(layer)
     saved = {id(each) for _, each in persistent_buffers(stage)}
     for name, buffer in stage.named_buffers():
         if buffer.is_floating_point() and not (precision.is_mixed and id(buffer) in saved):
             buffer.data = buffer.data.to(declared.get(name, precision.stored))
+
+
+def layers_of_torch(stage: nn.Module) -> Iterator[nn.Module]:
+    """The modules with weights of their own whose forward is torch's: Linear, Conv2d, LayerNorm, ..."""
+    for module in stage.modules():
+        is_own = "forward" in vars(module) or not type(module).forward.__module__.startswith("torch.nn.")
+        if not is_own and any(True for _ in module.parameters(recurse=False)):
+            yield module
+
+
+class _InDtypeOfWeights:
+    """The forward of a layer of torch, which takes wider values in the dtype of its 16-bit weights.
+
+    It refers to the module, not to a bound method, so that in a copy of the module it refers to the copy.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        weights = (each.dtype for each in self.module._parameters.values() if each is not None)
+        dtype = next(weights, torch.float32)
+        if dtype.itemsize == 2:
+            args = tuple(_narrowed(each, dtype) for each in args)
+            kwargs = {name: _narrowed(each, dtype) for name, each in kwargs.items()}
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _narrowed(value: Any, dtype: torch.dtype) -> Any:
+    is_wide = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
+    return value.to(dtype) if is_wide else value
 
 
 def kept_in_float32(stage: nn.Module, precision: Precision) -> Iterator[nn.Parameter]:
