@@ -64,7 +64,7 @@ MAY_IMPORT = {
     "zbpp/render/": {"render", "partition"} | _PLANS,
     "zbpp/commands/__init__.py": set(),
     "zbpp/commands/plan/": {"commands", "packing", "ranges", "render"} | _PLANS,
-    "zbpp/autograd/": {"autograd", "devices", "streams"},
+    "zbpp/autograd/": {"autograd", "devices", "seeding", "streams"},
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,

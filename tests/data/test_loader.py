@@ -1,13 +1,16 @@
 """A user's Dataset, DataLoader or list of batches feeds the trainer, the same on every rank."""
 
+import random
 import sys
+from collections import UserDict
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
 
 from zbpp import Pipeline, plan
 from zbpp.config import ConfigError
@@ -42,10 +45,14 @@ def test_a_dataset_is_shuffled_alike_whatever_a_rank_drew_before_and_anew_each_e
     seen = []
     for drawn in (0, 5):  # two ranks whose stages took different numbers of random numbers
         torch.manual_seed(drawn)
+        random.seed(drawn)
+        np.random.seed(drawn)
         before = torch.get_rng_state()
         data = loaded_data(Squares(), batch_size=BATCH, seed=7)
         seen.append(rows_of(data, range(10)))
         assert torch.equal(torch.get_rng_state(), before)
+        assert random.random() == random.Random(drawn).random()
+        assert np.random.rand() == np.random.RandomState(drawn).rand()
     first, second = seen[0][:ROWS], seen[0][ROWS:]
     assert seen[0] == seen[1]
     assert sorted(first) == sorted(second) == list(range(ROWS))
@@ -131,6 +138,10 @@ def ragged():
     return DataLoader(Squares(), batch_size=16)
 
 
+def ragged_by_a_sampler():
+    return DataLoader(Squares(20), batch_sampler=BatchSampler(SequentialSampler(Squares(18)), 16, False))
+
+
 def short():
     return [(torch.ones(3), torch.ones(3))]
 
@@ -148,6 +159,7 @@ def numbers():
     [
         ("iterator", "a list_iterator does not yield batches again and again"),
         ("ragged", "the training DataLoader ends with 4 rows: give it drop_last=True"),
+        ("ragged_by_a_sampler", "the training DataLoader ends with 2 rows: give it drop_last=True"),
         ("short", "training batch 0 has 3 rows, but num_microbatches . microbatch_size is 16: "),
         ("numbers", "training batch 0 has no rows"),
         ("few", "the training Dataset has 3 rows, fewer than a batch .* = 16"),
@@ -213,10 +225,10 @@ class StatefulStream(Stream):
 
 
 class Noisy(Squares):
-    """Rows with a number that torch draws."""
+    """Rows with numbers that torch, Python and numpy draw."""
 
     def __getitem__(self, row):
-        return torch.tensor([row, torch.rand(())]), torch.zeros(())
+        return torch.tensor([row, torch.rand(()), random.random(), np.random.rand()]), torch.zeros(())
 
 
 def shuffled_noise(batch_size=BATCH):
@@ -247,7 +259,7 @@ def test_replicas_that_read_smaller_batches_read_the_rows_of_one_large_batch(mak
     large, small = (
         loaded_data(make() if make is Noisy else make(size), batch_size=size, seed=7) for size in (4, 2)
     )
-    columns = 2 if make is Noisy else 1
+    columns = 4 if make is Noisy else 1
     for step in range(10):
         halves = torch.cat([small.train.batch(2 * step)[0], small.train.batch(2 * step + 1)[0]])
         assert torch.equal(large.train.batch(step)[0][:, :columns], halves[:, :columns])
@@ -292,3 +304,135 @@ def test_a_loader_with_a_state_goes_on_from_it(number):
     stream.read = 0
     assert rows_of(later, [number + 1, number + 2]) == expected
     assert stream.read == 2
+
+
+# ---------------------------------------------------------------- as other libraries ask
+
+
+def of_torch():
+    sampler = DistributedSampler(Squares(), num_replicas=1, rank=0, seed=3)
+    return DataLoader(Squares(), BATCH, sampler=sampler, drop_last=True), sampler
+
+
+def of_accelerate():
+    data_loader = pytest.importorskip("accelerate").data_loader
+    loader = DataLoader(Squares(), BATCH, shuffle=True, drop_last=True)
+    made = data_loader.prepare_data_loader(loader, use_seedable_sampler=True, data_seed=3)
+    return made, made
+
+
+READ = []
+
+
+def counted(row):
+    READ.append(row)
+    return row
+
+
+def of_datasets():
+    rows = {"x": [[float(row)] for row in range(ROWS)], "target": [0.0] * ROWS}
+    found = pytest.importorskip("datasets").Dataset.from_dict(rows).to_iterable_dataset(num_shards=5)
+    found = found.shuffle(seed=3, buffer_size=1).map(counted).with_format("torch")
+    return found, found
+
+
+def first_entries(batch):
+    return [int(each) for each in (batch["x"] if isinstance(batch, dict) else batch[0])[:, 0]]
+
+
+@pytest.mark.parametrize("make", [of_torch, of_accelerate, of_datasets])
+def test_whatever_has_an_epoch_is_told_it_as_in_a_loop_of_its_own_library(make):
+    """Each epoch had the order of the first one."""
+    source, told = make()
+    loader = source if isinstance(source, DataLoader) else DataLoader(source, BATCH, drop_last=True)
+    expected = []
+    for epoch in range(3):
+        told.set_epoch(epoch)
+        expected += map(first_entries, loader)
+    data = loaded_data(make()[0], batch_size=BATCH, seed=0)
+    assert [first_entries(data.train.batch(step)) for step in range(15)] == expected
+    assert expected[:5] != expected[5:10]
+
+
+def test_a_dataset_of_rows_is_told_the_epoch_of_each_row():
+    class Told(Squares):
+        def set_epoch(self, epoch):
+            self.epoch = epoch
+
+        def __getitem__(self, row):
+            return torch.tensor([row, self.epoch]), torch.zeros(())
+
+    train = loaded_data(Told(10), batch_size=BATCH, seed=0).train
+    batches = torch.cat([train.batch(step)[0] for step in (0, 1, 2, 3, 4)])
+    assert batches[:, 1].tolist() == [0] * 10 + [1] * 10
+
+
+@pytest.mark.parametrize("number", [1, 4, 6])
+def test_an_iterable_dataset_of_datasets_goes_on_from_its_own_state(number):
+    """In the first epoch, at its end, in the second one; rows before are not read."""
+    running = loaded_data(of_datasets()[0], batch_size=BATCH, seed=0)
+    expected = [first_entries(running.train.batch(step)) for step in range(number + 8)]
+    running.train.batch(0)
+    for step in range(number + 1):
+        running.train.batch(step)
+    later = loaded_data(of_datasets()[0], batch_size=BATCH, seed=0)
+    later.load_state_dict(deepcopy(running.state_dict()))
+    READ.clear()
+    steps = range(number + 1, number + 8)
+    assert [first_entries(later.train.batch(step)) for step in steps] == expected[number + 1 :]
+    assert len(READ) <= BATCH * len(steps) + 1
+
+
+def test_an_accelerate_loader_without_a_state_drops_the_batches_before():
+    running, later = (loaded_data(of_accelerate()[0], batch_size=BATCH, seed=0) for _ in range(2))
+    expected = [first_entries(running.train.batch(step)) for step in range(8)]
+    assert running.state_dict() == {}
+    later.load_state_dict({})
+    assert first_entries(later.train.batch(7)) == expected[7]
+
+
+TOKENS = {"input_ids": [[row, 1, 2] for row in range(8)], "target": [[1, 2, row] for row in range(8)]}
+
+
+def as_dataset():
+    return pytest.importorskip("datasets").Dataset.from_dict(TOKENS)
+
+
+def as_batches(kind=UserDict):
+    halves = [{name: rows[first : first + 4] for name, rows in TOKENS.items()} for first in (0, 4)]
+    return [kind(each) for each in halves]
+
+
+@pytest.mark.parametrize(
+    ("make", "is_shuffled"),
+    [
+        (as_dataset, True),
+        (lambda: as_dataset().to_iterable_dataset(), False),
+        (lambda: DataLoader(as_dataset().with_format("torch"), 4, drop_last=True), False),
+        (as_batches, False),
+    ],
+)
+def test_rows_of_lists_and_mappings_that_are_no_dicts_become_batches_of_tensors(make, is_shuffled):
+    """A row of `datasets` has lists; BatchEncoding is a UserDict, of which pytree sees no tensor."""
+    data = loaded_data(make(), batch_size=4, seed=0)
+    batches = [data.train.batch(step) for step in range(2)]
+    for name, rows in TOKENS.items():
+        found = torch.cat([batch[name] for batch in batches]).tolist()
+        assert (sorted(found) if is_shuffled else found) == rows
+    assert all(type(batch) is dict for batch in batches)
+
+
+def test_a_mapping_inside_a_batch_is_a_dict_too():
+    inner = UserDict(x=torch.ones(4, 2))
+    inputs, target = loaded_data([(inner, torch.ones(4))], batch_size=4, seed=0).train.batch(0)
+    assert type(inputs) is dict
+    assert inputs["x"] is inner["x"]
+    assert target.tolist() == [1, 1, 1, 1]
+
+
+def test_tokens_that_a_loader_has_made_a_list_of_are_refused_with_what_to_write():
+    with pytest.raises(ValueError, match=r'input_ids is a list of 3 tensors.* \.with_format\("torch"\)'):
+        loaded_data(DataLoader(as_dataset(), 4), batch_size=4, seed=0)
+    ragged = [{"input_ids": [[1, 2], [3]], "target": [[1, 2], [3, 4]]}]
+    with pytest.raises(ValueError, match="lists of numbers differ in length"):
+        loaded_data(ragged, batch_size=2, seed=0)

@@ -15,6 +15,7 @@ token_batches  batches of about so many tokens, cut into microbatches that are a
 
 chat           conversations with a loss mask
 chat_template  a conversation as tokens, and which of them are learned
+protocols      epoch, state and length of a source of batches, as each library asks for them
 loader         a user's own Dataset, or anything that yields batches; `loaded_data`
 regression     random regression
 """

@@ -2,13 +2,14 @@
 
 Every rank makes its own loader, and all must see the same global batches; `zbpp train` compares the ranks'
 fingerprints of the first batch. `shuffle=True` gives the same order on every rank: while a batch is made,
-torch's random numbers are seeded by the batch's number. Code that draws from `random` or numpy, or in worker
-processes, has to seed itself alike on every rank.
+torch's, Python's and numpy's random numbers are seeded by the batch's number. A DataLoader seeds its worker
+processes from them. Afterwards the process draws what it would have drawn without the data.
 
 A run that goes on at step 1000 needs batch 1000:
 
     a map-style Dataset                  is asked for that batch
-    has state_dict and load_state_dict   goes on from its own state, as torchdata's StatefulDataLoader does
+    has state_dict and load_state_dict   goes on from its own state: torchdata's StatefulDataLoader,
+                                         an IterableDataset of `datasets`
     anything else                        yields all batches before: a DataLoader, a list
 """
 
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,9 +28,10 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.prepared import digest_of
-from zbpp.data.sequences import Known, Watch, as_sequence, check_sequence
-from zbpp.data.source import Data, num_rows, parts_of
-from zbpp.seeding import seed_of
+from zbpp.data.protocols import length_of, num_rest, stateful, tell_epoch
+from zbpp.data.sequences import Known, Watch, check_sequence
+from zbpp.data.source import Data, as_tensors, num_rows, parts_of
+from zbpp.seeding import restored_python_generators, seed_of, seed_python_generators
 
 _log = logging.getLogger(__name__)
 _SAID = 100  # batches that are dropped without a warning
@@ -79,7 +82,7 @@ class DatasetBatches:
                 f"microbatch_size = {batch_size}): give more rows, or smaller batches"
             )
         self._rows, self._batch_size, self._seed, self._shuffle = rows, batch_size, seed, shuffle
-        self._collate = collate
+        self._collate, self._epoch = collate, -1  # none told so far
 
     @property
     def num_rows(self) -> int:
@@ -100,7 +103,7 @@ class DatasetBatches:
         """The batch of `step`, from 0. Raises ValueError for rows that don't stack."""
         first = step * self._batch_size
         samples = np.arange(first, first + self._batch_size)
-        with torch.random.fork_rng([]):
+        with _own_random_numbers():
             rows = [
                 self._row(int(sample), int(row))
                 for sample, row in zip(samples, self._order(samples), strict=True)
@@ -117,7 +120,7 @@ class DatasetBatches:
         """The first row, the last one and some between, each as a batch of one: changed data show in them."""
         last = len(self._rows) - 1
         between = np.random.default_rng(last).integers(0, last + 1, _NUM_PROBED)
-        with torch.random.fork_rng([]):
+        with _own_random_numbers():
             return [self._collate([self._row(row, row)]) for row in sorted({0, last, *map(int, between)})]
 
     def sequences(self, watch: Watch) -> Known:
@@ -131,22 +134,25 @@ class DatasetBatches:
                 f"the Dataset has {len(self._rows)} rows, and its lengths are {len(known)}: give one for "
                 "each row"
             )
-        with torch.random.fork_rng([]):
+        with _own_random_numbers():
             lengths = (
-                [check_sequence(as_sequence(self._row(row, row))) for row in watch(range(len(self._rows)))]
+                [check_sequence(self._row(row, row)) for row in watch(range(len(self._rows)))]
                 if known is None
                 else known
             )
 
         def read(sample: int) -> Any:
-            with torch.random.fork_rng([]):
-                return as_sequence(self._row(sample, int(self._order(np.array([sample]))[0])))
+            with _own_random_numbers():
+                return self._row(sample, int(self._order(np.array([sample]))[0]))
 
         return Known(np.array(lengths, dtype=np.int64), self._order, read)
 
     def _row(self, sample: int, row: int) -> Any:
-        torch.default_generator.manual_seed(seed_of(self._seed, "row", sample))
-        return self._rows[row]
+        if (epoch := sample // len(self._rows)) != self._epoch:
+            self._epoch = epoch
+            tell_epoch(self._rows, epoch)
+        _seed_all(seed_of(self._seed, "row", sample))
+        return as_tensors(self._rows[row])
 
     def _order(self, samples: Numbers) -> Numbers:
         epochs, places = np.divmod(samples, len(self._rows))
@@ -177,10 +183,8 @@ class IteratedBatches:
     @property
     def num_batches(self) -> int:
         """How many whole batches an epoch has."""
-        try:
-            return len(self._batches) - bool(self.num_rest)  # type: ignore[arg-type]
-        except TypeError:  # also a DataLoader of an IterableDataset
-            return _ENDLESS
+        known = length_of(self._batches)
+        return _ENDLESS if known is None else known - bool(self.num_rest)
 
     def batch(self, step: int) -> Any:
         """The batch of `step`, from 0; the latest batch is not loaded again."""
@@ -199,17 +203,19 @@ class IteratedBatches:
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's own state after the latest batch; {} for a loader without a state."""
-        if not _has_state(self._batches) or self._number < 0:
+        source = stateful(self._batches)
+        if source is None or self._number < 0:
             return {}
         state = {"number": self._number, "epoch": self._epoch, "batch_size": self._batch_size}
-        return {**state, "loader": self._batches.state_dict()}  # type: ignore[attr-defined]
+        return {**state, "loader": source.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on after the batch that was the latest at `state_dict`; {}: drop the batches before.
 
         A state with batches of another size is not used, with a warning: batches are dropped instead.
         """
-        if not state or not _has_state(self._batches):
+        source = stateful(self._batches)
+        if not state or source is None:
             return
         if state["batch_size"] != self._batch_size:
             _log.warning(
@@ -218,8 +224,8 @@ class IteratedBatches:
             )  # fmt: skip
             return
         self._begin()
-        self._batches.load_state_dict(state["loader"])  # type: ignore[attr-defined]
-        with torch.random.fork_rng([]):
+        source.load_state_dict(state["loader"])
+        with _own_random_numbers():
             self._start_epoch(state["epoch"])
         self._number = state["number"]
 
@@ -227,12 +233,13 @@ class IteratedBatches:
         # A DataLoader draws an epoch's order here. The seed is the epoch's, not the batch's: so the order is
         # the same whether one process reads an epoch, or replicas in smaller batches.
         self._epoch = epoch
-        torch.default_generator.manual_seed(seed_of(self._seed, "epoch", epoch))
+        _seed_all(seed_of(self._seed, "epoch", epoch))
+        tell_epoch(self._batches, epoch)
         self._iterator = iter(self._batches)
 
     def _next(self, number: int) -> Any:
-        with torch.random.fork_rng([]):
-            torch.default_generator.manual_seed(seed_of(self._seed, "batch", number))
+        with _own_random_numbers():
+            _seed_all(seed_of(self._seed, "batch", number))
             found = next(self._iterator, _NOTHING)
             if found is _NOTHING:
                 self._start_epoch(self._epoch + 1)
@@ -241,6 +248,8 @@ class IteratedBatches:
             raise ValueError(
                 f"the {self._name} data has no batch: is a DataLoader with drop_last=True empty?"
             )
+        found = as_tensors(found)
+        _refuse_columns(found)
         if num_rows(found) not in (self._batch_size, self.num_rest or self._batch_size):
             raise ValueError(
                 f"{self._name} batch {number} has {num_rows(found) or 'no'} rows, but num_microbatches * "
@@ -250,8 +259,26 @@ class IteratedBatches:
         return found
 
 
-def _has_state(batches: object) -> bool:
-    return hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+def _refuse_columns(batch: Any) -> None:
+    """Raise ValueError for tokens as torch's collate makes them of rows with lists: a tensor per position."""
+    for name, value in batch.items() if isinstance(batch, Mapping) else ():
+        if name in ("input_ids", "labels") and isinstance(value, list):
+            raise ValueError(
+                f"{name} is a list of {len(value)} tensors, one per position, since rows have lists: write "
+                '.with_format("torch") behind a Dataset of `datasets`, or give the Dataset itself'
+            )
+
+
+@contextmanager
+def _own_random_numbers() -> Iterator[None]:
+    """What is drawn inside changes no random number that is drawn afterwards."""
+    with torch.random.fork_rng([]), restored_python_generators():
+        yield
+
+
+def _seed_all(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    seed_python_generators(seed)
 
 
 def loaded_data(
@@ -289,17 +316,17 @@ def _loaded(
         return DatasetBatches(given, **how, collate=collate)
     batches = given
     if isinstance(given, Dataset):
-        batches = DataLoader(given, batch_size, drop_last=True, collate_fn=collate)
-    if not isinstance(batches, Iterable) or isinstance(batches, str | dict | Tensor | Iterator):
+        batches = DataLoader(
+            given, batch_size, drop_last=True, collate_fn=lambda rows: collate([*map(as_tensors, rows)])
+        )
+    if not isinstance(batches, Iterable) or isinstance(batches, str | Mapping | Tensor | Iterator):
         raise ValueError(
             f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "
             "DataLoader, a list of batches, a pair of such (to train on, held out), or a zbpp.data.Data"
         )
-    rest = 0
-    if isinstance(batches, DataLoader) and isinstance(batches.dataset, Sized) and not batches.drop_last:
-        rest = len(batches.dataset) % (batches.batch_size or 1)
-        if rest and shuffle:  # otherwise a run would fail at the end of its first epoch
-            raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
+    rest = num_rest(batches)
+    if rest and shuffle:  # otherwise a run would fail at the end of its first epoch
+        raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
     return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name, num_rest=rest)
 
 

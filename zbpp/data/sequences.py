@@ -63,21 +63,11 @@ def sequences_of(source: object, watch: Watch = iter) -> Sequences:
     return found
 
 
-def as_sequence(row: Any) -> Any:
-    """A Dataset's row, its lists of numbers and its arrays as tensors."""
-
-    def is_numbers(value: Any) -> bool:
-        return isinstance(value, list | np.ndarray)
-
-    return tree_map(lambda each: torch.as_tensor(each) if is_numbers(each) else each, row, is_leaf=is_numbers)
-
-
 def padded_rows(rows: Sequence[Any]) -> Any:
     """A batch of a Dataset's rows. Raises ValueError for a row that is no sequence."""
-    sequences = [*map(as_sequence, rows)]
-    for each in sequences:
+    for each in rows:
         check_sequence(each)
-    return padded(sequences)
+    return padded(rows)
 
 
 def can_be_packed(sequence: Any) -> bool:

@@ -23,10 +23,13 @@ An input may be nested: ((x, t), target) has one input, a pair.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from numbers import Number
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.stage_api import IGNORED, TargetNames
 
@@ -145,6 +148,37 @@ def has_targets_of_inputs(batch: Any) -> bool:
         if isinstance(each, Tensor) and each.shape == target.shape
     ]
     return bool(counts.sum() > 1) and any(bool(each.all()) for each in same)
+
+
+def as_tensors(batch: Any) -> Any:
+    """A batch, or a row of one, whose lists of numbers and arrays are tensors, and whose mappings are dicts.
+
+    A batch that is a list is a list of parts, so it stays one. torch's pytree knows no other mappings than
+    dicts, such as transformers' BatchEncoding. Raises ValueError for a list of lists of different lengths.
+    """
+
+    def is_leaf(value: Any) -> bool:
+        return isinstance(value, Mapping) or (value is not batch and _is_numbers(value))
+
+    def made(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: tree_map(made, each, is_leaf=is_leaf) for name, each in value.items()}
+        try:
+            return torch.as_tensor(value) if _is_numbers(value) else value
+        except ValueError as error:
+            raise ValueError(f"lists of numbers differ in length: {error}") from error
+
+    return tree_map(made, batch, is_leaf=is_leaf)
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is an array of numbers, or a list of numbers or of such lists."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc"
+    first = value
+    while isinstance(first, list) and first:
+        first = first[0]
+    return isinstance(value, list) and isinstance(first, Number)
 
 
 def num_rows(batch: Any) -> int | None:

@@ -22,7 +22,7 @@ from torch import nn
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from zbpp.autograd.models.python_generators import restored_python_generators
+from zbpp.seeding import restored_python_generators
 
 Returned = TypeVar("Returned")
 

@@ -6,7 +6,6 @@
     auxiliary.py          `auxiliary_loss`: scalars that a forward reports beside its output
     past.py               keys and values of earlier slices, for a sequence that comes in slices
     sharded.py            weights on a device mesh (DTensor): W computes with the shards of its own rank
-    python_generators.py  Python's and numpy's random generators, restored
     linear_cross_entropy.py  a language model's head and its loss, without logits in float32
     grouped_linear.py     linear layers of several experts at once, over rows sorted by expert
     loss_kernels.py       the loss as one compiled kernel per pass, for 16-bit logits on a GPU

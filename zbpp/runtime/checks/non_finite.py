@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
-from zbpp.autograd.models.python_generators import restored_python_generators
 from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Message, Run
@@ -32,6 +31,7 @@ from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction
 from zbpp.schedule.timetable import Unit
+from zbpp.seeding import restored_python_generators
 
 _NAN, _INFINITY, _MINUS_INFINITY = "NaN", "Infinity", "-Infinity"
 _AFTER = 2**31  # in the place of a microbatch: after the last one
