@@ -279,6 +279,50 @@ def test_no_wait_for_the_device_hangs_a_first_step(num_ranks, num_random):
     assert total > 10 * len(cases)
 
 
+def third_step_with_waits(rank, timeout):
+    """How often this rank waits for the device in its third step, as compiled stages whose guards fail do."""
+    timetable = zbpp.plan("zb_h1", 2, 6)
+    stages = {stage: WaitsForTheDevice(stage, 0.0) for stage in timetable.stages_of(rank)}
+    for stage in stages.values():
+        stage._compiled_call_impl = stage._call_impl  # as module.compile()
+    x = torch.ones(6, 3, dtype=torch.float64)
+    with Pipeline(stages, timetable, nn.functional.mse_loss, timeout=timeout) as pipeline:
+        for share in (0.0, 0.0, 1.0):
+            for stage in stages.values():
+                stage.share = share
+            pipeline.step(x, target=-x)
+    return [stage.num_waits for stage in stages.values()]
+
+
+def test_no_wait_for_the_device_hangs_a_later_step_of_compiled_stages():
+    assert run_ranks(third_step_with_waits, 2, 5.0, backend="strict") == [[12], [12]]
+
+
+def programs_of_steps(rank):
+    """The programs that run in an ordinary step, in two recorded ones, and in the next one."""
+    found = []
+    with small_pipeline() as pipeline:
+        x = torch.ones(4, 3, dtype=torch.float64)
+
+        def step():
+            pipeline.step(x, target=-x)
+            found.append(str(pipeline._rank.executors["step"].program))
+
+        step()
+        step()
+        with pipeline.using(zbpp.runtime.Recorder()):
+            step()
+            step()
+        step()
+    return found
+
+
+def test_a_recorded_step_starts_its_receives_as_an_ordinary_step():
+    for first, *others in run_ranks(programs_of_steps, 2, backend="strict"):
+        assert len({*others}) == 1
+        assert first != others[0]
+
+
 def test_a_wait_for_the_device_hangs_a_first_step_whose_receives_start_ahead():
     cases = [(str(zbpp.plan("zb_h1", 2, 4)), 0, 1.0)]
     found = run_ranks(first_step_as_on_gloo, 2, cases, backend="strict", fresh=True)

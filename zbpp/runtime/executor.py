@@ -75,9 +75,9 @@ class Executor:
     sender. pool: the receive buffers of inboxes that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
-    and a tuner do. True for the first pass, for the first one after `rebind` or `forget_layouts`, and for
-    sizes that were not seen before; with dynamic shapes for all passes. Where the following step may wait,
-    too, an extra sets it to True in `end`.
+    and a tuner do. True for the first pass, for the first one after `forget_layouts` or after `rebind` for a
+    feature, and for sizes that were not seen before; with dynamic shapes for all passes. Where the following
+    step may wait, too, an extra sets it to True in `end`.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class Executor:
         self._resolver = Resolver(
             workers, methods, num_stages, self.inboxes, self._outboxes, self._extras, call
         )
-        self.postings, self.sizes = postings, list[Size]()
+        self.postings, self.sizes, self.may_wait = postings, list[Size](), True
         self._bound = LastUsed[str, _Bound]()  # by the program's name
         self.use("", program)
         self.rebind()
@@ -117,9 +117,9 @@ class Executor:
         """The program that runs, before the passes of extras."""
         return self._now.given
 
-    def rebind(self) -> None:
-        """Resolve the program again: the extras have changed."""
-        self.may_wait = True
+    def rebind(self, *, may_wait: bool = True) -> None:
+        """Resolve the program again: the extras have changed, and with them `may_wait`, if it is given."""
+        self.may_wait |= may_wait
         again = self._now._replace(variants={})
         self._bound.clear()
         self._now = self._bound.of(self._name, lambda: again)

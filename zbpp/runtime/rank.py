@@ -30,12 +30,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
+from zbpp.devices import sum_over
 from zbpp.error_text import error_text
 from zbpp.job.errors import communicating
 from zbpp.runtime.batch import Batch
 from zbpp.runtime.call import Call
 from zbpp.runtime.executor import BeginAgain, Executor
-from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras
+from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras, Observer
 from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
 from zbpp.runtime.host_links import OWN_LIMIT
 from zbpp.runtime.layouts import Layouts
@@ -48,7 +49,7 @@ from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count
 from zbpp.schedule import Op, Timetable
-from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST
+from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST, Postings
 from zbpp.stage_api import mark_of
 
 _log = logging.getLogger(__name__)
@@ -162,13 +163,19 @@ class Rank:
             self._links,
             self.device,
             layouts=Layouts(is_dynamic=self.dynamic_shapes),
-            postings=ON_DEVICE if self.receives_on_device else ON_HOST,
+            postings=self._postings(),
             extras=self.extras,
             call=name,
         )
         if self._message_limit is not None:
             made.limit_waits(self._message_limit)
         return made
+
+    def _postings(self) -> Postings:
+        """Where receives start. What is compiled may be compiled again, and tuned, in any step."""
+        if not self.receives_on_device:
+            return ON_HOST
+        return Postings(ON_DEVICE.may_wait, ON_DEVICE.may_wait) if self._compiles else ON_DEVICE
 
     # ---- Extras
 
@@ -179,7 +186,7 @@ class Rank:
         extra.attach(self)
         self.extras.append(extra)
         try:
-            self.rebind()
+            self._rebind_for(extra)
         except BaseException:
             self.leave(extra)
             raise
@@ -193,13 +200,20 @@ class Rank:
         """From the next call on, run without this extra."""
         if not self.over:  # else all extras are closed already
             self.extras.remove(extra)
-            self.rebind()
+            self._rebind_for(extra)
             extra.close()
 
-    def rebind(self) -> None:
-        """Make the programs of all calls anew, by the passes and functions of the extras of now."""
+    def rebind(self, *, may_wait: bool = True) -> None:
+        """Make the programs of all calls anew, by the passes and functions of the extras of now.
+
+        may_wait: whether the next call may therefore wait for the whole device.
+        """
         for executor in self.executors.values():
-            executor.rebind()
+            executor.rebind(may_wait=may_wait)
+
+    def _rebind_for(self, extra: Extra) -> None:
+        """An observer changes nothing, so it sees an ordinary step: one whose receives start ahead."""
+        self.rebind(may_wait=not isinstance(extra, Observer))
 
     def trained(self) -> list[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""
@@ -270,7 +284,7 @@ class Rank:
         """Sum the values, in place, over these dimensions of the mesh. Collective."""
         for name in dimensions:
             with communicating(f"rank {self.index}, summing the numbers of targets over {name}"):
-                dist.all_reduce(values, group=self.groups.get(name) or self.place.group(name))
+                sum_over(self.groups.get(name) or self.place.group(name), values)
 
     def _execute(self, executor: Executor, batch: Batch) -> None:
         """Give the stages their parts of a batch, and run the program; again, if the step begins again."""

@@ -23,8 +23,9 @@ Too late, because 1B0 may wait for the device, and 0F2 may, behind the send of x
 action that begins at time t waits for nothing but messages whose send and receive have started once all
 actions that begin before t have run, on any rank. So such waits can't form a circle, wherever they are.
 
-In the steps that follow nothing waits for the device. Then each receive starts one action earlier, and the
-message travels during that action:
+In the steps that follow nothing waits for the device, unless stages are compiled: a shape that is new to a
+compiler is compiled, and tuned, when it comes. Without compiled stages each receive then starts one action
+earlier, and the message travels during that action:
 
     one_ahead       Post x(1,1)  1F0  1B0  Send g(0,0)  Recv x(1,1)  1F1
 
