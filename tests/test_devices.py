@@ -52,6 +52,18 @@ def test_links_have_the_backend_of_their_device_alone_and_its_urgent_options(mon
     assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 8)
 
 
+def test_a_tensor_is_sent_from_where_the_groups_backend_takes_it(monkeypatch):
+    """Numbers that were made on the host are summed by NCCL on the device, and come back."""
+    device = torch.device("meta")  # stands for a GPU
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: device)
+    monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "meta:nccl")
+    assert devices.carried(torch.ones(2), None).device.type == "meta"
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: "cpu:gloo,meta:nccl")
+    assert devices.carried(torch.ones(2), None).device.type == "cpu"
+
+
 def test_a_device_without_an_index_is_the_current_one(a_gpu):
     """Generators and streams of a device are found by its index."""
     assert devices.whole("cuda") == GPU

@@ -166,6 +166,22 @@ def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
     return backends.get(device.type, "")
 
 
+def carried(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The tensor if the group's backend takes it from where it is; else a copy from where the backend does.
+
+    NCCL takes no tensor in host memory: no number that was made there, and no weight that is kept there.
+    """
+    return tensor if backend_of(group, tensor.device) else tensor.to(device_for_messages(group))
+
+
+def sum_over(group: dist.ProcessGroup | None, values: Tensor) -> None:
+    """Sum a tensor, in place, over the group's processes. Collective."""
+    sums = carried(values, group)
+    dist.all_reduce(sums, group=group)
+    if sums is not values:
+        values.copy_(sums)
+
+
 def occupies_device(backend: str) -> bool:
     """Whether a receive that has started occupies the device until its message is there, see Backend."""
     return _BACKENDS.get(backend, _UNKNOWN).occupies_device

@@ -45,13 +45,20 @@ def test_importing_zbpp_sets_what_cuda_reads_first_and_keeps_what_is_set():
 
 def test_expandable_segments_are_used_unless_the_user_said_otherwise(monkeypatch):
     said = []
-    monkeypatch.setattr(torch.cuda.memory, "_set_allocator_settings", said.append)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append)
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     cuda_settings.use_expandable_segments()
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:128")
     cuda_settings.use_expandable_segments()
     assert said == ["expandable_segments:True"]
+
+
+@pytest.mark.filterwarnings("error")
+def test_expandable_segments_are_set_without_a_warning(monkeypatch):
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    cuda_settings.use_expandable_segments()
 
 
 def test_a_host_that_waits_for_each_kernel_is_refused(monkeypatch):

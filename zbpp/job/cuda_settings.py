@@ -31,7 +31,9 @@ def use_expandable_segments() -> None:
     import torch
 
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+        # torch.cuda's own function for it warns on 2.13, where this one took its place, and will go.
+        general = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+        (general or torch.cuda.memory._set_allocator_settings)("expandable_segments:True")
 
 
 def check_launches() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbpp.devices import carried
 from zbpp.runtime.mesh import EXPERT, EXPERT_COPIES, SHARD, MeshPosition, names_in
 
 
@@ -74,8 +75,9 @@ def copy_from(source: int, tensor: torch.Tensor, group: dist.ProcessGroup) -> No
     already is left alone: it does not count as changed in place.
     """
     local = local_of(tensor.detach())
-    values = local.contiguous().clone()
-    dist.broadcast(values, group=group, group_src=source)
+    sent = carried(local.contiguous().clone(), group)
+    dist.broadcast(sent, group=group, group_src=source)
+    values = sent.to(local.device)
     if not torch.equal(values, local):
         local.copy_(values)
 

@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from zbpp.devices import device_for_messages
+from zbpp.devices import device_for_messages, sum_over
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import broadcast, gather_over
 from zbpp.schedule import PlanError, Timetable
@@ -280,7 +280,7 @@ class MeshPosition:
         """Sum the values, in place, over these dimensions of `mesh`. Collective."""
         for name in dimensions:
             if name in self.groups:
-                dist.all_reduce(values, group=self.groups[name])
+                sum_over(self.groups[name], values)
 
     def gather(self, value: Any) -> list[Any]:
         """The value of every process of the mesh, on every process. Collective.

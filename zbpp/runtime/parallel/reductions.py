@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
+from zbpp.devices import carried
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
 from zbpp.runtime.batch import Batch
@@ -270,7 +271,7 @@ def copy_buffers(stages: Iterable[nn.Module], group: dist.ProcessGroup) -> None:
         for _, buffer in persistent_buffers(stage):
             by_dtype.setdefault(buffer.dtype, []).append(local_of(buffer))
     for buffers in by_dtype.values():
-        values = torch.cat([each.reshape(-1) for each in buffers])
+        values = carried(torch.cat([each.reshape(-1) for each in buffers]), group)
         dist.broadcast(values, group=group, group_src=0)
         for buffer, part in zip(buffers, values.split([each.numel() for each in buffers]), strict=True):
             buffer.copy_(part.view(buffer.shape))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from zbpp.devices import sum_over
 from zbpp.job.errors import communicating
 from zbpp.runtime.call import Call
 from zbpp.runtime.marks import PerMicrobatch, Replicated
@@ -110,7 +111,7 @@ class SequenceParts:
     def sum(self, values: Tensor) -> Tensor:
         """Sum the values, in place, over the processes; returns them. Collective."""
         with communicating("summing over the processes that share sequences"):
-            dist.all_reduce(values, group=self._group)
+            sum_over(self._group, values)
         return values
 
     def _joined(self, slice_bounds: Sequence[int], value: Any) -> Any:
