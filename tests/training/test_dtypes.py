@@ -18,6 +18,7 @@ from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.export import write_folder
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
+from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.batches import batch_for
 from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
 from zbpp.training.weights import save_weights, weights_of_run
@@ -203,3 +204,14 @@ def test_float_inputs_keep_their_values_as_under_autocast(name):
         torch.testing.assert_close(stages[0](given).float(), expected.float(), rtol=0, atol=0.02)
         assert torch.equal(copy.deepcopy(stages[0])(given), stages[0](given))
     assert not torch.allclose(plain(x.bfloat16().float()), plain(x), rtol=0, atol=0.04)
+
+
+def test_offloaded_weights_take_float_inputs_in_their_dtype():
+    """A layer that casts its input was refused, as one with a forward of its own."""
+    stages, x = {0: nn.Sequential(nn.Linear(4, 4))}, torch.randn(4, 4)
+    plain = prepared(copy.deepcopy(stages), "bfloat16")[0]
+    prepared(stages, "bfloat16")
+    OffloadedWeights(stages, CPU)
+    losses = Pipeline(stages, plan("zb_h1", 1, 2), nn.functional.mse_loss).step(x, target=x)
+    expected = [nn.functional.mse_loss(plain(rows), rows) for rows in x.chunk(2)]
+    assert all(map(torch.equal, losses, expected))

@@ -448,10 +448,11 @@ class _OnDevice:
     def __init__(self, weights: OffloadedWeights, block: Block) -> None:
         self._weights, self._block = weights, block
         self.module = block.module  # a recompute looks for the modules that a forward uses
+        self._before = vars(block.module).get("forward")  # one that only casts, see _refusal_of
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._block.module
-        forward = MethodType(type(module).forward, module)
+        forward = self._before or MethodType(type(module).forward, module)
         return self._weights.run(self._block, forward, args, kwargs)
 
 
@@ -497,7 +498,8 @@ def _blocks(index: int, stage: nn.Module) -> list[Block]:
 
 def _refusal_of(module: nn.Module, parameters: Iterable[nn.Parameter]) -> str:
     """Why a block can't be offloaded; "" if it can."""
-    if "forward" in vars(module):
+    forward = vars(module).get("forward")
+    if forward is not None and not getattr(forward, "only_casts", False):
         return "it recomputes, is compiled or has another forward of its own: make OffloadedWeights before"
     if any(getattr(each, "sparse", False) for each in module.modules()):
         return "it makes sparse gradients: write sparse=False"

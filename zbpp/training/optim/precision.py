@@ -101,6 +101,8 @@ class _InDtypeOfWeights:
     It refers to the module, not to a bound method, so that in a copy of the module it refers to the copy.
     """
 
+    only_casts = True  # the rest is the class's forward
+
     def __init__(self, module: nn.Module) -> None:
         self.module = module
 
