@@ -16,6 +16,9 @@ import pytest
 
 from helpers.installed import ROOT, Installation, install
 from helpers.warm import WarmPython
+from zbpp import tracebacks
+
+tracebacks._OWN = "nowhere"  # a test that fails shows zbpp's frames
 
 hypothesis.settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 hypothesis.settings.register_profile("free", database=None, deadline=None, print_blob=True)

@@ -86,13 +86,27 @@ def test_a_models_folder_says_the_size_of_its_vocabulary(tmp_path):
     assert configs.typed(composed(*given, "model.vocab_size=300")).model["vocab_size"] == 300
 
 
-def test_two_numbers_of_ranks_and_unknown_options_are_refused():
-    with pytest.raises(ConfigError, match="-n is short for parallel.num_processes: write one of the two"):
-        command_line.arguments(["-n", "2", "parallel.num_processes=3"])
-    with pytest.raises(ConfigError, match="--n is no option; did you mean -n[?]"):
-        command_line.arguments(["--n", "2"])
-    with pytest.raises(ConfigError, match="--nosuch is no option: zbpp train --help"):
-        command_line.arguments(["--nosuch", "steps=3"])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("-n 2 parallel.num_processes=3", "-n is short for parallel.num_processes: write one of the two"),
+        ("--n 2", "--n is no option; did you mean -n?"),
+        ("--nosuch steps=3", "--nosuch is no option: zbpp train --help"),
+        ("--steps 10", "write steps=10"),
+        ("--microbatch-size=4", "write microbatch_size=4"),
+        ("--model gpt_tiny --steps", "write model=gpt_tiny"),
+        ("--lr 1e-3", "write optimizer.learning_rate=1e-3"),
+        ("steps = 10", "steps = 10: write steps=10, without spaces"),
+        ("steps= 10 model=mlp", "write steps=10,"),
+        ("steps =10", "write steps=10,"),
+        ("model=mlp steps 10", "write steps=10,"),
+        ("--config-dir folder steps", "steps: write steps=..."),
+    ],
+)
+def test_an_option_or_a_key_in_another_form_is_refused_with_the_form_to_write(given, said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        command_line.arguments(given.split())
+    command_line.arguments(["--config-dir", "folder", "-cn=train", "steps=3", "run_dir=", "~data"])
 
 
 # ---------------------------------------------------------------- help
@@ -127,7 +141,12 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
         ("device=cpu", "did you mean parallel.device?"),
         ("num_ranks=2", "did you mean parallel.num_processes (-n 4)?"),
         ("modle=gpt_tiny", "did you mean model?"),
-        ("model.num_layer=2", "did you mean model.num_layers? (+model.num_layer=... adds it)"),
+        (
+            "model.num_layer=2",
+            "model.num_layer: Gpt has no argument num_layer; did you mean model.num_layers?",
+        ),
+        ("model.load_in_4bit=true", "model.load_in_4bit: Gpt has no argument load_in_4bit; it takes"),
+        ("model.config.x=2", "model.config: Gpt has no argument config"),
         ("xyzzy=1", "xyzzy: there is no such key"),
         ("+step=2", "step: there is no such key; did you mean steps?"),
         ("++optimizer.learning_rat=1", "did you mean optimizer.learning_rate?"),
@@ -191,8 +210,9 @@ def test_a_mistake_ends_with_2_a_failure_with_1_and_a_bug_with_its_traceback(
     with pytest.raises(SystemExit, match=f"^{status}$"), command_line._ended_in_order():
         raise error
     assert capsys.readouterr().err == f"error: {error}\n"
-    with pytest.raises(ZeroDivisionError), command_line._ended_in_order():
+    with pytest.raises(SystemExit, match="^1$"), command_line._ended_in_order():
         raise ZeroDivisionError
+    assert capsys.readouterr().err.startswith("Traceback")
     monkeypatch.setenv("ZBPP_TRACEBACK", "1")
     with pytest.raises(type(error)), command_line._ended_in_order():
         raise error

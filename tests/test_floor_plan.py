@@ -15,9 +15,9 @@ ROOT = Path(__file__).parent.parent
 # schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, devices, error_text, ranges, packing and partition know nobody; streams knows devices.
+# stage_api, seeding, devices, error_text, tracebacks, ranges, packing and partition know nobody; streams knows devices.
 _PLANS = {"schedule", "planning"}
-_LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text"}
+_LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
@@ -38,6 +38,7 @@ MAY_IMPORT = {
     "zbpp/error_text.py": set(),
     "zbpp/devices.py": set(),
     "zbpp/streams.py": {"devices"},
+    "zbpp/tracebacks.py": set(),
     "zbpp/partition.py": set(),
     "zbpp/packing.py": set(),
     "zbpp/ranges.py": set(),

@@ -23,6 +23,7 @@ from uuid import uuid4
 
 from zbpp.ranges import ConfigError
 from zbpp.schedule import PlanError
+from zbpp.tracebacks import hide_own_frames, wants_traceback
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 _SAME = 0.5  # s: a signal that comes twice within this time is one
@@ -64,11 +65,6 @@ def failures() -> tuple[type[Exception], ...]:
 
     runtime = Refusal, AgreementError, BoundaryError, ChangedInPlace, StartError
     return *runtime, CheckpointError, LossScaleError, NonFiniteError, WriteError
-
-
-def wants_traceback() -> bool:
-    """Whether the user wants to see where a mistake was noticed."""
-    return bool(os.environ.get("ZBPP_TRACEBACK"))
 
 
 def discard_output() -> None:
@@ -228,6 +224,7 @@ def _run_rank(function: Callable[[Any], Any], argument: Any) -> Any:
             raise ConfigError(with_notes(error)) from error
         if isinstance(error, failures()):
             raise Refusal(with_notes(error)) from error
+        hide_own_frames(error)
         raise
 
 

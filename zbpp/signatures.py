@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -37,8 +37,19 @@ def check_arguments(
         return
     for name in given:
         if name not in known:
-            near = did_you_mean(name, known, f"{part}.")
-            if name in elsewhere:
-                near = f"; did you mean {part}.{elsewhere[name]}?"
-            hint = near or f"; it takes {', '.join(known)}"
-            raise ConfigError(f"{part}.{name}: {found.__name__} has no argument {name}{hint}")
+            raise ConfigError(not_taken(part, found, name, known, elsewhere))
+
+
+def not_taken(
+    part: str,
+    found: Callable[..., Any],
+    name: str,
+    known: Sequence[str],
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
+) -> str:
+    """That `found` does not take an argument, with the nearest one of those that it takes."""
+    if name in elsewhere:
+        hint = f"; did you mean {part}.{elsewhere[name]}?"
+    else:
+        hint = did_you_mean(name, known, f"{part}.") or f"; it takes {', '.join(known)}"
+    return f"{part}.{name}: {found.__name__} has no argument {name}{hint}"

@@ -32,7 +32,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from helpers import nccl_rules
+from zbpp import tracebacks
 
+tracebacks._OWN = "nowhere"  # the traceback of a rank that fails shows zbpp's frames
 _BACKEND = os.environ.get("ZBPP_TEST_BACKEND", "gloo")
 _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports once what each rank needs, what the first optimizer of a process imports, and what all

@@ -178,7 +178,7 @@ class Checked(Mlp):
 
 FOUR = plan("zb_h1", 1, 4)
 REFUSED = [
-    ((Mlp, FOUR), {}, ValueError, r"stages is .*an instance with build_stage"),
+    ((Mlp, FOUR), {}, ValueError, r"the class Mlp: give an instance of it, Mlp\(\)"),
     (
         (NoLoss(), FOUR),
         {},
@@ -204,7 +204,12 @@ REFUSED = [
         ValueError,
         "^not three parameters$",
     ),
-    ((module(), FOUR), {}, ValueError, r"stages is a Sequential: write Pipeline\(\{stage index: module\}"),
+    (
+        (module(), FOUR),
+        {},
+        ValueError,
+        r"a Sequential, a whole .*trace_stages cuts .*HuggingFace\(path=.*\{0: ",
+    ),
     (([module()], FOUR), {}, ValueError, r"stages is a list: write .*, or give a model"),
     (({0: module()}, FOUR), {"device": "cuda"}, ValueError, "is for the stages that a model builds: move"),
     ((module(),), {}, TypeError, "needs a timetable, no timetable was given: write Pipeline"),

@@ -9,10 +9,12 @@ import re
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from itertools import takewhile
 
-from zbpp.config import Composed, ConfigError, command, composition_error, help_text
+from zbpp.config import Composed, ConfigError, command, composition_error, help_text, key_called
 from zbpp.error_text import did_you_mean
 from zbpp.launch import (
     RankError,
@@ -21,18 +23,22 @@ from zbpp.launch import (
     failures,
     is_of_communication,
     mistakes,
-    wants_traceback,
     with_notes,
 )
+from zbpp.tracebacks import hide_own_frames, wants_traceback
 
 GRACE = 3.0  # s in which the rank that caused a failure can end the job first
 _BROKEN_PIPE = 128 + signal.SIGPIPE  # the exit status that shells show for it
 _NAMED_BY_TARGET = ("model", "data")  # groups whose node may be a class of the user's
-_FLAGS = {  # Hydra's, see --hydra-help
-    "--hydra-help", "--version", "--cfg", "-c", "--resolve", "--package", "-p", "--run", "-r", "--multirun",
-    "-m", "--shell-completion", "-sc", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
+# Hydra's, see --hydra-help: flags, and flags that a value follows.
+_ALONE = {
+    "--hydra-help", "--version", "--resolve", "--run", "-r", "--multirun", "-m", "--shell-completion", "-sc",
+}  # fmt: skip
+_WITH_VALUE = {
+    "--cfg", "-c", "--package", "-p", "--config-path", "-cp", "--config-name", "-cn", "--config-dir", "-cd",
     "--experimental-rerun", "--info", "-i",
 }  # fmt: skip
+_FLAGS = _ALONE | _WITH_VALUE
 _NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
 
 
@@ -77,8 +83,12 @@ def _ended_in_order() -> Iterator[None]:
     except Exception as error:
         told = composition_error(error) or error
         is_mistake, is_lost = isinstance(told, mistakes()), is_of_communication(told)
-        if wants_traceback() or not (is_mistake or is_lost or isinstance(told, (RankError, *failures()))):
+        if wants_traceback():
             raise
+        if not (is_mistake or is_lost or isinstance(told, (RankError, *failures()))):
+            hide_own_frames(error)
+            traceback.print_exception(error)  # raised, it would get the frames of Hydra, too
+            sys.exit(1)
         _end_with(with_notes(told), status=2 if is_mistake else 1, is_of_all=not is_lost)
 
 
@@ -91,13 +101,14 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
     alone, the keys of the default choice are dropped. Of torchrun's ranks only rank 0 logs.
 
-    Raises ConfigError for an unknown option, and for a sweep (-m) inside torchrun: each rank would sweep.
+    Raises ConfigError for an unknown option, for a key without its value, and for a sweep (-m) inside
+    torchrun: each rank would sweep.
     """
     found = _with_num_ranks(list(given), name)
-    for each in found:
+    for place, each in enumerate(found):
         if each.startswith("-") and each.partition("=")[0] not in _FLAGS:
-            near = did_you_mean(each, ("-n", *_FLAGS)) or f": zbpp {name} --help shows the options and keys"
-            raise ConfigError(f"{each} is no option{near}")
+            raise ConfigError(f"{each} is no option{_instead(each, found[place + 1 :], name)}")
+    _refuse_spaces(found)
     for group in _NAMED_BY_TARGET:
         found = _without_the_default(group, found)
     if "RANK" in os.environ:
@@ -108,6 +119,33 @@ def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     # Hydra takes overrides on one side of its flags only.
     overrides = [each for each in found if re.match(r"~|[^-].*=", each)]
     return [*overrides, *(each for each in found if each not in overrides)]
+
+
+def _instead(option: str, following: Sequence[str], command: str) -> str:
+    """What to write for an unknown option: the key of this name, or the nearest option."""
+    name, is_whole, value = option.lstrip("-").replace("-", "_").partition("=")
+    key = key_called(name, command)
+    if key:
+        given = value if is_whole else next(iter(following), "...")
+        return f": write {key}={'...' if given.startswith('-') else given}"
+    return did_you_mean(option, ("-n", *_FLAGS)) or f": zbpp {command} --help shows the options and keys"
+
+
+def _refuse_spaces(given: Sequence[str]) -> None:
+    """Raise ConfigError for `steps = 10` and `steps 10`."""
+    for place, each in enumerate(given):
+        if not _is_bare(each) or (place and given[place - 1] in _WITH_VALUE):
+            continue
+        words = " ".join(takewhile(_is_bare, given[place:]))
+        key, _, rest = re.sub(r"\s*=\s*|\s+", "=", words).partition("=")
+        value = rest.partition("=")[0]
+        if value or not each.endswith("="):  # `key=` alone is an empty text
+            raise ConfigError(f"{words}: write {key}={value or '...'}, without spaces")
+
+
+def _is_bare(argument: str) -> bool:
+    """Whether it is a key without its value, or a value without its key, or a `=` between the two."""
+    return not argument.startswith(("-", "~")) and "=" not in argument.strip("=")
 
 
 def _with_num_ranks(given: list[str], name: str) -> list[str]:

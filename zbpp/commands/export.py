@@ -20,6 +20,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from zbpp.tracebacks import wants_traceback
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `zbpp export`; the exit status."""
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options = {"dtype": given.dtype, "file_size": given.file_size, "is_merged": given.merge}
         export(given.run, given.folder, **options)
     except (ValueError, OSError, ModuleNotFoundError) as error:
-        if os.environ.get("ZBPP_TRACEBACK"):
+        if wants_traceback():
             raise
         parser.exit(2, f"error: {error}\n")
     print(f"written to {given.folder}")

@@ -46,6 +46,7 @@ def _start_ranks(num_ranks: int, composed: Composed) -> None:
 
 def _be_a_rank(composed: Composed) -> None:
     from zbpp.launch import set_threads
+    from zbpp.tracebacks import hiding_own_frames
 
     if set_threads() and "RANK" not in os.environ and (os.cpu_count() or 1) > 1:
         print("one thread, as every rank has; OMP_NUM_THREADS=... sets another number", flush=True)
@@ -53,4 +54,6 @@ def _be_a_rank(composed: Composed) -> None:
 
     from zbpp.run import app
 
-    record(app.train)(composed)  # inside Hydra: outside, Hydra would hide the root cause from torchrun
+    record(hiding_own_frames(app.train))(
+        composed
+    )  # inside Hydra: outside, Hydra would hide the root cause from torchrun

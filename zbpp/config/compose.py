@@ -11,9 +11,10 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Self, get_type_hints
 
 import hydra
@@ -32,6 +33,7 @@ from zbpp.config.train import TrainConfig
 from zbpp.config.typed_file import in_python
 from zbpp.error_text import did_you_mean
 from zbpp.ranges import ConfigError, help_of
+from zbpp.signatures import names_of, not_taken
 
 _KINDS: dict[str, Any] = {
     "train": TrainConfig,
@@ -218,6 +220,24 @@ def _no_such_key(key: str, root: Any) -> str:
     return f"{key}: there is no such key{meant}"
 
 
+def _not_overridden(key: str, missing: str, node: Any) -> str:
+    """That a node has no such key; and how one adds the key, if the node's class takes it.
+
+    missing: the first part of the key that is not there, which would be in `node`.
+    """
+    if is_dataclass(OmegaConf.get_type(node)):
+        return _no_such_key(key, node._get_root())
+    part, _, name = missing.rpartition(".")
+    with suppress(
+        AttributeError, ImportError, ValueError
+    ):  # a class that is not there has an error of its own
+        found = resolve_name(node.get("_target_") or "")
+        known = names_of(found)
+        if known is not None and name not in known:
+            return not_taken(part, found, name, known)
+    return f"{_no_such_key(key, node._get_root())} (+{key}=... adds it)"
+
+
 def _no_such_choice(group: str, given: str, known: Sequence[str]) -> str:
     """That a group has no such choice, and the nearest one, or how one names a class of one's own."""
     text = f"{group}={given}: there is no such choice; known: {', '.join(known)}"
@@ -226,6 +246,13 @@ def _no_such_choice(group: str, given: str, known: Sequence[str]) -> str:
     if near or not custom.is_file():
         return text + near
     return f"{text}. {custom.read_text().partition(chr(10))[0].removeprefix('# ')}"
+
+
+def key_called(name: str, command: str) -> str:
+    """The key of a command that another program's option --NAME means; "" if there is none."""
+    known = [key for key, _ in keys_of(_KINDS[command])]
+    same = [each for each in known if name in (each, each.rpartition(".")[2])]
+    return (same or [_ELSEWHERE.get(name, "").partition(" ")[0]])[0]
 
 
 def keys_of(kind: Any, prefix: str = "") -> Iterator[tuple[str, Field[Any]]]:
@@ -245,9 +272,7 @@ def composition_error(error: BaseException) -> ConfigError | None:
     text, cause = str(error).partition("Config search path")[0], error.__cause__
     unknown = re.match(r"Could not override '(\S+)'", text)
     if unknown and isinstance(cause, OmegaConfBaseException) and cause.parent_node is not None:
-        message = _no_such_key(unknown[1], cause.parent_node._get_root())
-        is_open = not is_dataclass(cause.object_type)  # the node of a class, which may take the argument
-        return ConfigError(f"{message} (+{unknown[1]}=... adds it)" if is_open else message)
+        return ConfigError(_not_overridden(unknown[1], str(cause.full_key), cause.parent_node))
     group, _, given = str(getattr(error, "missing_cfg_file", None)).partition("/")
     if isinstance(error, MissingConfigException) and error.options:
         return ConfigError(_no_such_choice(group, given, error.options))

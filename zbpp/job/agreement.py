@@ -58,7 +58,7 @@ def gather_or_refuse(
     value: Any,
     gather: Callable[[Any], Sequence[Any]],
     error: type[Exception] = ValueError,
-    cause: Exception | None = None,
+    cause: BaseException | None = None,
 ) -> list[Any]:
     """Every process's value; or raise `error` on EVERY process if one of them refuses. One collective.
 

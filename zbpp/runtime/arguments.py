@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from zbpp.devices import device_for_messages, whole
-from zbpp.error_text import kind_of
+from zbpp.error_text import error_text, kind_of
 from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
 from zbpp.runtime.dtensors import is_spread
@@ -207,14 +207,15 @@ def agree_on_stages(
 
     device: as in Pipeline. Raises ValueError on every process of the mesh if the stages of one don't fit.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     stages: dict[int, nn.Module] = {}
     try:
         stages = _stages_of(given, timetable, rank, device, place)
         report = _Report(stages=sorted(stages), names=names_of(stages), shapes=_hash(_shapes(stages)))
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-        failure, report = error, _Report(refusal=text)
+        is_told = isinstance(error, ValueError)  # then the refusal has its text, and goes on from its cause
+        text = str(error) if is_told else error_text(error)
+        failure, report = error.__cause__ if is_told else error, _Report(refusal=text)
     reports: list[_Report] = gather(report, place.pipeline)
     refusal, has_split = _refusal(reports, timetable), has_split_parameters(stages.values())
     mine = rank, report.shapes, has_split
@@ -288,9 +289,17 @@ def _stages_of(
 
 
 def _neither_stages_nor_model(given: Any) -> str:
+    if isinstance(given, type):
+        return f"stages is the class {given.__name__}: give an instance of it, {given.__name__}()"
     missing = missing_methods(given)
     if len(missing) == 1:
         return f"stages is {kind_of(given)}, a model that lacks {missing[0]}: write this method, too"
+    if isinstance(given, nn.Module):
+        return (
+            f"stages is {kind_of(given)}, a whole module: zbpp.split_sequential or zbpp.trace_stages cuts it "
+            "into stages; for a model of transformers write Pipeline(zbpp.models.hf.HuggingFace(path=...), "
+            "...); on one rank {0: module}"
+        )
     return (
         f"stages is {kind_of(given)}: write Pipeline({{stage index: module}}, ...) with the stages that this "
         "rank owns (a whole model on one rank is {0: model}), or give a model, that is, an instance with "

@@ -47,6 +47,7 @@ from zbpp.schedule import Timetable
 from zbpp.schedule.slice_bounds import bounds_for
 from zbpp.seeding import seed_of
 from zbpp.stage_api import PipelineModel, check_pipeline, target_names
+from zbpp.tracebacks import hiding_own_frames
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
 
@@ -99,6 +100,7 @@ class Pipeline:
     standard_extras: ClassVar[Callable[[Rank, Reshard, Any], Iterable[Sequence[Extra]]]]
     """Those of every pipeline, see standard.py. The package sets it, since the core knows no extra."""
 
+    @hiding_own_frames
     def __init__(
         self,
         stages: Mapping[int, nn.Module] | PipelineModel,
@@ -212,6 +214,7 @@ class Pipeline:
 
     # ---- Calls
 
+    @hiding_own_frames
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Forward and backward of one whole batch. Adds to each `.grad` that of the batch's mean loss.
 
@@ -250,6 +253,7 @@ class Pipeline:
         self.num_steps += 1
         return result.losses
 
+    @hiding_own_frames
     def evaluate(
         self,
         *args: Any,
@@ -270,6 +274,7 @@ class Pipeline:
         """
         return self._evaluate("evaluate", args, target, kwargs, return_outputs, metrics)
 
+    @hiding_own_frames
     def evaluate_as_one(
         self,
         *args: Any,
@@ -308,6 +313,7 @@ class Pipeline:
             found.append(result.metrics)
         return tuple(found) if len(found) > 1 else result.losses
 
+    @hiding_own_frames
     def forward(
         self, *args: Any, target: Any = None, observe: Observe | None = None, **kwargs: Any
     ) -> list[Tensor]:
@@ -322,6 +328,7 @@ class Pipeline:
         self.evaluation_losses = result.named
         return result.losses
 
+    @hiding_own_frames
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """The last stage's output for a batch of any size, which is one microbatch; None on other ranks.
 

@@ -286,13 +286,17 @@ class StageWorker:
             return self.module(*inputs, **keywords, **options)
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             if not is_out_of_memory(error):
-                given = describe(layout_of(tuple([each for each in inputs if isinstance(each, Tensor)])))
-                error.add_note(
-                    f"{FORWARD_NOTE} {self.index - 1} returned, {given}"
-                    if self.index
-                    else f"the forward of stage 0 was given {given}"
-                )
+                error.add_note(self._given(inputs))
+                if self.index == 0 and len(inputs) > 1 and isinstance(error, TypeError):
+                    error.add_note("is one of them the target? Then write pipeline.step(x, target=y)")
             raise
+
+    def _given(self, inputs: tuple[Any, ...]) -> str:
+        """What the forward was given, as a note on its error."""
+        given = describe(layout_of(tuple([each for each in inputs if isinstance(each, Tensor)])))
+        if self.index:
+            return f"{FORWARD_NOTE} {self.index - 1} returned, {given}"
+        return f"the forward of stage 0 was given {given}"
 
     def _loss(self, microbatch: int, output: Any, loss_fn: Loss | None) -> Tensor:
         if output is None:

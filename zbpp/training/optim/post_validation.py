@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime import Pipeline
+from zbpp.tracebacks import hiding_own_frames
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import PostValidatedUpdate
 from zbpp.training.optim.precision import LossScale
@@ -77,6 +78,7 @@ class PostValidation:
         """How many of the redone updates this rank had made at once, and took back."""
         return self._update.num_taken_back
 
+    @hiding_own_frames
     def step(self, *args: Any, target: Any = None, **kwargs: Any) -> list[Tensor]:
         """Run `pipeline.step`, and update the weights; returns the losses. Gradients are zeroed before.
 
