@@ -9,7 +9,6 @@ import re
 import signal
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
@@ -87,7 +86,8 @@ def _ended_in_order() -> Iterator[None]:
             raise
         if not (is_mistake or is_lost or isinstance(told, (RankError, *failures()))):
             hide_own_frames(error)
-            traceback.print_exception(error)  # raised, it would get the frames of Hydra, too
+            # Raised, it would get Hydra's frames, too.
+            sys.excepthook(type(error), error, error.__traceback__)
             sys.exit(1)
         _end_with(with_notes(told), status=2 if is_mistake else 1, is_of_all=not is_lost)
 
