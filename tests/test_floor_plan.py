@@ -15,7 +15,8 @@ ROOT = Path(__file__).parent.parent
 # schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, devices, error_text, tracebacks, ranges, packing and partition know nobody; streams knows devices.
+# stage_api, seeding, devices, error_text, tracebacks, ranges, packing and partition know nobody; streams
+# knows devices.
 _PLANS = {"schedule", "planning"}
 _LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
