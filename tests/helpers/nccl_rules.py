@@ -99,6 +99,16 @@ class _Work(dist.Work):
     def result(self) -> list[Tensor]:
         return self._outputs
 
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """NCCL's is complete once the operation is queued. Callbacks run at once, on a stream behind it."""
+        return _complete(self._outputs)
+
+
+def _complete(tensors: list[Tensor]) -> torch.futures.Future[list[Tensor]]:
+    future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+    future.set_result(tensors)
+    return future
+
 
 def wait_for_device() -> None:
     """What `torch.cuda.synchronize()` does: wait until all that this process has started has ended."""
@@ -114,7 +124,7 @@ class _Communicator:
         # This blocks until all ranks of the communicator have come.
         self.gloo = dist.ProcessGroupGloo(PrefixStore(name, store), rank, size, timeout)
         self._random = random.Random(f"{name} {rank}")
-        self._operations: queue.SimpleQueue[tuple[Callable[[], Sequence[Tensor]], _Work]] = (
+        self._operations: queue.SimpleQueue[tuple[Callable[[], Sequence[Tensor]], _Work] | None] = (
             queue.SimpleQueue()
         )
         threading.Thread(target=self._run, daemon=True, name=f"strict {name}").start()
@@ -123,10 +133,14 @@ class _Communicator:
         self._operations.put((operation, work))
         return work
 
+    def end(self) -> None:
+        """Let the thread end once it has run what was started."""
+        self._operations.put(None)
+
     def _run(self) -> None:
         error: BaseException | None = None
-        while True:
-            operation, work = self._operations.get()
+        while (started := self._operations.get()) is not None:
+            operation, work = started
             time.sleep(self._random.random() ** 3 * _LARGEST_DELAY)
             results: Sequence[Tensor] = ()
             if error is None:  # after an error the communicator is finished
@@ -284,6 +298,9 @@ class StrictGroup(dist.ProcessGroup):
     # The end of a group.
 
     def abort(self) -> None:
+        for communicator in (self._all, *self._pairs.values()):
+            if communicator is not None:
+                communicator.end()
         self._pairs.clear()
         self._all = None
 
@@ -368,6 +385,13 @@ class _All(dist.Work):
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
+
+    def result(self) -> list[Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """See _Work."""
+        return _complete(self.result())
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ takes back what the function set: random states, default dtype, environment. Aft
 thread, a patched function or a DeviceMesh (in DTensor's caches) is left over, new processes take their place.
 
 With ZBPP_TEST_BACKEND=strict in the environment a backend with NCCL's rules joins them, see nccl_rules.py.
+With device="cuda" or "npu" the processes have an emulated accelerator, see tests/accelerator/.
 """
 
 from __future__ import annotations
@@ -20,10 +21,13 @@ import tempfile
 import threading
 import traceback
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -31,6 +35,7 @@ import torch._dynamo
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from accelerator.processes import environment
 from helpers import nccl_rules
 from zbpp import tracebacks
 
@@ -40,18 +45,17 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 # The server imports once what each rank needs, what the first optimizer of a process imports, and what all
 # Hugging Face models share (left out where transformers is missing): eight seconds of a core. The test's own
 # module, which a rank imports itself, takes a few hundredths then.
-_CONTEXT.set_forkserver_preload(
-    [
-        "pytest",
-        "zbpp.run.app",
-        "zbpp.models.gpt",
-        "zbpp.models.llama",
-        "torch.distributed.fsdp",
-        "torch._dynamo",
-        "zbpp.models.hf",
-        "transformers.models.llama.modeling_llama",
-    ]
-)
+_PRELOADED = [
+    "pytest",
+    "zbpp.run.app",
+    "zbpp.models.gpt",
+    "zbpp.models.llama",
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "zbpp.models.hf",
+    "transformers.models.llama.modeling_llama",
+]
+_CONTEXT.set_forkserver_preload(_PRELOADED)
 
 
 class _Worker(NamedTuple):
@@ -67,9 +71,11 @@ class _Call(NamedTuple):
     args: tuple[Any, ...]
     backend: str
     fresh: bool
+    device: str
 
 
-_idle: list[_Worker] = []
+_idle: defaultdict[str, list[_Worker]] = defaultdict(list)  # by device
+_servers: dict[str, forkserver.ForkServer] = {}  # by device, for those that aren't the CPU
 
 
 def run_ranks(function: Callable[..., Any], num_ranks: int, *args: Any, **options: Any) -> list[Any]:
@@ -91,18 +97,22 @@ def outcomes(
     timeout: float = 200.0,
     backend: str = _BACKEND,
     fresh: bool = False,
+    device: str = "cpu",
 ) -> list[tuple[bool, Any]]:
     """Per rank (True, result) or (False, traceback): for tests of what happens when a rank fails.
 
     fresh: in new processes, which end with their answer: so a rank that waits for another one notices.
+    device: "cuda" or "npu" gives the processes an accelerator; device number `rank` is the current one. What
+    the function returns must lie on the CPU. Without a compiler the test is skipped.
     """
-    workers = [_new_worker() if fresh or not _idle else _idle.pop() for _ in range(num_ranks)]
+    idle = _idle[device]
+    workers = [_new_worker(device) if fresh or not idle else idle.pop() for _ in range(num_ranks)]
     results: list[tuple[bool, Any]] = []
     are_clean = []
     try:
         with tempfile.TemporaryDirectory() as folder:
             for rank, worker in enumerate(workers):
-                call = _Call(function, rank, num_ranks, Path(folder) / "store", args, backend, fresh)
+                call = _Call(function, rank, num_ranks, Path(folder) / "store", args, backend, fresh, device)
                 worker.pipe.send((os.getcwd(), dict(os.environ), sys.path, pickle.dumps(call)))
             for worker in workers:
                 result, is_clean = _receive(worker.pipe, timeout)
@@ -117,7 +127,7 @@ def outcomes(
         keep = len(are_clean) == num_ranks and all(are_clean) and all(succeeded)
         for worker in workers:
             if keep:
-                _idle.append(worker)
+                idle.append(worker)
             else:
                 _end(worker)
     return results
@@ -129,10 +139,22 @@ def open_things() -> tuple[int, int]:
     return len(dist.distributed_c10d._world.pg_map), len(os.listdir("/proc/self/fd"))
 
 
-def _new_worker() -> _Worker:
+def _new_worker(device: str) -> _Worker:
     here, there = _CONTEXT.Pipe()
     process = _CONTEXT.Process(target=_serve, args=(there,), daemon=True)
-    process.start()
+    if device == "cpu":
+        process.start()
+    else:
+        # multiprocessing knows one server. Each accelerator has its own, which loads it before torch.
+        if device not in _servers:
+            _servers[device] = forkserver.ForkServer()
+            _servers[device].set_forkserver_preload(_PRELOADED)
+        connect = _servers[device].connect_to_new_process
+        with (
+            mock.patch.dict(os.environ, environment(device)),
+            mock.patch.object(forkserver, "connect_to_new_process", connect),
+        ):
+            process.start()
     there.close()
     return _Worker(process, here)
 
@@ -190,6 +212,8 @@ def _serve(pipe: Any) -> None:
 
 
 def _run(call: _Call) -> Any:
+    if call.device != "cpu":
+        torch.accelerator.set_device_index(call.rank)
     if call.num_ranks > 1:
         nccl_rules.register()
         dist.init_process_group(
@@ -200,7 +224,13 @@ def _run(call: _Call) -> Any:
             timeout=timedelta(seconds=100),
         )
         dist.barrier()  # whoever leaves now breaks no connection that others are still making
-    return call.function(call.rank, *call.args)
+    result = call.function(call.rank, *call.args)
+    if call.device != "cpu":
+        from accelerator import reports
+
+        faults = reports.taken_faults()
+        assert not faults, "accesses to the device's memory that no event orders:\n" + "\n".join(faults)
+    return result
 
 
 def _settings() -> list[tuple[Callable[[Any], Any], Any]]:
@@ -257,4 +287,6 @@ def _clean_up(settings: list[tuple[Callable[[Any], Any], Any]]) -> bool:
         torch._dynamo.utils.counters.clear()
     gc.collect()
     has_mesh = any(type(each) is DeviceMesh for each in gc.get_objects())
-    return threading.active_count() == 1 and not has_mesh
+    # A thread of autograd's, as a device has one, is a dummy to Python. It stays.
+    threads = [each for each in threading.enumerate() if not isinstance(each, threading._DummyThread)]
+    return len(threads) == 1 and not has_mesh
