@@ -12,6 +12,7 @@ from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, check_replicas, clip_grad_norm_, plan
 from zbpp.autograd import recompute
+from zbpp.models.gpt import Gpt
 from zbpp.run import app
 from zbpp.run.stages import prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline
@@ -223,6 +224,37 @@ def test_copies_of_a_tied_weight_with_other_options_of_the_optimizer_are_told():
     assert "weight_decay: '0.0' on rank 0; '0.1' on rank 1" in first[0]
     assert first[1].startswith("embedding.weight of stage 0 and probe.weight of stage 0 and head.weight of")
     assert "differ before the update of step 2: the ranks' optimizers need the same options" in first[1]
+
+
+def gradients_of_tied_gpt(rank, schedules):
+    """Per schedule the gradients of one step of a gpt of four stages with a tied head."""
+    found = {}
+    for schedule in schedules:
+        model = Gpt(
+            vocab_size=VOCAB, num_layers=4, hidden_size=8, num_heads=2, sequence_length=5, tie_embeddings=True
+        )
+        with Pipeline(model, schedule, num_microbatches=M) as pipeline:
+            pipeline.step(batch(0)[0], target=batch(0)[1])
+            found[schedule] = {name: each.grad for name, each in pipeline.named_parameters()}
+    return found
+
+
+def test_a_tied_gradient_has_equal_bits_wherever_its_stages_are_on_different_ranks():
+    """On one rank, as in a V, its W's add in the timetable's order; all other gradients have equal bits."""
+    everywhere = [
+        run_ranks(gradients_of_tied_gpt, num, schedules)
+        for num, schedules in ((4, ("zb_h1", "1f1b")), (2, ("interleaved_zb", "zb_v")))
+    ]
+    expected, tied = {}, "embedding.token.weight"
+    for found in everywhere[0]:
+        expected |= found["zb_h1"]
+    assert torch.equal(expected["head.weight"], expected[tied])
+    for of_ranks in everywhere:
+        for found in of_ranks:
+            for schedule, gradients in found.items():
+                different = [n for n, each in gradients.items() if not torch.equal(each, expected[n])]
+                assert different == ([] if schedule != "zb_v" or tied not in gradients else [tied])
+                torch.testing.assert_close(gradients, {name: expected[name] for name in gradients})
 
 
 # ---------------------------------------------------------------- one process
