@@ -6,6 +6,8 @@ problem          what is to be planned: the search and the bounds take it
 search/          zb_auto, zb_1p, zb_2p: plans for given costs within memory
 bounds/          how good a plan can be at best
 order/           in which order microbatches of different lengths go through a timetable
+cut/             which layers go to which stage on ranks of unequal speed and memory
+longest_paths    a timetable's actions by level: many sets of durations are timed at once
 dependencies     what actions wait for, by kind of action
 slices           where the slices of sequences begin, so that all take equally long
 work             the work of a microbatch, and the length that has so much work
@@ -17,6 +19,7 @@ options          the objectives, the tolerances, and the check of a count
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, PlanningRequest, choose
+from zbpp.planning.cut import ChosenCut, choose_cut
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
@@ -29,6 +32,7 @@ __all__ = [
     "Answer",
     "Bound",
     "Certificate",
+    "ChosenCut",
     "MemoryLimit",
     "PlanningRequest",
     "RankCosts",
@@ -38,6 +42,7 @@ __all__ = [
     "certificate",
     "check_name",
     "choose",
+    "choose_cut",
     "compare",
     "lower_bound",
     "order_bound",

@@ -1,8 +1,6 @@
 """The makespans of many orders of the microbatches in one timetable, at once.
 
-An order changes no dependency: each action waits for the action before it on its rank and for its message.
-Only durations change. So the actions are sorted once by level, the number of actions on the longest path to
-them, and a level's actions are timed together, for all orders together.
+An order changes no dependency, only durations: see zbpp/planning/longest_paths.py.
 Reductions don't count, and W's take no time from exchanges (zbpp/schedule/interpret/exchange.py).
 """
 
@@ -10,21 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
+from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers
 from zbpp.planning.options import ROUNDING
 from zbpp.schedule.costs import Costs
-from zbpp.schedule.dataflow_arrays import Values, kinds_of
+from zbpp.schedule.dataflow_arrays import kinds_of
 from zbpp.schedule.row_costs import RowCosts, by_kind
-from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timetable import Row, Timetable
-
-Numbers = npt.NDArray[np.int64]
-Floats = npt.NDArray[np.float64]
 
 
 class PathTerms(NamedTuple):
@@ -43,8 +36,7 @@ class BatchedTiming:
     sizes: of each microbatch, by which its memory grows; the lengths, unless they are given.
     linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
     1; with slices, what the action's slice of such a microbatch takes.
-    previous, sender: by action, the action before it on its rank, and the one whose message it waits for;
-    `none`, which ends at 0 ms, stands for "no such action".
+    paths: which action waits for which.
     """
 
     def __init__(self, timetable: Timetable, costs: Costs, sizes: Sequence[float] | None = None) -> None:
@@ -52,23 +44,19 @@ class BatchedTiming:
         costs.of_units(timetable)  # refuses another number of lengths
         self.lengths, num_slices = np.array(costs.lengths), timetable.num_slices
         self.sizes = self.lengths if sizes is None else np.array(sizes)
-        # An action's level is its start if every action takes 1. Simulating also checks the timetable.
-        levels = np.concatenate(simulate(timetable, Costs(bw=1.0).unit_slices(num_slices)).starts)
-        order = np.argsort(levels, kind="stable")
-        previous, sender = _links(timetable, order)
+        self.paths = paths = LongestPaths(timetable)
+        order, sender = paths.order, paths.sender
         rows = timetable.rows
         kinds = np.concatenate([kinds_of(row) for row in rows])[order]
         units = np.concatenate([row.microbatches for row in rows])[order]
         own = replace(costs, lengths=(1.0,)).per_stage(timetable.num_stages, 1, num_slices)
         length, square = (np.array(each)[units % num_slices] for each in (own.lengths, own.squares))
         self.place = units // num_slices
-        self.previous, self.sender, self.none = previous, sender, len(order)
         self.linear = by_kind(own.duration)[kinds] * length
         self.quadratic = by_kind(own.quadratic)[kinds] * square if own.quadratic else np.zeros(len(kinds))
         stages = np.concatenate([row.stages for row in rows])[order]
         delay = np.append(np.array(own.comm)[stages] * length, 0.0)
-        self.delay = np.where(sender == self.none, 0.0, delay[sender])
-        self.levels = _slices(levels[order])
+        self.delay = np.where(sender == paths.none, 0.0, delay[sender])
         of_first = [Row(row.stages, row.ops, row.microbatches % num_slices, num_slices) for row in rows]
         changes = map(RowCosts(own).memory, of_first)
         self._memory = [
@@ -82,14 +70,8 @@ class BatchedTiming:
         in_order[i, j]: the length of the microbatch at place i of order j.
         """
         lengths = in_order[self.place]
-        ends = np.zeros((self.none + 1, in_order.shape[1]))
-        ends[:-1] = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
-        arrival = self.delay[:, None] * lengths
-        for level in self.levels:
-            sent = ends[self.sender[level]]
-            sent += arrival[level]
-            ends[level] += np.maximum(ends[self.previous[level]], sent, out=sent)
-        return ends
+        durations = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
+        return self.paths.ends(durations, self.delay[:, None] * lengths)
 
     def makespans(self, orders: Numbers) -> Floats:
         """The makespan (ms) of each order; orders[i, j]: the microbatch at place i of order j."""
@@ -110,40 +92,15 @@ class BatchedTiming:
         ends = self.ends(in_order[:, None])[:, 0]
         terms = PathTerms(np.zeros(len(in_order)), np.zeros(len(in_order)))
         a = int(ends[:-1].argmax())
-        while a != self.none:
+        previous, sender = self.paths.previous, self.paths.sender
+        while a != self.paths.none:
             place = self.place[a]
             terms.linear[place] += self.linear[a]
             terms.quadratic[place] += self.quadratic[a]
-            arrival = ends[self.sender[a]] + self.delay[a] * in_order[place]
-            if arrival > ends[self.previous[a]] * (1 + ROUNDING):
+            arrival = ends[sender[a]] + self.delay[a] * in_order[place]
+            if arrival > ends[previous[a]] * (1 + ROUNDING):
                 terms.linear[place] += self.delay[a]
-                a = int(self.sender[a])
+                a = int(sender[a])
             else:
-                a = int(self.previous[a])
+                a = int(previous[a])
         return terms
-
-
-def _links(timetable: Timetable, order: Numbers) -> tuple[Numbers, Numbers]:
-    """(previous, sender) in this order of all rows' actions, which are numbered row by row."""
-    sizes = [len(row) for row in timetable.rows]
-    firsts, none = np.cumsum([0, *sizes[:-1]]), sum(sizes)
-    values = Values.of(timetable)
-    maker = np.full(len(values), none)
-    for first, row in zip(firsts, timetable.rows, strict=True):
-        positions, made = values.produced_in(row)
-        maker[made] = first + positions
-    previous, sender = np.arange(-1, none - 1), np.full(none, none)
-    previous[firsts] = none
-    for first, row in zip(firsts, timetable.rows, strict=True):
-        positions, used = values.consumed_in(row)
-        remote = (maker[used] < first) | (maker[used] >= first + len(row))
-        sender[first + positions[remote]] = maker[used[remote]]
-    renumbered = np.empty(none + 1, dtype=np.int64)
-    renumbered[order], renumbered[none] = np.arange(none), none
-    return renumbered[previous[order]], renumbered[sender[order]]
-
-
-def _slices(levels: Floats) -> list[slice]:
-    """The actions of each level, where they are sorted by level."""
-    begins = [0, *(np.flatnonzero(np.diff(levels)) + 1).tolist(), len(levels)]
-    return [slice(begin, end) for begin, end in pairwise(begins)]

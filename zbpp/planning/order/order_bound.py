@@ -14,9 +14,10 @@ import numpy.typing as npt
 
 from zbpp.planning.bounds import bound_over_orders
 from zbpp.planning.bounds.relaxation import Relaxation
+from zbpp.planning.longest_paths import Floats
 from zbpp.planning.memory_limit import MemoryLimit
 from zbpp.planning.options import ROUNDING
-from zbpp.planning.order.batched_timing import BatchedTiming, Floats, PathTerms
+from zbpp.planning.order.batched_timing import BatchedTiming, PathTerms
 from zbpp.planning.problem import Problem
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate

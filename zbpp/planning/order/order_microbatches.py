@@ -19,9 +19,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from zbpp.planning.longest_paths import Floats, Numbers
 from zbpp.planning.memory_limit import MemoryLimit, ceiling, check_fits, limits_per_rank
 from zbpp.planning.options import ROUNDING
-from zbpp.planning.order.batched_timing import BatchedTiming, Floats, Numbers
+from zbpp.planning.order.batched_timing import BatchedTiming
 from zbpp.planning.search.deadline import Deadline
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.simulate import simulate
@@ -154,7 +155,7 @@ class _Search:
     def __init__(self, timing: BatchedTiming, limits: tuple[float, ...], seed: int) -> None:
         self.timing, self.rng = timing, random.Random(seed)
         self.ceilings = np.array([ceiling(limit) for limit in limits])
-        self.num_orders = min(_ORDERS, max(1, _MOST_NUMBERS // timing.none))
+        self.num_orders = min(_ORDERS, max(1, _MOST_NUMBERS // timing.paths.none))
         given = np.arange(len(timing.lengths))
         starts = np.stack([given, hill(timing.lengths), alternating(timing.lengths)], axis=1)
         self.worth, self.order = self._best(starts)

@@ -1,0 +1,147 @@
+"""choose_cut: against all cuts, each simulated; limits; and the figures of a model with adapters."""
+
+import math
+import random
+from importlib import import_module
+from itertools import combinations, pairwise
+
+import pytest
+
+from zbpp import Costs, PlanError, plan, simulate
+from zbpp.planning import choose_cut, placement_of
+from zbpp.schedule.families import FAMILIES
+
+
+def drawn_layers(number, seed):
+    rng = random.Random(seed)
+
+    def drawn(low, high):
+        return round(rng.uniform(low, high), 2)
+
+    return [
+        Costs(
+            f=drawn(1, 4), b=drawn(1, 4), w=drawn(0, 3), comm=drawn(0, 1),
+            saved=drawn(1, 2), deferred=drawn(0, 1), static=drawn(0, 5),
+        )
+        for _ in range(number)
+    ]  # fmt: skip
+
+
+def stage_costs(layers, cut, rank_of, speeds):
+    """The costs of a cut, added up by hand."""
+    ends = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    parts = [layers[start:end] for start, end in pairwise([0, *ends])]
+    added = {name: [sum(getattr(each, name) for each in part) for part in parts] for name in MEMORY}
+    for name in ("f", "b", "w"):
+        added[name] = [
+            sum(getattr(each, name) for each in part) / speeds[rank]
+            for part, rank in zip(parts, rank_of, strict=True)
+        ]
+    return Costs(**added, comm=[part[-1].comm for part in parts])
+
+
+MEMORY = ("saved", "deferred", "static")
+
+
+def best_by_hand(layers, speeds, num_microbatches, limits, placements):
+    """The least makespan of all families under all cuts, one simulation each."""
+    best = math.inf
+    for name in FAMILIES:
+        try:
+            timetable = plan(name, len(speeds), num_microbatches)
+        except PlanError:
+            continue
+        if placement_of(timetable) not in placements:
+            continue
+        num = timetable.num_stages
+        for places in combinations(range(1, len(layers)), num - 1):
+            cut = [end - start for start, end in pairwise([0, *places, len(layers)])]
+            timeline = simulate(timetable, stage_costs(layers, cut, timetable.rank_of, speeds))
+            if all(peak <= limit for peak, limit in zip(timeline.peak_memory, limits, strict=True)):
+                best = min(best, timeline.makespan)
+    return best
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("placements", [("one",), ("v",), ("one", "looped", "v")])
+def test_the_cut_is_the_best_of_all_cuts_and_families(seed, placements):
+    layers, speeds = drawn_layers(7, seed), [1, 2.5]
+    found = choose_cut(layers, speeds, 4, placements=placements, time_limit=0)
+    assert found.is_exact
+    assert found.makespan == pytest.approx(best_by_hand(layers, speeds, 4, [math.inf] * 2, placements))
+    own = stage_costs(layers, found.layers_per_stage, found.timetable.rank_of, speeds)
+    assert simulate(found.timetable, own).makespan == pytest.approx(found.makespan)
+    assert found.bound <= found.makespan * (1 + 1e-9)
+    assert found.makespan <= found.even
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_cut_is_the_best_of_those_within_the_limits(seed):
+    layers, speeds = drawn_layers(7, seed), [1, 2]
+    free = choose_cut(layers, speeds, 4, time_limit=0)
+    peaks = simulate(free.timetable, free.costs).peak_memory
+    limits = [peak * 0.9 for peak in peaks]
+    expected = best_by_hand(layers, speeds, 4, limits, ("one", "looped", "v"))
+    if expected == math.inf:
+        with pytest.raises(PlanError, match="memory_limit allows"):
+            choose_cut(layers, speeds, 4, limits, time_limit=0)
+        return
+    found = choose_cut(layers, speeds, 4, limits, time_limit=0)
+    assert found.makespan == pytest.approx(expected)
+
+
+def test_a_local_search_finds_the_best_of_all_cuts_where_these_are_too_many(monkeypatch):
+    layers, speeds = drawn_layers(12, 7), [1, 3]
+    exact = choose_cut(layers, speeds, 4, time_limit=0)
+    monkeypatch.setattr(import_module("zbpp.planning.cut.choose_cut"), "MOST_CUTS", 5)
+    found = choose_cut(layers, speeds, 4, time_limit=0)
+    assert (exact.is_exact, found.is_exact) == (True, False)
+    assert found.makespan == pytest.approx(exact.makespan)
+
+
+def test_the_search_of_a_timetable_never_makes_the_answer_worse():
+    layers, speeds = drawn_layers(8, 1), [1, 2]
+    families = choose_cut(layers, speeds, 6, time_limit=0)
+    searched = choose_cut(layers, speeds, 6, time_limit=0.5)
+    assert searched.makespan <= families.makespan
+    assert searched.bound <= searched.makespan * (1 + 1e-9)
+
+
+# Llama-3-8B in 4 bits with adapters, 1024 tokens: ms and GB. Embedding, 32 layers, head.
+LAYER = Costs(f=15, b=17.5, w=0.8, saved=0.172, deferred=0.138, static=0.143)
+ADAPTERS = [
+    Costs(f=0.2, b=0, w=0, saved=0, deferred=0, static=1.05),
+    *[LAYER] * 32,
+    Costs(f=36, b=37, w=0, saved=0.28, deferred=0, static=1.35),
+]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "even", "best"), [([1, 2], 1.50, 1.06), ([1, 1, 2, 2], 1.67, 1.20), ([1, 1, 1, 3], 1.77, 1.20)]
+)
+def test_ranks_of_unequal_speed_gain_what_was_found_elsewhere(speeds, even, best):
+    """Step / ideal with eight microbatches: a trial's figures for an even cut and for its best one."""
+    ideal = 8 * sum(each.f + each.b + each.w for each in ADAPTERS) / sum(speeds)
+    found = choose_cut(ADAPTERS, speeds, 8, time_limit=0)
+    assert found.makespan / ideal <= best
+    assert even - 0.1 <= found.even / ideal <= even + 0.02
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"speeds": []}, "speeds"),
+        ({"speeds": [1, 0]}, "speeds"),
+        ({"layers": []}, "layers"),
+        ({"layers": [Costs(f=[1, 2])]}, "layer 0"),
+        ({"layers": [Costs()]}, "1 layers on 2"),
+        ({"placements": ("w",)}, "placements"),
+        ({"memory_limits": [1, 2, 3]}, "memory_limit"),
+        ({"memory_limits": 0.5}, "needs"),
+        ({"num_microbatches": 0}, "num_microbatches"),
+    ],
+)
+def test_what_can_not_be_cut_is_refused(changed, said):
+    given = {"layers": [Costs()] * 6, "speeds": [1, 2], "num_microbatches": 4, "time_limit": 0, **changed}
+    with pytest.raises(PlanError, match=said):
+        choose_cut(**given)
