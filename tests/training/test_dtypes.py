@@ -17,9 +17,10 @@ from zbpp import MasterWeights, Pipeline, plan
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.export import write_folder
 from zbpp.run.optimizer import build_masters
-from zbpp.run.stages import move_stages
+from zbpp.run.stages import move_loss, move_stages
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.batches import batch_for
+from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
 from zbpp.training.weights import save_weights, weights_of_run
 
@@ -215,3 +216,30 @@ def test_offloaded_weights_take_float_inputs_in_their_dtype():
     losses = Pipeline(stages, plan("zb_h1", 1, 2), nn.functional.mse_loss).step(x, target=x)
     expected = [nn.functional.mse_loss(plain(rows), rows) for rows in x.chunk(2)]
     assert all(map(torch.equal, losses, expected))
+
+
+class Weighted:
+    """A model whose loss weighs classes, by a tensor of its own and by a loss of torch."""
+
+    def __init__(self):
+        self.weights = torch.tensor([1.0, 3.0])
+        self.criterion = nn.CrossEntropyLoss(weight=self.weights.clone())
+        self.whole = nn.Linear(2, 2)
+
+    def loss(self, output, target):
+        own = nn.functional.cross_entropy(output, target, weight=self.weights)
+        return own + self.criterion(output, target)
+
+
+@pytest.mark.parametrize("name", ["float64", "bfloat16", "mixed_bfloat16"])
+def test_tensors_of_a_loss_get_the_dtype_of_its_output_and_the_device(name):
+    """cross_entropy wants weights in the dtype of the logits; float64 and bfloat16 raised."""
+    model, dtype = Weighted(), PRECISIONS[name].stored
+    logits, target = torch.tensor([[0.5, 1.0], [2.0, 1.0]]), torch.tensor([0, 1])
+    expected = model.loss(logits, target)
+    move_loss(FineTuned(model), CPU, dtype)
+    torch.testing.assert_close(model.loss(logits.to(dtype), target).float(), expected, rtol=0.02, atol=0)
+    assert model.whole.weight.dtype == torch.float32  # the stages are moved, not what they are cut from
+    move_loss(model, torch.device("meta"), dtype)
+    assert model.weights.is_meta
+    assert model.criterion.weight.is_meta

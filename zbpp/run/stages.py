@@ -7,8 +7,9 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.loss import _Loss
 
 from zbpp.autograd import recompute
 from zbpp.config import ParallelConfig, TrainConfig, naming
@@ -26,6 +27,7 @@ from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for
+from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.optim.precision import PRECISIONS, Precision, give_dtypes
 
 
@@ -55,6 +57,7 @@ def prepare_stages(
     with naming("parallel"):
         spread_experts(stages.values(), place)  # before they are moved: the device need not hold all
     move_stages(stages, device, PRECISIONS[config.precision], stay_on_host=config.memory.offload_weights)
+    move_loss(model, device, PRECISIONS[config.precision].stored)
     with naming("model"):
         parallelize(model, stages, place.mesh)
         ties = agree_on_ties(stages, timetable.rank_of, place, model)
@@ -104,6 +107,20 @@ def move_stages(
     for stage in stages.values():
         give_dtypes(stage, precision)  # first: the device need not hold wider values
         stage.to("cpu" if stay_on_host else device)
+
+
+def move_loss(model: Any, device: torch.device, dtype: torch.dtype) -> None:
+    """Move what a model's loss may read: its attributes that are tensors or losses of torch (class weights).
+
+    dtype: of the output that the loss gets; floating-point tensors are cast to it.
+    """
+    if isinstance(model, FineTuned):
+        return move_loss(model.model, device, dtype)
+    for name, value in list(getattr(model, "__dict__", {}).items()):
+        if isinstance(value, _Loss):
+            value.to(device, dtype)
+        elif type(value) is Tensor:
+            setattr(model, name, value.to(device, dtype if value.is_floating_point() else None))
 
 
 def recompute_stages(
