@@ -4,13 +4,21 @@ import random
 import sys
 from collections import UserDict
 from copy import deepcopy
+from itertools import count
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+)
 
 from zbpp import Pipeline, plan
 from zbpp.config import ConfigError
@@ -128,6 +136,23 @@ def test_a_batch_of_another_form_is_refused(batch, stage, message):
 
     with pytest.raises(ValueError, match=message):
         batch_for({0: stage}, 1, Source(), 0, torch.device("cpu"))
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return map(Squares().__getitem__, count())
+
+
+@pytest.mark.parametrize("kind", ["DistributedSampler", "BatchSamplerShard", "IterableDatasetShard"])
+def test_a_loader_that_gives_each_process_other_rows_is_refused_by_name(kind):
+    rows = Squares(8, named=False)
+    sampler = DistributedSampler(rows, 2, 0) if kind == "DistributedSampler" else None
+    loader = DataLoader(Endless() if kind.startswith("Iter") else rows, 2, sampler=sampler, drop_last=True)
+    if sampler is None:
+        accelerate = pytest.importorskip("accelerate.data_loader")
+        loader = accelerate.prepare_data_loader(loader, num_processes=2, process_index=0, put_on_device=False)
+    with pytest.raises(ValueError, match=f"training data come through a {kind}, which gives each process"):
+        loaded_data(loader, batch_size=2, seed=0)
 
 
 def iterator(batch_size):

@@ -1,13 +1,17 @@
 """Ranks that call step and evaluate in different orders, or give different numbers of rows."""
 
 import time
+from contextlib import suppress
+from itertools import product
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
+import zbpp
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.runtime import AgreementError, CommunicationError
@@ -100,6 +104,46 @@ def test_a_target_with_other_rows_than_the_inputs_of_another_rank_is_refused():
     first, middle, last = run_ranks(with_a_short_target, 3)
     assert "AgreementError" in (first, last)
     assert {first, middle, last} <= {"AgreementError", "CommunicationError"}
+
+
+def row_by_row(rank, kind):
+    """The batches of one process, of 8 rows: those of its shard, or the same ones on each process."""
+    x = torch.arange(8.0)[:, None].expand(-1, SIZE).contiguous()
+    sampler = DistributedSampler(range(8), 2, rank, shuffle=False) if kind == "sampler" else None
+    return DataLoader(TensorDataset(x, 2 * x), 2, sampler=sampler)
+
+
+def on_shards(rank):
+    """What the ranks are told that give both or one of inputs and target."""
+    found = {}
+    for kind, given in product(("sampler", "same"), ("x, y", "x", "y", "what it reads", "pieces")):
+        is_last, errors = rank == 1, []
+        with suppress(Exception):
+            pipeline = Pipeline({rank: nn.Linear(SIZE, SIZE)}, plan("zb_h1", 2, M), F.mse_loss)
+            for x, y in row_by_row(rank, kind):
+                if given == "pieces":
+                    x, y = zbpp.per_microbatch(x.split(1)), zbpp.per_microbatch(y.split(1))
+                args = () if is_last and given in ("y", "what it reads") else (x,)
+                target = y if is_last or given not in ("x", "what it reads") else None
+                try:
+                    pipeline.step(*args, target=target)
+                except Exception as error:
+                    errors.append(f"{type(error).__name__}: {error}")
+                    raise
+        pipeline.end("the test is over")
+        found[kind, given] = errors
+        dist.barrier()
+    return found
+
+
+def test_in_the_first_steps_ranks_are_told_that_their_loaders_give_other_rows():
+    """The last rank compares what both ranks were given; without the check x of a row meets another's y."""
+    _, found = run_ranks(on_shards, 2)
+    for (kind, given), errors in found.items():
+        what = {"y": "targets"}.get(given, "inputs")
+        said = [f"AgreementError: rank 1 was given other {what} than rank 0: the ranks of one pipeline"]
+        is_told = kind != "same" and given != "what it reads"
+        assert [each.partition(" share")[0] for each in errors] == said * is_told, (kind, given)
 
 
 def out_of_order(rank):

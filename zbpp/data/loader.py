@@ -324,10 +324,30 @@ def _loaded(
             f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "
             "DataLoader, a list of batches, a pair of such (to train on, held out), or a zbpp.data.Data"
         )
+    sharding = _sharding_part(batches)
+    if sharding:
+        raise ValueError(
+            f"the {name} data come through a {sharding}, which gives each process other rows: leave it "
+            "out, or accelerate's prepare. All ranks of a pipeline read the same batches, and each replica "
+            "takes its own by their number"
+        )
     rest = num_rest(batches)
     if rest and shuffle:  # otherwise a run would fail at the end of its first epoch
         raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
     return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name, num_rest=rest)
+
+
+def _sharding_part(part: object) -> str:
+    """The class of what gives each process other rows: the loader, or what it is made of; "" if nothing does.
+
+    torch's DistributedSampler has num_replicas, and accelerate's shards and their state have num_processes.
+    """
+    for name in ("num_replicas", "num_processes"):
+        number = getattr(part, name, None)
+        if isinstance(number, int) and number > 1:
+            return type(part).__name__
+    inner = (getattr(part, each, None) for each in ("batch_sampler", "sampler", "dataset", "state"))
+    return next(filter(None, (_sharding_part(each) for each in inner if each is not None)), "")
 
 
 def _fingerprint(train: DatasetBatches | IteratedBatches) -> str:

@@ -29,6 +29,7 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
 from zbpp.runtime.call import Call, Feed, LossGradients, Observe
+from zbpp.runtime.fingerprint import Fingerprint, fingerprint_of
 from zbpp.runtime.marks import PerMicrobatch
 from zbpp.runtime.microbatch import Cutter, is_cut_whole
 from zbpp.runtime.results import JoinedSlices, NamedLosses, Outputs, Result
@@ -125,6 +126,12 @@ class Batch:
         if not order:
             raise ValueError(f"all {number} microbatches are empty: write None for some of them only")
         return mine._replace(of=sizes, order=order, lengths=cutter.sequences.unequal)
+
+    def fingerprints(self) -> tuple[Fingerprint | None, ...]:
+        """Of the inputs and of the target, on the ranks with the first and the last stage; else ()."""
+        if not self._seeds.keys() & {0, self._last_stage}:
+            return ()
+        return fingerprint_of(self.call.args), fingerprint_of(self.call.target)
 
     def _size(self, microbatch: int) -> Size:
         num = self._cutter.num_slices

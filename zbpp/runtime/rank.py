@@ -272,7 +272,10 @@ class Rank:
         num_microbatches = 1 if call.kind == "predict" else self.timetable.num_microbatches
         batch = Batch(call, num_microbatches, seeds, self.timetable.num_stages - 1, self.count)
         self.extras.announce(batch)
-        sizes = self._announcer.told(batch.sizes(self._lowering.number))
+        own = batch.sizes(self._lowering.number)
+        if self._announcer.compares and self.timetable.num_ranks > 1:
+            own = own._replace(given=batch.fingerprints())
+        sizes = self._announcer.told(own)
         if sizes.left_out:
             self.check_new_timetable()
         batch.arrange(sizes)

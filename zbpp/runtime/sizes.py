@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import communicating
+from zbpp.runtime.fingerprint import NUM_COMPARED, Fingerprint
 from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
 from zbpp.runtime.layout import name_of
 
@@ -63,7 +64,8 @@ class Sizes(NamedTuple):
     call: its kind. timetable: a number that tells timetables apart. of: the size of each microbatch, in the
     caller's order. order: the microbatches that run, in the order in which they go; the empty ones are not
     among them. lengths: the tokens of each microbatch's sequences, in the caller's order, where slices cut
-    sequences of several lengths; else (). loss_scale: see Pipeline.
+    sequences of several lengths; else (). loss_scale: see Pipeline. given: fingerprints of the inputs and of
+    the target, in the first calls, on the ranks with the first and the last stage; else ().
     """
 
     call: str
@@ -72,6 +74,7 @@ class Sizes(NamedTuple):
     order: tuple[int, ...]
     lengths: tuple[int, ...] = ()
     loss_scale: float = 1.0
+    given: tuple[Fingerprint | None, ...] = ()
 
     @property
     def in_order(self) -> list[Size]:
@@ -99,16 +102,17 @@ class Sizes(NamedTuple):
         numbers = [number_of[each] for each in self.of] if len(different) > 1 else len(self.of)
         order = None if self.is_plain else self.order
         told = [self.call, self.timetable, different, numbers, order, self.lengths, self.loss_scale]
-        return json.dumps(told).encode()
+        return json.dumps([*told, self.given]).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Sizes:
         """The sizes that `encoded` has written."""
-        call, timetable, different, numbers, order, lengths, loss_scale = json.loads(data)
+        call, timetable, different, numbers, order, lengths, loss_scale, told = json.loads(data)
         sizes = [Size(kind, tuple(own)) for kind, own in different]
         of = tuple(sizes * numbers if isinstance(numbers, int) else [sizes[each] for each in numbers])
         order = range(len(of)) if order is None else order
-        return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale)
+        given = tuple([None if each is None else Fingerprint(*each) for each in told])
+        return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale, given)
 
 
 class Announcer:
@@ -136,12 +140,17 @@ class Announcer:
         self._pending: list[tuple[Tensor, Started]] = []
         self._num_calls = 0
 
+    @property
+    def compares(self) -> bool:
+        """Whether the next call tells fingerprints."""
+        return self._num_calls < NUM_COMPARED
+
     def told(self, mine: Sizes) -> Sizes:
         """The sizes of a call, as the rank that has the inputs tells them. Collective.
 
         mine: of this rank. The order is () if it was given none; the sizes are () if it has no inputs. Raises
         AgreementError if the rank with the inputs is in another call, follows another timetable, has another
-        loss scale, or was given another order.
+        loss scale, or was given another order or, in the first calls, another batch.
         """
         data = mine.encoded() if self._groups and self._inbound is None else b""
         tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
@@ -179,6 +188,15 @@ class Announcer:
                 f"per_microbatch has the order {given} on rank {rank}, and {list(sizes.order)} on rank "
                 f"{first}: give it to the first stage's arguments alone, or the same everywhere"
             )
+
+        for name, own, theirs in zip(("inputs", "targets"), mine.given, sizes.given, strict=False):
+            if own is not None and theirs is not None and own.is_of_other_values(theirs):
+                raise AgreementError(
+                    f"rank {rank} was given other {name} than rank {first}: the ranks of one pipeline share "
+                    "a batch. Give all of them the same rows, without a DistributedSampler or accelerate's "
+                    "prepare, which give each process its own (of replicas, pipeline.place.data_part says "
+                    "which rows a process takes); or leave out what a rank does not read"
+                )
 
     def end(self) -> None:
         """Wait until the sizes that this rank has sent are out: called when a call ends."""
