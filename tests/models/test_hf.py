@@ -158,11 +158,31 @@ def test_a_recomputed_layer_gives_the_same_gradients():
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_layers_that_are_left_out_in_training_are_refused_when_that_happens():
-    config = {**config_of("opt"), "layerdrop": 1.0}
-    stage = HuggingFace(config=config, vocab_size=40).build_stage(0, 2)
-    with pytest.raises(RuntimeError, match="has not called layer 2.* write config.layerdrop=0"):
-        stage(TOKENS)
+BART = {"d_model": 32, "decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+DROPS = {"decoder_layerdrop": 0.2, "encoder_layerdrop": 0.1}
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({**CONFIGS["opt"], "model_type": "opt", "layerdrop": 0.1}, "layerdrop"),
+        ({**BART, "model_type": "bart", **DROPS}, "decoder_layerdrop"),
+    ],
+)
+def test_a_model_that_skips_layers_at_random_in_training_is_refused_unless_one_stage_has_it(config, name):
+    with pytest.raises(ValueError, match=f"skips layers at random.*write config.{name}=0 "):
+        HuggingFace(config=config, vocab_size=40).build_stage(0, 2)
+    HuggingFace(config=config, vocab_size=40).build_stage(0, 1)
+
+
+def test_a_layer_that_is_skipped_where_a_stage_begins_ends_the_step(monkeypatch):
+    """A stage that skips its own first layer would ignore what it got from the stage before."""
+    stage = HuggingFace(config=config_of("opt"), vocab_size=40, layers_per_stage=[1, 1, 2]).build_stage(1, 3)
+    stage.library_model.model.decoder.layerdrop = 0.5  # as code of the user's may set it
+    draws = iter(range(4))
+    monkeypatch.setattr(torch, "rand", lambda *size: torch.tensor([1.0, 0.0, 1.0, 1.0])[next(draws)])
+    with pytest.raises(RuntimeError, match="has not called layer 1, where a stage begins"):
+        stage(torch.ones(2, 5, 32))
 
 
 def test_a_configs_vocabulary_and_length_are_not_overwritten(tmp_path):

@@ -69,6 +69,8 @@ def _find_cut(
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
     path = list_of_layers(whole, tokens)
     layers = split(len(layers_at(whole, path)))
+    if len(layers) > 1:
+        _refuse_skipped_layers(whole)
     recorded, logits = record(whole, path, tokens)
     calls = calls_of(whole, path, recorded, torch.full_like(tokens, token))
     hidden = recorded[0].leaves[calls[0].carried[0]]
@@ -79,6 +81,18 @@ def _find_cut(
     cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, shift, constants, {}, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
+
+
+def _refuse_skipped_layers(model: PreTrainedModel) -> None:
+    """Raises CutError for a model that skips layers at random in training: each stage would skip others."""
+    share = next((each.layerdrop for each in model.modules() if getattr(each, "layerdrop", None)), 0)
+    if share:
+        known = (name for name, value in model.config.to_dict().items() if value == share)
+        name = next((each for each in known if each.endswith("layerdrop")), "layerdrop")
+        raise CutError(
+            f"{type(model).__name__} skips layers at random in training ({name}={share}), and stages can't "
+            f"agree on which: write config.{name}=0 (of a folder: overrides.{name}=0), or train one stage"
+        )
 
 
 def head_of(model: PreTrainedModel, tokens: Tensor) -> tuple[str, str]:

@@ -160,16 +160,26 @@ class Stage(nn.Module):
         except HeadReached as reached:
             (output,) = reached.args
         except StageDone as done:
+            self._check_entered(layers)
             sent = (*done.args, *given) if is_given else done.args
             return sent if len(sent) > 1 else sent[0]
-        own = self._cut.layers[self._index]
-        if not last or (not first and not layers[own.start].entered):
-            number = own.start if last else own.stop
-            raise RuntimeError(
-                f"{kind} has not called layer {number}, where a stage begins: "
-                "write config.layerdrop=0, if it has one"
-            )
+        self._check_entered(layers)
+        if not last:
+            raise self._not_called(self._cut.layers[self._index].stop)
         return output
+
+    def _check_entered(self, layers: Sequence[Any]) -> None:
+        """Raises RuntimeError if the model has skipped the layer that takes what the stage received."""
+        start = self._cut.layers[self._index].start
+        if self._index and not layers[start].entered:
+            raise self._not_called(start)
+
+    def _not_called(self, number: int) -> RuntimeError:
+        kind = type(self._patched.model).__name__
+        return RuntimeError(
+            f"{kind} has not called layer {number}, where a stage begins: a model that is cut into stages "
+            "calls every layer in each forward"
+        )
 
     def _refused(self, place: SequenceSlice | None) -> Mapping[Kind, str]:
         """The batches that are refused where sequences come as they do now."""
