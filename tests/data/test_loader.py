@@ -25,6 +25,7 @@ from zbpp.config import ConfigError
 from zbpp.data.loader import loaded_data
 from zbpp.data.source import parts_of
 from zbpp.run.data import build_data
+from zbpp.run.model import check_data_fit
 from zbpp.training.batches import batch_for
 from zbpp.training.trainer import Trainer
 
@@ -136,6 +137,29 @@ def test_a_batch_of_another_form_is_refused(batch, stage, message):
 
     with pytest.raises(ValueError, match=message):
         batch_for({0: stage}, 1, Source(), 0, torch.device("cpu"))
+
+
+class Counting(nn.Linear):
+    """Counts its forwards: in place, and in a new tensor."""
+
+    def __init__(self):
+        super().__init__(3, 3)
+        self.register_buffer("num_calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.mean = 0.9 * self.mean + x.mean(0)
+        return super().forward(x)
+
+
+def test_the_trial_of_the_data_leaves_the_stage_as_it_was():
+    stage = Counting()
+    before = {name: each.clone() for name, each in stage.state_dict().items()}
+    check_data_fit({0: stage}, [torch.ones(2, 3)])
+    for name, value in stage.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert stage.training
 
 
 class Endless(IterableDataset):

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
 from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
+from zbpp.runtime.restored import Buffers, eval_mode
 from zbpp.runtime.stage import FORWARD_NOTE, LOSS_NOTE
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel, batch_norms, mark_of, missing_methods, stage_of
@@ -97,18 +98,17 @@ def metrics_of(model: Any, precision: Precision) -> Callable[[Any, Any], Mapping
 def check_data_fit(stages: Mapping[int, nn.Module], microbatch: Sequence[Any]) -> None:
     """Run stage 0, if this rank has it, on its inputs of one microbatch. Raises ConfigError.
 
-    In eval mode and without a graph, on the device that the stage and the inputs are on.
+    In eval mode and without a graph, on the device that the stage and the inputs are on. Buffers keep their
+    values: a stage may count its forwards.
     """
     if 0 not in stages:
         return
-    modes = {module: module.training for module in stages[0].modules()}
     inputs = ", ".join(map(_type_and_shape, microbatch))
-    try:
-        with explained_as_data(f"stage 0 was given {inputs}"), torch.no_grad():
-            stages[0].eval()(*microbatch)
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
+    buffers = Buffers([stages[0]])
+    buffers.keep()
+    with explained_as_data(f"stage 0 was given {inputs}"), eval_mode([stages[0]]), torch.no_grad():
+        stages[0](*microbatch)
+    buffers.restore()
 
 
 def check_loss_is_counted(model: PipelineModel) -> None:
