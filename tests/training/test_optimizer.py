@@ -1,22 +1,51 @@
 """Kahan sums, and the norm over all stages against torch's own on the whole model."""
 
 import math
+import sys
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.data import Data, RandomRegression
+from zbpp.job.world import fake_world
 from zbpp.models.gpt import Gpt
+from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.squares import squares_of
+from zbpp.training.optim.optimizer import OPTIMIZERS
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, BATCH = 17, 6, 8
 
 
 CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_dtensors_beside_plain_parameters_are_updated_where_torch_updates_a_group_in_one_call(
+    monkeypatch, name
+):
+    """As it does on a GPU by default."""
+    adam = sys.modules["torch.optim.adam"]  # torch.optim.adam is a function
+    monkeypatch.setattr(adam, "_default_to_fused_or_foreach", lambda *_, **__: (False, True))
+    options = {"learning_rate": 0.1, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+    found = []
+    for is_split in (False, True):
+        with fake_world(1):
+            mesh = init_device_mesh("cpu", (1,))
+            parameters = [nn.Parameter(torch.full((4,), number)) for number in (1.0, 2.0)]
+            if is_split:
+                parameters[0] = nn.Parameter(DTensor.from_local(parameters[0].data, mesh, [Shard(0)]))
+            for each in parameters:
+                each.grad = torch.ones_like(each)
+            OPTIMIZERS[name](parameters, **options).step()
+            found.append([local_of(each.detach()) for each in parameters])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
 
 
 def exact(gradient):

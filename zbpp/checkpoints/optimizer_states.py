@@ -50,6 +50,9 @@ class _Optimized(NamedTuple):
     group: dict[str, Any]
 
 
+_OF_THIS_RUN = "params", "foreach"  # what a group holds that a run with another mesh chooses for itself
+
+
 def optimizers_of(given: Optimizer | Iterable[Optimizer] | None) -> list[Optimizer]:
     """The optimizers as a list."""
     if given is None:
@@ -102,7 +105,7 @@ def collect(
             _check_split(key, tensor, parameter)
         tensors |= mine
         if id(group) not in texts:
-            options = {key: value for key, value in group.items() if key != "params"}
+            options = {key: value for key, value in group.items() if key not in _OF_THIS_RUN}
             entry = {"kind": kind_of(optimizer), "options": encoded(options, f"options.{name}", tensors)}
             texts[id(group)] = json.dumps(entry)
         groups.setdefault(texts[id(group)], []).append(name)
@@ -235,6 +238,7 @@ class Restored:
         for row, name in zip(self._rows, self._names, strict=True):
             options = json.loads(self._groups[name])["options"]
             values = decoded(options, lambda key: self.targets[key].tolist())
+            values.pop("foreach", None)  # of an older checkpoint
             other, whose = first.setdefault(id(row.group), (values, name))
             if repr(other) != repr(values):  # NaN equals itself
                 raise CheckpointError(
@@ -242,6 +246,8 @@ class Restored:
                     "options for each: group the parameters as they were"
                 )
             for key, value in decoded(options, self.targets.__getitem__).items():
+                if key in _OF_THIS_RUN:
+                    continue
                 if isinstance(value, Tensor) and isinstance(row.group.get(key), Tensor):
                     row.group[key].copy_(value)
                 else:

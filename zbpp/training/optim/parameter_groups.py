@@ -102,8 +102,18 @@ def grouped(
     for number, options in enumerate(all_options):
         for kind, further in enumerate(defaults):
             mine = [each.parameter for each in trained if places[id(each.parameter)] == (number, kind)]
-            groups.append({"params": mine, **further, **options})
+            groups.append({"params": mine, **_one_by_one(mine), **further, **options})
     return groups
+
+
+def _one_by_one(parameters: Iterable[nn.Parameter]) -> dict[str, bool]:
+    """The option without which torch's optimizers fail on a GPU for parameters of several kinds, or nothing.
+
+    There they update all parameters of a group in one call by default, and torch has no such call for
+    DTensors beside plain tensors, nor for DTensors on several meshes.
+    """
+    kinds = {getattr(each, "device_mesh", None) for each in parameters}
+    return {"foreach": False} if len(kinds) > 1 else {}
 
 
 def unmatched(all_names: Iterable[Iterable[str]], patterns: Iterable[str]) -> list[str]:
