@@ -1,5 +1,6 @@
 """zbpp/devices.py on a machine that has only the CPU: tests replace what torch says of an accelerator."""
 
+import threading
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -8,7 +9,9 @@ import torch
 import torch.distributed as dist
 
 from zbpp import devices
-from zbpp.runtime import groups
+from zbpp.checkpoints.writing import Saving
+from zbpp.runtime import groups, host_links
+from zbpp.runtime.mesh import MeshPosition
 
 GPU = torch.device("cuda", 1)
 
@@ -50,6 +53,25 @@ def test_links_have_the_backend_of_their_device_alone_and_its_urgent_options(mon
     groups.link_groups(None, [(0, 1)], 5.0, GPU)
     assert [(given[2:]) for given in made] == [(timedelta(seconds=5), options, "nccl")]
     assert (options.is_high_priority_stream, options.config.max_ctas) == (True, 8)
+
+
+def test_threads_begin_with_the_device_of_the_thread_that_starts_them(monkeypatch, a_gpu, tmp_path):
+    """Else each of them takes memory of device 0, in every process."""
+    made = []
+
+    def note(device):
+        made.append((threading.current_thread().name, device))
+
+    monkeypatch.setattr(torch.accelerator, "set_device_index", note)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: None)
+    monkeypatch.setattr(host_links, "streams_of", lambda device: None)
+    host_links.HostLink(None, GPU)._thread.submit(lambda: None).result()
+    saving = Saving(tmp_path / "step_1", {}, "", None, MeshPosition(None), None)
+    monkeypatch.setattr(saving, "write", lambda: None)
+    saving.write_in_background()
+    saving._thread.join()
+    assert made == [("zbpp sends_0", GPU), ("zbpp step_1", GPU)]
 
 
 def test_a_tensor_is_sent_from_where_the_groups_backend_takes_it(monkeypatch):

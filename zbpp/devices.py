@@ -44,6 +44,13 @@ def whole(device: torch.device | str) -> torch.device:
     return device
 
 
+def current_device() -> torch.device:
+    """The calling thread's device of the accelerator if the process has used it, else the CPU."""
+    name = accelerator_name()
+    is_used = getattr(torch.get_device_module(name or "cpu"), "is_initialized", lambda: False)()
+    return whole(name if name and is_used else "cpu")
+
+
 def make_current(device: torch.device) -> None:
     """Let the calling thread use this device where none is named.
 
@@ -63,6 +70,13 @@ def name_of(device: torch.device) -> str:
     """The maker's name of an accelerator's device, such as "NVIDIA H100 80GB HBM3"."""
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return device.type if name is None else str(name(device))
+
+
+def empty_host_cache() -> None:
+    """Give the machine back the freed memory that pinned tensors had: torch keeps it for later ones."""
+    empty = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 may lack it
+    if empty is not None and current_device().type != "cpu":
+        empty()
 
 
 # ---- Memory, as the device's allocator counts it; of the CPU nothing is counted here
@@ -104,10 +118,7 @@ def devices_with_generators(devices: Iterable[torch.device]) -> set[torch.device
 
     Whatever draws random numbers without a tensor draws them on the current device.
     """
-    found = set(filter(is_accelerator, devices))
-    name = accelerator_name()
-    is_used = getattr(torch.get_device_module(name or "cpu"), "is_initialized", lambda: False)()
-    return found | {whole(name)} if name and is_used else found
+    return set(filter(is_accelerator, {*devices, current_device()}))
 
 
 def generator_states(devices: Iterable[torch.device]) -> dict[torch.device, Tensor]:

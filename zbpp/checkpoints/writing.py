@@ -21,7 +21,7 @@ from torch.futures import Future
 
 from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
-from zbpp.devices import is_accelerator, synchronize
+from zbpp.devices import current_device, empty_host_cache, is_accelerator, make_current, synchronize
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.dtensors import local_of
@@ -77,8 +77,15 @@ class Saving:
         """
         self._tensors, self._failed = _on_host(self._tensors), failed
         # Not a daemon: a process that ends, ends after its part is written.
-        self._thread = threading.Thread(target=self.write, name=f"zbpp {self.path.name}")
+        name = f"zbpp {self.path.name}"
+        self._thread = threading.Thread(target=self._write_in_thread, args=(current_device(),), name=name)
         self._thread.start()
+
+    def _write_in_thread(self, device: torch.device) -> None:
+        """device: the current one of the thread that saves. DCP waits for the writing thread's own."""
+        make_current(device)
+        self.write()
+        empty_host_cache()  # the copies were pinned
 
     @property
     def is_done(self) -> bool:

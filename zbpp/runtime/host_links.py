@@ -35,7 +35,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.devices import backend_of
+from zbpp.devices import backend_of, make_current
 from zbpp.streams import Event, host_memory, streams_of
 
 OWN_LIMIT = timedelta(0)
@@ -74,7 +74,7 @@ class HostLink:
         self.group, self._device = group, device
         self._streams = streams_of(device)
         self._stream: Any = None if self._streams is None else self._streams.side("messages")
-        self._thread = ThreadPoolExecutor(1, "zbpp sends")
+        self._thread = ThreadPoolExecutor(1, "zbpp sends", make_current, (device,))
 
     def send(self, tensors: list[Tensor], peer: int, tag: int) -> Sent:
         """Start to send one contiguous tensor, after what the current stream has queued."""
