@@ -12,6 +12,7 @@ import transformers
 from helpers.processes import run_ranks
 from helpers.toy_lm import VOCAB, batch, rows_of
 from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
+from zbpp.autograd import recompute
 from zbpp.models.hf import HuggingFace
 from zbpp.runtime.dtensors import is_spread
 
@@ -96,14 +97,26 @@ def test_losses_and_gradients_are_those_of_one_process(everyone, family):
     assert any(found[family, "zb_h1"][2] for found in everyone)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
-def test_routers_report_the_librarys_loss_of_each_layer(family):
-    """Which computes in float32. The library's code, and its config as it was, is the reference."""
+@pytest.mark.parametrize(
+    ("family", "padding"),
+    [("mixtral", 0), ("qwen3_moe", 0), ("gpt_oss", 0), ("mixtral", 3), ("gpt_oss", 3)],
+)
+def test_routers_report_the_librarys_loss_of_each_layer(family, padding):
+    """Which computes in float32. The library's code, and its config as it was, is the reference.
+
+    padding: so many tokens at the end of every other row; the layers are then recomputed, too.
+    """
     model = model_of(family, output_router_logits=True, router_aux_loss_coef=0.5)
     stages = {index: model.build_stage(index, 2).double() for index in range(2)}
-    pipeline = Pipeline(stages, plan("zb_v", 1, M), model.loss)
     inputs, target = batch(0, ROWS)
-    losses = pipeline.step(inputs, target=target)
+    mask = torch.ones_like(inputs)
+    mask[::2, inputs.shape[1] - padding :] = 0
+    target = target.masked_fill(mask == 0, -100)
+    if padding:
+        for block in (block for stage in stages.values() for block in stage.children()):
+            recompute(block)
+    pipeline = Pipeline(stages, plan("zb_v", 1, M), model.loss)
+    losses = pipeline.step(inputs, target=target, **({"attention_mask": mask} if padding else {}))
     whole = transformers.AutoModelForCausalLM.from_config(
         model.library_config(), experts_implementation="eager"
     )
@@ -112,12 +125,13 @@ def test_routers_report_the_librarys_loss_of_each_layer(family):
     )
     whole.double().train()
     balance, reported = sys.modules[type(whole).__module__].load_balancing_loss_func, 0.0
-    for rows, words, loss in zip(inputs.chunk(M), target.chunk(M), losses, strict=True):
-        found = whole(rows)
+    parts = inputs.chunk(M), target.chunk(M), mask.chunk(M), losses
+    for rows, words, own, loss in zip(*parts, strict=True):
+        found = whole(rows, attention_mask=own if padding else None)
         expected = model.loss(found.logits, words)
         assert loss.item() == pytest.approx(expected.item(), rel=1e-12)
-        auxiliary = 0.5 * sum(balance((each,), 4, 2) for each in found.router_logits) / 2
-        (expected + auxiliary).div(M).backward()
+        auxiliary = 0.5 * sum(balance((each,), 4, 2, own) for each in found.router_logits) / 2
+        (expected * words.ne(-100).sum() / target.ne(-100).sum() + auxiliary / M).backward()
         reported += auxiliary.item() / M
     assert pipeline.auxiliary_losses()["balance"] == pytest.approx(reported, rel=1e-6)
     for name, parameter in pipeline.named_parameters():

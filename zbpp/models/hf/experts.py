@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import sys
 from copy import copy
+from functools import partial
+from inspect import Signature, signature
 from typing import Any
 
 import torch
@@ -32,8 +34,9 @@ _NAME = "zbpp_exchange"
 def report_balance(model: Any) -> None:
     """Let each router in a library's causal model report the auxiliary loss "balance".
 
-    The sum over a model's routers is router_aux_loss_coef x the mean of the library's loss of each. Padding
-    counts. Logs a warning for a family whose routers or loss are not known by their usual names.
+    The sum over a model's routers is router_aux_loss_coef x the mean of the library's loss of each, over the
+    tokens that are not padding. Logs a warning for a family whose routers or loss are not known by their
+    usual names.
     """
     recorder: Any = (getattr(model, "_can_record_outputs", None) or {}).get("router_logits")
     balance: Any = getattr(sys.modules[type(model).__module__], "load_balancing_loss_func", None)
@@ -48,13 +51,47 @@ def report_balance(model: Any) -> None:
         if isinstance(module, recorder.target_class) and name.endswith(recorder.layer_name or "")
     ]
 
+    seen = _SeenMask(model, routers)
+
     def report(router: nn.Module, args: Any, output: Any) -> None:
         if router.training:
             logits = output[recorder.index] if isinstance(output, tuple) else output
-            auxiliary_loss("balance", coefficient / len(routers) * balance((logits,), *sizes))
+            loss = balance((logits,), *sizes, seen.counting(len(logits.flatten(0, -2))))
+            auxiliary_loss("balance", coefficient / len(routers) * loss)
 
     for router in routers:
         router.register_forward_hook(report)
+
+
+class _SeenMask:
+    """The mask that a layer's attention gets, for the router behind it in the same layer.
+
+    A recompute runs the layer again, attention first, so that the router always has its own layer's mask.
+    """
+
+    def __init__(self, model: nn.Module, routers: list[Any]) -> None:
+        self._mask: Tensor | None = None
+        for module in model.modules():
+            takes = signature(module.forward)
+            if "attention_mask" in takes.parameters and not set(routers) & set(module.modules()):
+                module.register_forward_pre_hook(partial(self._remember, takes), with_kwargs=True)
+
+    def _remember(self, takes: Signature, _: nn.Module, args: Any, kwargs: Any) -> None:
+        mask = takes.bind_partial(*args, **kwargs).arguments.get("attention_mask")
+        self._mask = mask if isinstance(mask, Tensor) else None
+
+    def counting(self, num_tokens: int) -> Tensor | None:
+        """[batch, time]: False for padding; None if all tokens count, or if the mask is of other tokens.
+
+        Of a mask [batch, 1, time, keys] a token counts if it may attend to itself.
+        """
+        mask = self._mask
+        if mask is None:
+            return None
+        if mask.dim() == 4:
+            itself = mask[:, 0].diagonal(mask.shape[-1] - mask.shape[-2], -2, -1)
+            mask = itself if itself.dtype == torch.bool else itself == 0
+        return mask if mask.numel() == num_tokens else None
 
 
 def hold_exchanges(stage: nn.Module) -> None:
