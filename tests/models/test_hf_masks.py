@@ -140,3 +140,11 @@ def test_a_later_stage_refuses_a_mask_that_stage_0_was_not_given():
     stage = HuggingFace(config=config_of("llama").to_dict()).build_stage(1, 2)
     with pytest.raises(ValueError, match="attention_mask came without what stage 0 sends"):
         stage(torch.zeros(2, 12, 32), attention_mask=PADDING)
+
+
+def test_a_mask_of_numbers_gets_the_dtype_of_16_bit_weights(folder):
+    """Kernels of attention take it in the dtype of their queries; a row of -inf alone would be NaN."""
+    stage = HuggingFace(path=str(folder)).build_stage(0, 2).to(torch.bfloat16)
+    _, mask, *_ = stage(TOKENS, BLOCKS, POSITIONS)
+    assert mask.dtype == torch.bfloat16
+    assert mask.isfinite().all()

@@ -53,6 +53,11 @@ def merged(received: tuple[Any, ...], given: Given) -> Given:
     return received[0], received[1]
 
 
+def in_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of numbers in the dtype of attention's queries, which kernels ask for; none becomes -inf."""
+    return mask.clamp(min=torch.finfo(dtype).min).to(dtype)
+
+
 def own_part(given: Given, place: SequenceSlice | None) -> Given:
     """The mask and positions of a slice: the runtime has cut what has the time as its second dimension."""
     mask, positions = given

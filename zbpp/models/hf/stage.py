@@ -36,7 +36,7 @@ from zbpp.models.hf.cut import (
 )
 from zbpp.models.hf.dtypes import dtypes_of
 from zbpp.models.hf.labels import target_names_of
-from zbpp.models.hf.masks import NONE, Given, Kind, kind_of, merged, own_part, refuse
+from zbpp.models.hf.masks import NONE, Given, Kind, in_dtype, kind_of, merged, own_part, refuse
 from zbpp.models.hf.whole_masks import whole_sequences
 from zbpp.models.layers import Head, head_loss
 from zbpp.stage_api import TargetNames
@@ -267,6 +267,8 @@ class FirstStage(Stage):
         head: bool = True,
         sequence_slice: SequenceSlice | None = None,
     ) -> Tensor | tuple[Tensor | None, ...]:
+        if attention_mask is not None and attention_mask.is_floating_point():
+            attention_mask = in_dtype(attention_mask, self._like().dtype)
         return self._run((input_ids,), (attention_mask, position_ids), head, sequence_slice)
 
 
