@@ -10,8 +10,12 @@ import torch.distributed as dist
 
 from zbpp import devices
 from zbpp.checkpoints.writing import Saving
+from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime import groups, host_links
+from zbpp.runtime.links import Outbox
 from zbpp.runtime.mesh import MeshPosition
+from zbpp.schedule import Value
+from zbpp.training import measured_steps
 
 GPU = torch.device("cuda", 1)
 
@@ -91,3 +95,28 @@ def test_a_device_without_an_index_is_the_current_one(a_gpu):
     assert devices.whole("cuda") == GPU
     assert devices.whole(torch.device("cuda:0")) == torch.device("cuda", 0)
     assert devices.whole("cpu") == torch.device("cpu")
+
+
+def test_a_tensor_of_another_device_than_the_ranks_is_refused_where_it_is_sent():
+    """NCCL's error would be another rank's lost connection."""
+    outbox = Outbox(1, None, torch.device("meta"))  # stands for a GPU
+    message = (
+        r"shape \(2, 3\) is on cpu, and this rank sends from meta: make inputs by device=pipeline.device"
+    )
+    with pytest.raises(ValueError, match=message):
+        outbox.send(Value("x", 1, 0), (torch.ones(2, 3),))
+
+
+def test_two_processes_on_one_gpu_are_told_to_choose_their_own():
+    error = RuntimeError("NCCL error\nDuplicate GPU detected : rank 1 and rank 0 both on CUDA device 101000")
+    said = r"^gathering: two processes use one GPU.*: begin each process"
+    with pytest.raises(CommunicationError, match=said), communicating("gathering"):
+        raise error
+
+
+@pytest.mark.parametrize(
+    "name, tera", [("NVIDIA H100 PCIe", 756), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA B200", 2250)]
+)
+def test_the_peak_is_that_of_the_gpus_own_data_sheet(monkeypatch, a_gpu, name, tera):
+    monkeypatch.setattr(measured_steps, "name_of", lambda device: name)
+    assert measured_steps.peak_flops(GPU, torch.bfloat16) == tera * 1e12

@@ -263,4 +263,7 @@ def test_wrapped_stages_are_refused_on_every_rank():
 def test_stages_without_tensors_have_their_messages_on_the_device_that_was_given():
     """In a job on gloo, where stages may be on GPUs, it was the CPU."""
     assert device_of([nn.Identity()], None, "meta") == torch.device("meta")
+    # A stage without tensors goes where the other ranks' stages are: "meta" stands for a GPU.
+    assert device_of([nn.Identity()], None, None, {"meta"}) == torch.device("meta")
+    assert device_of([nn.Identity()], None, None, {"meta", "cpu"}) == torch.device("cpu")
     assert device_of([nn.Linear(1, 1)], None, "meta") == torch.device("cpu")  # a module's own place counts

@@ -335,6 +335,42 @@ def with_another_dtype(rank):
     return said(lambda: (dist.recv if rank else dist.send)(tensor, 1 - rank, group=group))
 
 
+class Codes(nn.Module):
+    """Returns its input and, of each row, the number of a bin."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer, self.dtype = nn.Linear(3, 3, dtype=torch.float64), dtype
+
+    def forward(self, x):
+        return self.layer(x), torch.arange(len(x)).to(self.dtype) * 300
+
+
+class WeighedByCodes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3, dtype=torch.float64)
+
+    def forward(self, x, codes):
+        return self.layer(x) * codes.double()[:, None]
+
+
+def losses_with_codes(rank, dtype):
+    torch.manual_seed(0)
+    stages = [Codes(dtype), WeighedByCodes()]
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with Pipeline({rank: stages[rank]}, zbpp.plan("1f1b", 2, 2), nn.functional.mse_loss) as pipeline:
+        return [loss.item() for _ in range(2) for loss in pipeline.step(x, target=x)]
+
+
+def test_messages_may_have_dtypes_that_nccl_lacks():
+    """Integers of 16 bits, as dictionaries of codes and packed masks have."""
+    _, expected = run_ranks(losses_with_codes, 2, torch.int64, backend="strict")
+    _, found = run_ranks(losses_with_codes, 2, torch.int16, backend="strict")
+    assert found == expected
+    assert len(found) == 4
+
+
 def with_16_bit_integers(rank):
     return said(lambda: dist.all_reduce(torch.ones(2, dtype=torch.int16)))
 

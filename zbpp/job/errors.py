@@ -12,6 +12,13 @@ import torch
 _OF_CPU = "DefaultCPUAllocator"  # torch raises a plain RuntimeError on the CPU
 
 
+_SHARED_GPU = (
+    "two processes use one GPU, which NCCL refuses: begin each process with "
+    'torch.cuda.set_device(int(os.environ["LOCAL_RANK"])), before init_process_group, and start no more '
+    "processes on a machine than it has GPUs"
+)
+
+
 class CommunicationError(RuntimeError):
     """A message did not come in time, or the rank at the other end is gone.
 
@@ -22,6 +29,8 @@ class CommunicationError(RuntimeError):
     @classmethod
     def at(cls, where: str, error: RuntimeError) -> Self:
         """torch's first line, without gloo's line of code and advice, behind where it was raised."""
+        if "Duplicate GPU" in str(error):
+            return cls(f"{where}: {_SHARED_GPU}")
         first_line = str(error).partition("\n")[0].partition(". This is typically")[0]
         return cls(f"{where}: " + re.sub(r"\[/\S+\.cc:\d+\] ", "", first_line))
 

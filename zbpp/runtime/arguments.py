@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
@@ -119,22 +119,35 @@ def built_stages(
 
 
 def device_of(
-    stages: Iterable[nn.Module], group: dist.ProcessGroup | None, given: torch.device | str | None = None
+    stages: Iterable[nn.Module],
+    group: dist.ProcessGroup | None,
+    given: torch.device | str | None = None,
+    kinds: Collection[str] = (),
 ) -> torch.device:
-    """Where the stages' tensors and messages are. Stages without tensors: the given device, or the group's.
+    """Where the stages' tensors and messages are.
 
-    On gloo a GPU is as good as the CPU: its messages go through host memory.
+    Stages without tensors: the given device, or one of the kind that the other ranks' stages are on, or the
+    group's. kinds: those of the other ranks. On gloo a GPU is as good as the CPU: its messages go through
+    host memory.
     """
+    found = _place_of(stages)
+    if found is not None:
+        return found
+    if given is not None:
+        return whole(given)
+    (kind,) = kinds if len(kinds) == 1 else (device_for_messages(group),)
+    return whole(kind)
+
+
+def _place_of(stages: Iterable[nn.Module]) -> torch.device | None:
+    """Where the stages' tensors are; None if they have none."""
     stages = [*stages]
     for extra in extras_of(stages):
         device: torch.device | None = getattr(extra, "device", None)  # where it puts the stages' tensors
         if device is not None:
             return whole(device)
     tensors = (tensor for stage in stages for tensor in (*stage.parameters(), *stage.buffers()))
-    first = next(tensors, None)
-    if first is not None:
-        return first.device
-    return device_for_messages(group) if given is None else whole(given)
+    return next((each.device for each in tensors), None)
 
 
 def may_compile(stage: nn.Module) -> bool:
@@ -154,13 +167,14 @@ class Agreed(NamedTuple):
     """What every rank knows after the check.
 
     stages: this rank's. names: per rank, `names_of` its stages. ties: of all ranks. key: the same on every
-    rank of the pipeline, and unique in the job.
+    rank of the pipeline, and unique in the job. kinds: of the devices that the ranks' stages are on.
     """
 
     stages: dict[int, nn.Module]
     names: list[Names]
     ties: list[Tie]
     key: str
+    kinds: set[str]
 
 
 @dataclass(kw_only=True)
@@ -170,6 +184,7 @@ class _Report:
     refusal: str = ""
     stages: list[int] = field(default_factory=list)
     names: Names = field(default_factory=dict)
+    kind: str = ""  # of the device that their tensors are on; "" without tensors
     shapes: str = ""  # of the parameters, with their names and dtypes; as a hash
     key: str = field(default_factory=unique_name)
 
@@ -211,7 +226,13 @@ def agree_on_stages(
     stages: dict[int, nn.Module] = {}
     try:
         stages = _stages_of(given, timetable, rank, device, place)
-        report = _Report(stages=sorted(stages), names=names_of(stages), shapes=_hash(_shapes(stages)))
+        place_of = _place_of(stages.values())
+        report = _Report(
+            stages=sorted(stages),
+            names=names_of(stages),
+            kind="" if place_of is None else place_of.type,
+            shapes=_hash(_shapes(stages)),
+        )
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
         is_told = isinstance(error, ValueError)  # then the refusal has its text, and goes on from its cause
         text = str(error) if is_told else error_text(error)
@@ -235,7 +256,8 @@ def agree_on_stages(
         ties = given.ties
     else:
         ties = agree_on_ties(stages, timetable.rank_of, place, model_of(given))
-    return Agreed(stages, [each.names for each in reports], ties, reports[0].key)
+    kinds = {each.kind for each in reports if each.kind}
+    return Agreed(stages, [each.names for each in reports], ties, reports[0].key, kinds)
 
 
 def _refusal(reports: Sequence[_Report], timetable: Timetable) -> str:
@@ -276,7 +298,7 @@ def _stages_of(
         stages = built_stages(model, timetable.stages_of(rank), timetable.num_stages, chosen, place)
     elif not isinstance(given, Mapping):
         raise ValueError(_neither_stages_nor_model(given))
-    elif device is not None:
+    elif device is not None and _place_of(_modules_in(given)) is not None:
         raise ValueError(
             f"device={str(device)!r} is for the stages that a model builds: move given stages there by "
             "module.to(device), before the Pipeline is made"
@@ -286,6 +308,10 @@ def _stages_of(
     for index, module in stages.items():
         _check_stage(index, module, place)
     return stages
+
+
+def _modules_in(stages: Mapping[Any, Any]) -> list[nn.Module]:
+    return [each for each in stages.values() if isinstance(each, nn.Module)]
 
 
 def _neither_stages_nor_model(given: Any) -> str:

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.buffers import BufferPool
-from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
+from zbpp.runtime.host_links import OWN_LIMIT, HostLink, LinkGroup, Started
 from zbpp.runtime.in_place import check_unchanged, versions_of
 from zbpp.runtime.layout import (
     HEADER_SIZE,
@@ -61,6 +61,7 @@ from zbpp.runtime.sizes import Size
 from zbpp.schedule import Program, Recv, Send, Value
 
 _TAG_LIMIT = 2**30
+_SENT_AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 
 
 class Sent(NamedTuple):
@@ -87,6 +88,7 @@ class Outbox:
     def send(self, value: Value, message: Message) -> None:
         """Start to send; keeps the tensors until `release`. Raises ValueError for another layout."""
         layout = layout_of(message)
+        self._check_places(message)
         tensors = [_as_stored(tensor) for tensor in message if tensor is not None]
         known = self.layouts.of(value)
         if known is None:
@@ -98,9 +100,18 @@ class Outbox:
         works = [self._start(each) for each in tensors]
         self._pending.append(Sent(channel_of(value), tensors, versions, works))
 
+    def _check_places(self, message: Message) -> None:
+        for tensor in message:
+            if tensor is None or tensor.device == self.device or isinstance(self.group, HostLink):
+                continue
+            raise ValueError(
+                f"a tensor of shape {tuple(tensor.shape)} is on {tensor.device}, and this rank sends from "
+                f"{self.device}: make inputs by device=pipeline.device, and what a stage makes where its "
+                "inputs are"
+            )
+
     def _start(self, tensor: Tensor) -> Started:
-        if tensor.is_complex():  # NCCL has no complex dtypes
-            tensor = torch.view_as_real(tensor)
+        tensor = _as_known(tensor)
         self._num_sent += 1
         # This is dist.isend without its checks. gloo pairs sends and receives by their number on the link.
         return self.group.send([tensor], self.peer, self._num_sent % _TAG_LIMIT)
@@ -165,6 +176,13 @@ def _check(sent: Sent) -> None:
 def _as_stored(tensor: Tensor) -> Tensor:
     """The tensor, contiguous; conjugate and negative views, whose memory holds other numbers, as copies."""
     return tensor.detach().contiguous().resolve_conj().resolve_neg()
+
+
+def _as_known(tensor: Tensor) -> Tensor:
+    """A view of a contiguous tensor, of a dtype that every backend has: NCCL has not all of them."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor)
+    return tensor.view(-1).view(torch.uint8) if tensor.dtype in _SENT_AS_BYTES else tensor
 
 
 class Posted(NamedTuple):
@@ -240,8 +258,7 @@ class Inbox:
         return self._post(posted.value, layout)
 
     def _start(self, buffer: Tensor) -> Started:
-        if buffer.is_complex():  # NCCL has no complex dtypes
-            buffer = torch.view_as_real(buffer)
+        buffer = _as_known(buffer)
         self._num_received += 1
         # This is dist.irecv without its checks.
         return self.group.recv([buffer], self.peer, self._num_received % _TAG_LIMIT)

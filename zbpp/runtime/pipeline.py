@@ -83,7 +83,7 @@ class Pipeline:
     dynamic_shapes: whether messages between stages may differ otherwise than with the shapes of the inputs
     (shapes, dtypes, which tensors there are); each message then says its layout, and takes one more latency.
     device: where a model's stages go (None: this process's CUDA device if the group is NCCL's, else the CPU);
-    given stages stay where they are.
+    given stages stay where they are, and those without tensors go with the other ranks' stages.
 
     num_steps: how many steps are done. The random numbers of the next step depend on it: set it to go on with
     a run that was saved.
@@ -174,7 +174,7 @@ class Pipeline:
         self.stages = MappingProxyType(dict(sorted(agreed.stages.items())))
         loss_here = self._loss_fn if self.timetable.rank_of[-1] == self.rank else None
         self._parameters = StageParameters(self.stages, agreed.names, agreed.ties, self.group, loss_here)
-        self.device = device_of(self.stages.values(), self.group, device)
+        self.device = device_of(self.stages.values(), self.group, device, agreed.kinds)
         return Rank(
             self.timetable,
             self.rank,

@@ -102,8 +102,20 @@ def _text(numbers: Sequence[int]) -> str:
 # ----------------------------------------------------------------
 # Numbers about speed: model-FLOPs utilisation (a share of the device's peak), and which device it was.
 
-# Dense TFLOP/s in bf16 and fp16 of one device, from the makers' data sheets.
-_PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "H800": 989.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0}
+# Dense TFLOP/s in bf16 and fp16 of one device, from the makers' data sheets; the first name that fits counts.
+_PEAK_TFLOPS = {
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800 PCIe": 756.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
+}
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
