@@ -41,6 +41,7 @@ PARTS = (
     Part("offload", 40, _LAZY),
     Part("tokens", 60, _LAZY),
 )
+_ALL = sum(part.limit for part in PARTS)  # with less, the last parts may be left out
 _BEFORE = 4.0  # s before its limit a part writes where it stands
 
 
@@ -108,7 +109,9 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="default cuda")
     parser.add_argument("--small", action="store_true", help="small sizes, to try the check itself")
     parser.add_argument("--out", type=Path, default=Path("gpu_check_out"), help="folder of the page")
-    parser.add_argument("--seconds", type=float, default=480.0, help="for all parts; default %(default)g")
+    parser.add_argument(
+        "--seconds", type=float, default=_ALL, help="for all parts; default %(default)g, all limits"
+    )
     parser.add_argument("--part", choices=names, help=argparse.SUPPRESS)  # a child's
     parser.add_argument("--limit", type=float, default=600.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
