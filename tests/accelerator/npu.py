@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,6 +57,16 @@ def synchronize(device: Any = None) -> None:
 
 def current_stream(device: Any = None) -> torch.Stream:
     return torch.accelerator.current_stream(device)
+
+
+@contextmanager
+def stream(stream: torch.Stream | None) -> Iterator[None]:
+    """As torch.cuda.stream; torch's FSDP2 asks the device's module for it."""
+    if stream is None:
+        yield
+        return
+    with stream:
+        yield
 
 
 def get_device_name(device: Any = None) -> str:
@@ -111,4 +123,4 @@ def _index(device: Any) -> int:
 
 
 _FUNCTIONS = [each for each in list(globals().values()) if isinstance(each, types.FunctionType)]
-_FUNCTIONS = [each for each in _FUNCTIONS if each not in (install, _index)]
+_FUNCTIONS = [each for each in _FUNCTIONS if each not in (install, _index, contextmanager)]

@@ -30,7 +30,7 @@ class Attention(nn.Module):
             key = sequence_slice.whole((self, "key"), key)
             value = sequence_slice.whole((self, "value"), value)
             start = sequence_slice.start
-        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool).tril(start)
+        mask = torch.ones(query.shape[1], key.shape[1], dtype=torch.bool, device=x.device).tril(start)
         return x + self.out(F.scaled_dot_product_attention(query, key, value, attn_mask=mask))
 
 

@@ -1,5 +1,6 @@
 """The emulated accelerator itself: it computes what the CPU does, and refuses what a GPU refuses."""
 
+import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -188,8 +189,8 @@ def test_an_access_that_no_event_orders_fails_the_function(device):
     assert run_ranks(on_two_streams, 1, device, True, device=device) == [[3.0] * 4]
     ((succeeded, text),) = outcomes(on_two_streams, 1, device, False, device=device)
     assert not succeeded
-    assert f"no event orders aten::add.out on {device}:0 stream 1" in text
-    assert f"behind aten::fill_.Scalar (writes) on {device}:0 stream 0" in text
+    fault = rf"no event orders aten::add.out on {device}:0 stream \d+ behind aten::fill_.Scalar \(writes\) on"
+    assert re.search(fault, text), text
 
 
 def freed_too_early(rank, device):
