@@ -11,6 +11,9 @@
 # It installs two things. The Python environment: see setup.sh --help. And, only for root on Debian or Ubuntu without a
 # browser, the package `chromium`: the HTML page that zbpp draws is tested in a real browser; without one those tests
 # are skipped. $CHROMIUM names a browser, and nothing is installed.
+#
+# The tests compile an emulated accelerator (tests/accelerator) once, a minute of a core. It needs g++ and Python.h: on
+# Debian the packages g++ and python3-dev. Without them the tests that run on it are skipped.
 set -euo pipefail
 [[ ${1:-} != -h && ${1:-} != --help ]] || { sed -n '1d;/^#/!q;s/^# \{0,1\}//p' "$0"; exit; }  # the comment above
 cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.."

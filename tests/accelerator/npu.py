@@ -106,6 +106,10 @@ def max_memory_allocated(device: Any = None) -> int:
     return library.peak(_index(device))
 
 
+def memory_stats(device: Any = None) -> dict[str, int]:
+    return dict(torch.accelerator.memory_stats(_index(device)))
+
+
 def reset_peak_memory_stats(device: Any = None) -> None:
     library.reset_peak(_index(device))
 

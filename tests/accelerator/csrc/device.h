@@ -89,14 +89,15 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     current_stream(stream.device_index()) = stream.id();
     return before;
   }
-  void* getStreamNativeHandle(const Stream stream) const override {
+  // Not marked as overriding, like isStreamCapturing below: older versions of torch don't ask for it.
+  void* getStreamNativeHandle(const Stream stream) const {
     return reinterpret_cast<void*>(stream.id());
   }
   bool queryStream(const Stream& stream) const override {
     host_learns(clock_of_stream(key_of(stream)));
     return true;
   }
-  bool isStreamCapturing(const Stream& stream) const override {
+  bool isStreamCapturing(const Stream& stream) const {
     return capture && capture->stream == key_of(stream);
   }
   void synchronizeStream(const Stream& stream) const override {
