@@ -32,7 +32,7 @@ class Last(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.router, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.router, self.outer = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.outer.weight = First().inner.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -136,6 +136,8 @@ class HandWritten:
             del trained["balance"]
         if self.fault == "the loss 'balance' is summed over microbatches, the others are averaged":
             trained["balance"] = MICROBATCHES * trained["balance"]
+        if self.fault == "the loss 'balance' is another one in the stages than in the whole model":
+            trained["balance"] = trained["balance"].square()
         lost = {"the first microbatch is lost": 0, "the last microbatch is lost": MICROBATCHES - 1}
         if lost.get(self.fault) != number:
             (factor * sum(trained.values())).backward()

@@ -31,6 +31,7 @@ IN_ONE_PROCESS = [
     "a tied copy's gradient is not summed with the others'",
     "the loss 'balance' is lost",
     "the loss 'balance' is summed over microbatches, the others are averaged",
+    "the loss 'balance' is another one in the stages than in the whole model",
     "the gradients of the step before are still in",
     "a frozen part is trained",
     "a trained parameter has no gradient",
@@ -114,6 +115,44 @@ def causes_of(rank, layout, faults):
 @pytest.mark.parametrize("layout", IN_TWO)
 def test_a_planted_mistake_of_two_processes_is_named_on_both(layout):
     assert run_ranks(causes_of, 2, layout, IN_TWO[layout]) == [IN_TWO[layout]] * 2
+
+
+class Routed(nn.Module):
+    """Layers with one auxiliary loss, which is not the sum over layers."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        means = []
+        for layer in self.layers:
+            means.append(layer(x).mean())
+            x = layer(x).tanh()
+        zbpp.auxiliary_loss("balance", sum(means).square())
+        return x
+
+
+def routed():
+    torch.manual_seed(0)
+    first, second, head = (nn.Linear(3, 3) for _ in range(3))
+    return nn.Sequential(Routed(first, second), head)
+
+
+def test_an_auxiliary_loss_that_depends_on_the_cut_is_named():
+    """Each of two stages squares its own layer's sum; the whole model squares the sum of both."""
+    with float64():
+        (first, second), head = routed()[0].layers, routed()[1]
+        stages = {0: Routed(first), 1: nn.Sequential(Routed(second), head)}
+        timetable = zbpp.Timetable.parse("0F0 1F0 1B0 0B0 1W0 0W0 0F1 1F1 1B1 0B1 1W1 0W1")
+        pipeline = zbpp.Pipeline(stages, timetable, nn.functional.mse_loss)
+        report = zbpp.parity(
+            lambda batch: pipeline.step(batch[0], target=batch[1]), pipeline, whole=routed,
+            names=lambda stage, name: name.replace("layers.0", "layers.1") if stage else f"0.{name}",
+            batch=tuple(torch.randn(2, 4, 3)), loss_fn=nn.functional.mse_loss,
+        )  # fmt: skip
+    assert report.cause == "the loss 'balance' is another one in the stages than in the whole model"
+    assert "in 4 of 6" in report.verdict
 
 
 # ---- Bad input

@@ -41,6 +41,7 @@ class Case(NamedTuple):
     """What predictions are made from. part_of: each rank's part. replicas: ranks that hold a copy.
 
     previous: the gradients of the step before. squares: per rank, (parameter, squared norm) of what it holds.
+    right: the compared tensors that are equal. tolerance: an error up to here is rounding.
     """
 
     reference: Reference
@@ -50,6 +51,8 @@ class Case(NamedTuple):
     previous: Gradients | None = None
     squares: Sequence[Sequence[tuple[int, float]]] = ()
     clip: float = 0.0
+    right: Sequence[Difference] = ()
+    tolerance: float = 0.0
     known: dict[tuple[str, int], Gradients] = {}  # noqa: RUF012  # each case is given its own
 
     @property
@@ -71,10 +74,14 @@ Predict = Callable[[Case, Difference], Tensor | None]
 
 
 class Fault(NamedTuple):
-    """predict: what the difference's tensor would be; None if the fault does not apply."""
+    """predict: what the difference's tensor would be; None if the fault does not apply.
+
+    is_guess: it follows from which tensors differ, not from numbers. It is named where no other fault is.
+    """
 
     name: str
     predict: Predict
+    is_guess: bool = False
 
 
 # ---- Gradients: other weights of microbatches, parts and terms
@@ -159,6 +166,25 @@ def _of_terms(case: Case) -> Iterator[Fault]:
         yield _other_factor(name, term, case.microbatches)
 
 
+def _other_losses(case: Case) -> Iterator[Fault]:
+    """A term that stages compute otherwise than the whole model does, such as a mean over a stage's layers."""
+    for term in case.reference.terms if len(case.reference.terms) > 1 else ():
+        name = f"the loss {term!r} is another one in the stages than in the whole model"
+        yield Fault(name, partial(_all_that_it_reaches, term), is_guess=True)
+
+
+def _all_that_it_reaches(term: str, case: Case, at: Difference) -> Tensor | None:
+    """Whatever was found, if exactly those parameters differ that have a gradient from this term."""
+    of_term = case.gradient(f"{term} alone", -1, lambda p, i, t: case.weight(p, i, t) * (t == term))
+
+    def reached(each: Difference) -> float:
+        return error_of(None, of_term.get(each.names[0]), each.scale)
+
+    is_apart = all(reached(each) <= case.tolerance for each in case.right)
+    some_trained = any(each.expected is not None for each in case.right)
+    return at.found if some_trained and is_apart and reached(at) > 0 else None
+
+
 def _other_factor(name: str, term: str, factor: float) -> Fault:
     return _weighted(name, lambda c, p, i, t, own: c.weight(p, i, t) * (factor if t == term else 1.0))
 
@@ -208,6 +234,7 @@ def gradient_faults(case: Case) -> Iterator[Fault]:
         yield _weighted(name, other)
     yield Fault("a trained parameter has no gradient", _missing)
     yield _UNEQUAL
+    yield from _other_losses(case)
 
 
 # ---- The norm, and gradients after clipping
@@ -308,24 +335,22 @@ def error_of(found: Tensor | None, expected: Tensor | None, scale: float) -> flo
     return largest / scale if scale else float(largest > 0) * math.inf if largest else 0.0
 
 
-def explained(
-    differences: Sequence[Difference], faults: Iterator[Fault], case: Case, tolerance: float
-) -> dict[int, str]:
+def explained(differences: Sequence[Difference], faults: Iterator[Fault], case: Case) -> dict[int, str]:
     """{number of the difference: the fault's name}; those that no fault explains are left out."""
-    by_fault: dict[str, set[int]] = {}
-    for name, predict in faults:
-        by_fault[name] = {
+    by_fault: dict[Fault, set[int]] = {}
+    for fault in faults:
+        by_fault[fault] = {
             number
             for number, at in enumerate(differences)
-            if (tensor := predict(case, at)) is not None
-            and error_of(at.found, tensor, max(at.scale, _largest(tensor))) <= tolerance
+            if (tensor := fault.predict(case, at)) is not None
+            and error_of(at.found, tensor, max(at.scale, _largest(tensor))) <= case.tolerance
         }
-        if len(by_fault[name]) == len(differences):
+        if len(by_fault[fault]) == len(differences):
             break
     found: dict[int, str] = {}
     while by_fault:
-        best = max(by_fault, key=lambda name: len(by_fault[name] - found.keys()))
-        found |= dict.fromkeys(by_fault.pop(best) - found.keys(), best)
+        best = max(by_fault, key=lambda fault: (not fault.is_guess, len(by_fault[fault] - found.keys())))
+        found |= dict.fromkeys(by_fault.pop(best) - found.keys(), best.name)
     return found
 
 

@@ -216,8 +216,11 @@ class Judge:
     ) -> bool:
         """Note the errors; if one is too large, write the verdict."""
         errors = [error_of(at.found, at.expected, at.scale) for at in compared]
-        wrong = [at for at, error in zip(compared, errors, strict=True) if not error <= self._tolerance]
-        causes = explained(wrong, faults(case), case, self._tolerance) if wrong else {}
+        right, wrong = list[Difference](), list[Difference]()
+        for at, error in zip(compared, errors, strict=True):
+            (right if error <= self._tolerance else wrong).append(at)
+        case = case._replace(right=right, tolerance=self._tolerance)
+        causes = explained(wrong, faults(case), case) if wrong else {}
         by_difference = {id(at): causes.get(number, "") for number, at in enumerate(wrong)}
         rows = [
             Row(check, at.names[0], at.rank, error, by_difference.get(id(at), ""))
