@@ -1,4 +1,4 @@
-"""Ranks that call step and evaluate in different orders, or give different numbers of rows."""
+"""Ranks that call step, evaluate and close in different orders, or give different numbers of rows."""
 
 import time
 from contextlib import suppress
@@ -88,6 +88,7 @@ CASES = {
     "other first call": (("evaluate", "step"), ("step", "evaluate")),
     "other later call": (("step", "step", "evaluate", "step"), ("step", "step", "step", "evaluate")),
     "other rows": (("step", "step"), ("step", "short")),
+    "one step more": (("step", "step"), ("step", "close")),
 }
 
 
@@ -156,6 +157,9 @@ def out_of_order(rank):
             for call in orders[rank]:
                 x = torch.ones(M if call == "short" else 2 * M, SIZE)
                 arguments = {"target": x} if rank == 1 else {}
+                if call == "close":
+                    pipeline.close()
+                    continue
                 method = pipeline.evaluate if call == "evaluate" else pipeline.step
                 method(*([x] if rank == 0 else []), **arguments)
                 done += 1

@@ -89,6 +89,9 @@ class Extra:
     def announce(self, batch: Batch) -> None:
         """Called when a call's arguments are cut, before this rank waits for another one in the call."""
 
+    def announce_close(self) -> None:
+        """Called when the caller closes the pipeline, before this rank waits for the others to do so."""
+
     def begin(self, call: Call) -> None:
         """Called before a call's first instruction."""
 
@@ -258,6 +261,11 @@ class Extras(list[Extra]):
         """See Extra."""
         for each in self:
             each.announce(batch)
+
+    def announce_close(self) -> None:
+        """See Extra."""
+        for each in self:
+            each.announce_close()
 
     def begin(self, call: Call) -> None:
         """See Extra."""

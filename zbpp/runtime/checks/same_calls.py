@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipeline call `step` and `evaluate` in the same order, with batches of one size.
+"""Whether the ranks of a pipeline call `step`, `evaluate` and `close` in the same order, with batches of one size.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -14,7 +14,8 @@ neighbour. One entry covers a run of equal calls: kind, first and last number. B
 another kind replaces the entry, the rank waits for its device: by then its neighbours have made all earlier
 calls.
 
-A rank that makes fewer calls than the others lets them wait until the timeout: it may come yet. Then the
+A rank that makes fewer calls than the others, and does not close the pipeline, lets them wait until the
+timeout: it may come yet. Then the
 error says how many calls each rank has begun, of all processes of the mesh.
 """
 
@@ -138,6 +139,11 @@ class SameCalls(Observer):
         """See Extra."""
         if self._order is not None:
             self._order.begin(batch.call.name or batch.call.kind, batch.rows)
+
+    def announce_close(self) -> None:
+        """See Extra. A rank that goes on with another call would wait for one that has closed the pipeline."""
+        if self._order is not None:
+            self._order.begin("close", None)
 
     def fail(self, error: BaseException) -> None:
         """A peer may have closed its links because it is in another call: raise that error instead.
