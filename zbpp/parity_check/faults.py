@@ -167,7 +167,7 @@ def _of_terms(case: Case) -> Iterator[Fault]:
 
 
 def _other_losses(case: Case) -> Iterator[Fault]:
-    """A term that stages compute otherwise than the whole model does, such as a mean over a stage's layers."""
+    """A term that depends on the cut into stages, such as a mean over a stage's layers."""
     for term in case.reference.terms if len(case.reference.terms) > 1 else ():
         name = f"the loss {term!r} is another one in the stages than in the whole model"
         yield Fault(name, partial(_all_that_it_reaches, term), is_guess=True)

@@ -1,4 +1,4 @@
-"""Whether the ranks of a pipeline call `step`, `evaluate` and `close` in the same order, with batches of one size.
+"""Whether the ranks of a pipeline call `step`, `evaluate` and `close` in one order, with batches of one size.
 
     rank 0   evaluate()  step()
     rank 1   step()      evaluate()    without this check: trains on the evaluation batch
@@ -141,7 +141,7 @@ class SameCalls(Observer):
             self._order.begin(batch.call.name or batch.call.kind, batch.rows)
 
     def announce_close(self) -> None:
-        """See Extra. A rank that goes on with another call would wait for one that has closed the pipeline."""
+        """See Extra. A rank in another call would wait for one that has closed the pipeline."""
         if self._order is not None:
             self._order.begin("close", None)
 
