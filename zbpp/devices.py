@@ -84,22 +84,22 @@ def empty_host_cache() -> None:
 
 def allocated_bytes(device: torch.device) -> int:
     """The bytes of all tensors on an accelerator's device."""
-    return int(torch.get_device_module(device).memory_allocated(device))
+    return torch.accelerator.memory_allocated(device)
 
 
 def highest_allocated_bytes(device: torch.device) -> int:
     """The most bytes that tensors had at a time, since the process began or since `forget_highest`."""
-    return int(torch.get_device_module(device).max_memory_allocated(device))
+    return torch.accelerator.max_memory_allocated(device)
 
 
 def forget_highest(device: torch.device) -> None:
     """Begin `highest_allocated_bytes` anew."""
-    torch.get_device_module(device).reset_peak_memory_stats(device)
+    torch.accelerator.reset_peak_memory_stats(device)
 
 
 def num_allocation_retries(device: torch.device) -> int:
     """How often the device was full, so that its allocator gave memory back and tried again."""
-    return int(torch.get_device_module(device).memory_stats(device).get("num_alloc_retries", 0))
+    return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))
 
 
 # ---- Random numbers
