@@ -13,6 +13,11 @@ FREE_COPIES = f"schedule.costs={Path(__file__).with_name('free_copies.json')}"  
 
 def composed(*given, name="train"):
     """The checked config of a command with these arguments."""
+    return all_forms(*given, name=name).tree
+
+
+def all_forms(*given, name="train"):
+    """The config as what runs a command takes it."""
     configs.register()
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
-        return configs.typed(compose(name, overrides=command_line.arguments(list(given), name)))
+        return configs.Composed.of(compose(name, overrides=command_line.arguments(list(given), name)))
