@@ -263,6 +263,9 @@ def declared_dtypes(stage: nn.Module, dtype: torch.dtype) -> dict[str, torch.dty
 
     Weights of a BatchNorm are float32. What the stage declares by its own declared_dtypes holds.
     """
+    inner = getattr(stage, "_orig_mod", None)  # of the module that torch.compile returns
+    if inner is not None:
+        return {f"_orig_mod.{name}": each for name, each in declared_dtypes(inner, dtype).items()}
     norms = {parameter for norm in batch_norms(stage) for parameter in norm.parameters()}
     found = {
         name: torch.float32 if each in norms else dtype
@@ -271,8 +274,7 @@ def declared_dtypes(stage: nn.Module, dtype: torch.dtype) -> dict[str, torch.dty
     }
     buffers = stage.named_buffers(remove_duplicate=False)
     found |= {name: each.dtype for name, each in buffers if each.is_floating_point()}
-    # The module that torch.compile returns has the given one inside.
-    declare = getattr(getattr(stage, "_orig_mod", stage), "declared_dtypes", None)
+    declare = getattr(stage, "declared_dtypes", None)
     declared = {} if declare is None else declare(dtype)
     return found | {name: each for name, each in declared.items() if name in found}
 

@@ -21,7 +21,7 @@ from zbpp.run.stages import move_loss, move_stages
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.batches import batch_for
 from zbpp.training.fine_tuned import FineTuned
-from zbpp.training.optim.precision import PRECISIONS, kept_in_float32
+from zbpp.training.optim.precision import PRECISIONS, give_dtypes, kept_in_float32
 from zbpp.training.weights import save_weights, weights_of_run
 
 CPU = torch.device("cpu")
@@ -205,6 +205,31 @@ def test_float_inputs_keep_their_values_as_under_autocast(name):
         torch.testing.assert_close(stages[0](given).float(), expected.float(), rtol=0, atol=0.02)
         assert torch.equal(copy.deepcopy(stages[0])(given), stages[0](given))
     assert not torch.allclose(plain(x.bfloat16().float()), plain(x), rtol=0, atol=0.04)
+
+
+@pytest.mark.parametrize("is_trained", [False, True])
+def test_a_transformer_layer_takes_float_inputs_in_16_bits(is_trained):
+    """Its evaluation failed: there torch reads the weights of the layers inside without calling them."""
+    torch.manual_seed(0)
+    layer, x = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True), torch.randn(2, 3, 8)
+    expected = copy.deepcopy(layer).bfloat16().train(is_trained)
+    prepared({0: layer}, "bfloat16")
+    with torch.set_grad_enabled(is_trained):
+        assert torch.equal(layer.train(is_trained)(x), expected(x.bfloat16()))
+
+
+class Declaring(nn.Linear):
+    """A layer that keeps its bias in float32."""
+
+    def declared_dtypes(self, dtype):
+        return {"bias": torch.float32}
+
+
+def test_what_a_stage_declares_holds_behind_torch_compile():
+    """Names in the module that torch.compile returns have a prefix, so that no declared dtype was found."""
+    stage = Declaring(2, 2)
+    give_dtypes(torch.compile(stage, backend="eager"), PRECISIONS["bfloat16"])
+    assert (stage.weight.dtype, stage.bias.dtype) == (torch.bfloat16, torch.float32)
 
 
 def test_offloaded_weights_take_float_inputs_in_their_dtype():

@@ -88,36 +88,45 @@ def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = F
 
 
 def layers_of_torch(stage: nn.Module) -> Iterator[nn.Module]:
-    """The modules with weights of their own whose forward is torch's: Linear, Conv2d, LayerNorm, ..."""
+    """The modules whose forward is torch's and reads weights: Linear, Conv2d, LayerNorm, ...
+
+    A TransformerEncoderLayer has no weights of its own, but reads those of its children in an evaluation.
+    """
     for module in stage.modules():
         is_own = "forward" in vars(module) or not type(module).forward.__module__.startswith("torch.nn.")
-        if not is_own and any(True for _ in module.parameters(recurse=False)):
+        if not is_own and (isinstance(module, nn.TransformerEncoderLayer) or _has_weights(module)):
             yield module
+
+
+def _has_weights(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters(recurse=False))
 
 
 class _InDtypeOfWeights:
     """The forward of a layer of torch, which takes wider values in the dtype of its 16-bit weights.
 
-    It refers to the module, not to a bound method, so that in a copy of the module it refers to the copy.
+    It refers to modules, not to a bound method, so that in a copy of the module it refers to the copy.
     """
 
     only_casts = True  # the rest is the class's forward
 
     def __init__(self, module: nn.Module) -> None:
-        self.module = module
+        self.module, self.weighted = module, next(filter(_has_weights, module.modules()))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        weights = (each.dtype for each in self.module._parameters.values() if each is not None)
-        dtype = next(weights, torch.float32)
+        # The dtype is asked now: masters and FSDP2 give the module other weights. Once per layer and call.
+        dtype = next(each.dtype for each in self.weighted._parameters.values() if each is not None)
         if dtype.itemsize == 2:
-            args = tuple(_narrowed(each, dtype) for each in args)
-            kwargs = {name: _narrowed(each, dtype) for name, each in kwargs.items()}
+            args = tuple([_narrowed(each, dtype) for each in args])
+            kwargs = kwargs and {name: _narrowed(each, dtype) for name, each in kwargs.items()}
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+_WIDE = (torch.float32, torch.float64)
+
+
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    is_wide = isinstance(value, Tensor) and value.dtype in (torch.float32, torch.float64)
-    return value.to(dtype) if is_wide else value
+    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in _WIDE else value
 
 
 def kept_in_float32(stage: nn.Module, precision: Precision) -> Iterator[nn.Parameter]:
