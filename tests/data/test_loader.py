@@ -483,5 +483,12 @@ def test_tokens_that_a_loader_has_made_a_list_of_are_refused_with_what_to_write(
     with pytest.raises(ValueError, match=r'input_ids is a list of 3 tensors.* \.with_format\("torch"\)'):
         loaded_data(DataLoader(as_dataset(), 4), batch_size=4, seed=0)
     ragged = [{"input_ids": [[1, 2], [3]], "target": [[1, 2], [3, 4]]}]
-    with pytest.raises(ValueError, match="lists of numbers differ in length"):
+    with pytest.raises(ValueError, match="lists of numbers must have one length"):
         loaded_data(ragged, batch_size=2, seed=0)
+
+
+def test_an_array_with_negative_strides_is_refused_as_such():
+    """The error spoke of lists that differ in length."""
+    flipped = [(np.ones((2, 4))[:, ::-1], np.ones(2))]
+    with pytest.raises(ValueError, match="and arrays no negative strides: At least one stride"):
+        loaded_data(flipped, batch_size=2, seed=0)

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, default_colla
 
 from zbpp.data.permutation import Numbers, keys_of, permute
 from zbpp.data.prepared import digest_of
-from zbpp.data.protocols import length_of, num_rest, stateful, tell_epoch
+from zbpp.data.protocols import length_of, num_rest, sharding_part, stateful, tell_epoch
 from zbpp.data.sequences import Known, Watch, check_sequence
 from zbpp.data.source import Data, as_tensors, num_rows, parts_of
 from zbpp.seeding import restored_python_generators, seed_of, seed_python_generators
@@ -324,7 +324,7 @@ def _loaded(
             f"a {type(given).__name__} does not yield batches again and again: give a torch Dataset, a "
             "DataLoader, a list of batches, a pair of such (to train on, held out), or a zbpp.data.Data"
         )
-    sharding = _sharding_part(batches)
+    sharding = sharding_part(batches)
     if sharding:
         raise ValueError(
             f"the {name} data come through a {sharding}, which gives each process other rows: leave it "
@@ -335,19 +335,6 @@ def _loaded(
     if rest and shuffle:  # otherwise a run would fail at the end of its first epoch
         raise ValueError(f"the {name} DataLoader ends with {rest} rows: give it drop_last=True")
     return IteratedBatches(batches, batch_size=batch_size, seed=seed, name=name, num_rest=rest)
-
-
-def _sharding_part(part: object) -> str:
-    """The class of what gives each process other rows: the loader, or what it is made of; "" if nothing does.
-
-    torch's DistributedSampler has num_replicas, and accelerate's shards and their state have num_processes.
-    """
-    for name in ("num_replicas", "num_processes"):
-        number = getattr(part, name, None)
-        if isinstance(number, int) and number > 1:
-            return type(part).__name__
-    inner = (getattr(part, each, None) for each in ("batch_sampler", "sampler", "dataset", "state"))
-    return next(filter(None, (_sharding_part(each) for each in inner if each is not None)), "")
 
 
 def _fingerprint(train: DatasetBatches | IteratedBatches) -> str:

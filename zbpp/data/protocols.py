@@ -7,6 +7,9 @@
     accelerate     set_epoch of a loader              with use_stateful_dataloader     the same
     Lightning      as torch                           as torchdata                     NotImplementedError
 
+Some give each process other rows: torch's DistributedSampler has num_replicas, and accelerate's shards and
+their state have num_processes.
+
 A loader of torch's does not pass on what its dataset offers, so the parts of a loader are asked, too.
 """
 
@@ -17,7 +20,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-_PARTS = ("sampler", "batch_sampler", "dataset", "datasets", "base_dataloader")
+_PARTS = ("sampler", "batch_sampler", "dataset", "datasets", "base_dataloader", "state")
 
 
 def tell_epoch(source: Any, epoch: int) -> None:
@@ -37,6 +40,15 @@ def _parts(source: Any, seen: set[int]) -> Iterator[Any]:
         inner = getattr(source, name, None)
         for each in inner if isinstance(inner, list | tuple) else [] if inner is None else [inner]:
             yield from _parts(each, seen)
+
+
+def sharding_part(source: Any) -> str:
+    """The class of the source, or of a part of it, that gives each process other rows; "": none does."""
+    for part in _parts(source, set()):
+        numbers = (getattr(part, name, None) for name in ("num_replicas", "num_processes"))
+        if any(isinstance(each, int) and each > 1 for each in numbers):
+            return type(part).__name__
+    return ""
 
 
 def stateful(source: Any) -> Any:

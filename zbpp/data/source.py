@@ -154,7 +154,8 @@ def as_tensors(batch: Any) -> Any:
     """A batch, or a row of one, whose lists of numbers and arrays are tensors, and whose mappings are dicts.
 
     A batch that is a list is a list of parts, so it stays one. torch's pytree knows no other mappings than
-    dicts, such as transformers' BatchEncoding. Raises ValueError for a list of lists of different lengths.
+    dicts, such as transformers' BatchEncoding. Raises ValueError for a list of lists of different lengths,
+    and for an array with negative strides.
     """
 
     def is_leaf(value: Any) -> bool:
@@ -166,7 +167,8 @@ def as_tensors(batch: Any) -> Any:
         try:
             return torch.as_tensor(value) if _is_numbers(value) else value
         except ValueError as error:
-            raise ValueError(f"lists of numbers differ in length: {error}") from error
+            wanted = "lists of numbers must have one length, and arrays no negative strides"
+            raise ValueError(f"{wanted}: {error}") from error
 
     return tree_map(made, batch, is_leaf=is_leaf)
 
