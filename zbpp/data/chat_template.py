@@ -16,6 +16,7 @@ import logging
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -167,9 +168,15 @@ def _options(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and value != []}
 
 
+@cache
+def _names_in(template: str) -> frozenset[str]:
+    """The words of a template. A file has few templates and many lines."""
+    return frozenset(re.findall(r"\w+", template))
+
+
 def _unread(row: Mapping[str, Any], options: Mapping[str, Any], template: str) -> set[str]:
     """The keys with a value in a line that neither zbpp nor the chat template names."""
-    names = set(re.findall(r"\w+", template))
+    names = _names_in(template)
     found = {name for name in options if name not in names}
     found |= {name for name, value in row.items() if value and name not in {*_READ, *options}}
     for message in row["messages"]:

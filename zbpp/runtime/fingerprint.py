@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zbpp.runtime.digest import digest
 from zbpp.runtime.marks import PerMicrobatch, Replicated, is_marked
 
 NUM_COMPARED = 3  # calls of a pipeline that tell fingerprints: on a GPU each waits for the values
@@ -35,14 +36,15 @@ class Fingerprint(NamedTuple):
 
 def fingerprint_of(value: Any) -> Fingerprint | None:
     """The fingerprint of the tensors in an argument; None without any."""
-    kind, values, found = 0, 0, list(_tensors(value))
-    for each in found:
-        kind = zlib.crc32(f"{each.dtype} {list(each.shape)} {each.layout}".encode(), kind)
-        if _is_plain(each):
-            flat = each.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // _NUM_VALUES)].cpu().contiguous()
-            values = zlib.crc32(some.view(torch.uint8).numpy().data, values)
-    return Fingerprint(kind, values) if found else None
+    found = list(_tensors(value))
+    kinds = [(each.dtype, each.shape, each.layout) for each in found]
+    values = [int(digest(_some_of(each))) for each in found if _is_plain(each)]
+    return Fingerprint(*[zlib.crc32(repr(each).encode()) for each in (kinds, values)]) if found else None
+
+
+def _some_of(tensor: Tensor) -> Tensor:
+    flat = tensor.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _NUM_VALUES)]
 
 
 def _tensors(value: Any) -> list[Tensor]:
@@ -58,4 +60,4 @@ def _tensors(value: Any) -> list[Tensor]:
 def _is_plain(tensor: Tensor) -> bool:
     """Whether a tensor's values can be read as bytes."""
     is_dense = type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
-    return is_dense and not (tensor.is_complex() or tensor.is_meta or tensor.is_quantized)
+    return is_dense and not (tensor.is_meta or tensor.is_quantized)
