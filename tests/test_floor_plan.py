@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent
 # schedule <- planning <- render; {schedule, autograd} <- runtime <- training;
 # job, which all ranks of a job share, knows nobody; these <- {run, benchmark} <- scripts;
 # data <- training: batches know no stage.
-# stage_api, seeding, devices, error_text, tracebacks, ranges, packing and partition know nobody; streams
-# knows devices.
+# seeding, devices, error_text, ranges, packing and partition know nobody; stage_api and tracebacks know
+# error_text; streams knows devices.
 _PLANS = {"schedule", "planning"}
 _LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
 _RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "zbpp/error_text.py": set(),
     "zbpp/devices.py": set(),
     "zbpp/streams.py": {"devices"},
-    "zbpp/tracebacks.py": set(),
+    "zbpp/tracebacks.py": {"error_text"},
     "zbpp/partition.py": set(),
     "zbpp/packing.py": set(),
     "zbpp/ranges.py": set(),
@@ -58,7 +58,7 @@ MAY_IMPORT = {
     "zbpp/benchmark/jobs.py": {"benchmark", "config", "run"} | _TRAINING,
     "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
-    "zbpp/planning/": {"error_text", "partition"} | _PLANS,
+    "zbpp/planning/": {"error_text", "partition", "tracebacks"} | _PLANS,
     # Scale on paper: hardware and a model's sizes become costs. Pure Python.
     "zbpp/cluster/": {"cluster", "partition", "ranges"} | _PLANS,
     # The one file of plan's that reads YAML.
@@ -75,7 +75,7 @@ MAY_IMPORT = {
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,
-    "zbpp/cutting/": {"autograd", "cutting", "devices", "error_text", "partition"},
+    "zbpp/cutting/": {"autograd", "cutting", "devices", "error_text", "partition", "tracebacks"},
     # autograd: the loss of a language model, whose B is split from its W.
     "zbpp/models/": {"autograd", "models", "partition"} | _LEAVES,
     "zbpp/commands/compare.py": {"render", "schedule"},  # reads the folders of runs

@@ -80,6 +80,28 @@ def test_a_traceback_shows_the_users_lines_and_none_of_zbpps(model, kind, lines)
     assert frames(error) == (["error_of", *lines], 0)
 
 
+CALLS = {
+    "plan": lambda folder: zbpp.plan("zb_h3", 2, 4),
+    "split_sequential": lambda folder: zbpp.split_sequential(nn.Sequential(nn.Linear(4, 4)), 2),
+    "trace_stages": lambda folder: zbpp.trace_stages(nn.Linear(4, 4), X, ["absent"]),
+    "save": lambda folder: zbpp.save(folder, pipeline_of_one(), step=-1),
+    "load": lambda folder: zbpp.load(folder, pipeline_of_one()),
+}
+
+
+def pipeline_of_one():
+    return zbpp.Pipeline({0: nn.Linear(4, 4)}, "zb_h1", num_microbatches=2, loss_fn=F.mse_loss)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_functions_beside_the_pipeline_show_none_of_zbpps_lines(tmp_path, name):
+    with pytest.raises(Exception, match=".") as caught:
+        CALLS[name](tmp_path)
+    assert isinstance(caught.value, ValueError | RuntimeError)
+    name_of_test = "test_functions_beside_the_pipeline_show_none_of_zbpps_lines"
+    assert frames(caught.value) == ([name_of_test, "<lambda>"], 0)
+
+
 def test_the_cause_keeps_the_users_lines():
     cause = error_of(Unbuilt()).__cause__
     assert isinstance(cause, OSError)

@@ -47,6 +47,16 @@ def shown_path(path: Path) -> Path:
     return path
 
 
+def chain_of(error: BaseException) -> list[BaseException]:
+    """The error and all that led to it. The chain may be a circle: autograd makes such errors."""
+    found = [error]
+    for each in found:  # the list grows meanwhile
+        following = each.__cause__ or each.__context__
+        if following is not None and following not in found:
+            found.append(following)
+    return found
+
+
 def first_cause(error: BaseException) -> BaseException:
     """The error at the end of the chain of causes. The chain may be a circle: autograd makes such errors."""
     chain = [error]

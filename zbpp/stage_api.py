@@ -110,7 +110,7 @@ def missing_methods(model: object) -> list[str]:
 
 
 class RefusedStage(ValueError):
-    """build_stage has other arguments than those of the contract, or returned no module."""
+    """build_stage has other arguments than those of the contract, or returned no module with values."""
 
 
 def stage_of(model: PipelineModel, index: int, num_stages: int) -> nn.Module:
@@ -122,10 +122,22 @@ def stage_of(model: PipelineModel, index: int, num_stages: int) -> nn.Module:
         raise RefusedStage(f"build_stage of {name}: {error}; write def {METHODS[0]}") from error
     stage: object = model.build_stage(index, num_stages)
     if isinstance(stage, nn.Module):
+        check_has_values(index, stage)
         return stage
     hint = ": is a return missing?" if stage is None else ": return the one stage of this index"
     returned = f"returned {kind_of(stage)}, not a torch.nn.Module"
     raise RefusedStage(f"build_stage({index}, {num_stages}) of {name} {returned}{hint}")
+
+
+def check_has_values(index: int, stage: nn.Module) -> None:
+    """Raises RefusedStage for a stage with a parameter or buffer on the meta device."""
+    named = (*stage.named_parameters(), *stage.named_buffers())
+    name = next((name for name, each in named if each.is_meta), "")
+    if name and torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
+        raise RefusedStage(
+            f"stage {index} has {name} on the meta device, where tensors have no values: call "
+            'stage.to_empty(device="cpu") and give the parameters and buffers their values first'
+        )
 
 
 def check_pipeline(model: object, pipeline: object) -> None:

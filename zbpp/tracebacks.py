@@ -19,6 +19,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
+from zbpp.error_text import chain_of
+
 _OWN = str(Path(__file__).parent) + os.sep
 _CALLS_OF_MODULES = os.path.join("torch", "nn", "modules", "module.py")  # two frames for each nested module
 
@@ -48,18 +50,8 @@ def hiding_own_frames(function: Callable[_Arguments, _Result]) -> Callable[_Argu
 def hide_own_frames(error: BaseException) -> None:
     """Take zbpp's frames from the traceback of an error, and from those of its causes; see above."""
     if not wants_traceback():
-        for each in _with_causes(error):
+        for each in chain_of(error):
             each.__traceback__ = _without_own(each.__traceback__)
-
-
-def _with_causes(error: BaseException) -> list[BaseException]:
-    """The error and all that led to it. The chain may be a circle: autograd makes such errors."""
-    found = [error]
-    for each in found:  # the list grows meanwhile
-        following = each.__cause__ or each.__context__
-        if following is not None and following not in found:
-            found.append(following)
-    return found
 
 
 def _without_own(traceback: TracebackType | None) -> TracebackType | None:

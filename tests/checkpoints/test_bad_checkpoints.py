@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import zbpp
+from helpers.processes import run_ranks
 from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.checkpoints.reading import read_metadata
@@ -192,6 +193,20 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder):
         zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert load(folder) == 2
+
+
+def said_of_a_full_disk(rank, folder):
+    pipeline = zbpp.Pipeline({rank: nn.Linear(200, 200)}, zbpp.plan("1f1b", 2, 2), nn.functional.mse_loss)
+    # Above what the job's own store may grow to.
+    with full_disk(100_000), pytest.raises(CheckpointError) as caught:
+        zbpp.save(folder, pipeline, step=3)
+    return str(caught.value)
+
+
+def test_a_full_disk_is_said_on_all_ranks(tmp_path):
+    """DCP sends the errors without their causes: it was "unexpected pos 704 vs 598"."""
+    for said in run_ranks(said_of_a_full_disk, 2, tmp_path):
+        assert said.endswith("step-3 could not be written (OSError: [Errno 27] File too large)")
 
 
 class FullDisk(StopAfter):

@@ -160,6 +160,11 @@ class Forgetful(NoLoss):
         super().build_stage(index, num_stages)
 
 
+class Unmade(Forgetful):
+    def build_stage(self, index, num_stages):
+        return nn.Linear(SIZE, SIZE, device="meta")
+
+
 class AList(Forgetful):
     def build_stage(self, index, num_stages):
         return [nn.Linear(SIZE, SIZE)]
@@ -191,6 +196,13 @@ REFUSED = [
         ValueError,
         r"build_stage\(0, 1\) of Forgetful returned a NoneType, not a .*is a return",
     ),
+    (
+        ({0: nn.Linear(SIZE, SIZE, device="meta")}, FOUR),
+        {},
+        ValueError,
+        r"stage 0 has weight on the meta device, where tensors have no values: call stage.to_empty\(",
+    ),
+    ((Unmade(), FOUR), {}, ValueError, r"stage 0 has weight on the meta device"),
     ((AList(), FOUR), {}, ValueError, r"returned a list, not a torch.nn.Module: return the one stage"),
     (
         (OneArgument(), FOUR),

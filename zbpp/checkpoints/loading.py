@@ -24,8 +24,10 @@ from zbpp.checkpoints.saving import Stateful
 from zbpp.job.agreement import gather_or_refuse, refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import MeshPosition
+from zbpp.tracebacks import hiding_own_frames
 
 
+@hiding_own_frames
 def load(
     folder: str | Path,
     pipeline: Pipeline,

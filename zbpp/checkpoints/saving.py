@@ -25,6 +25,7 @@ from zbpp.job.agreement import gather_or_refuse
 from zbpp.runtime import Extra, Pipeline
 from zbpp.runtime.groups import close_groups, gloo_group
 from zbpp.runtime.rank import Rank
+from zbpp.tracebacks import hiding_own_frames
 
 
 @runtime_checkable
@@ -35,6 +36,7 @@ class Stateful(Protocol):
     def load_state_dict(self, state: Any) -> Any: ...
 
 
+@hiding_own_frames
 def save(
     folder: str | Path,
     pipeline: Pipeline,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,10 +23,11 @@ from torch.futures import Future
 from zbpp.checkpoints import folders
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.devices import current_device, empty_host_cache, is_accelerator, make_current, synchronize
-from zbpp.error_text import shown_path
+from zbpp.error_text import chain_of, shown_path
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.mesh import MeshPosition
+from zbpp.tracebacks import hiding_own_frames
 
 Failed = Callable[[str], None]
 
@@ -92,6 +94,7 @@ class Saving:
         """Whether the checkpoint is written, or can't be."""
         return self._thread is None or not self._thread.is_alive()
 
+    @hiding_own_frames
     def wait(self) -> Path:
         """Wait until the checkpoint is whole; returns its folder. Collective.
 
@@ -126,16 +129,10 @@ def _on_host(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _reason(error: BaseException) -> str:
-    """What went wrong in a line. torch's zip writer hides a full disk behind an error of its own."""
+    """What went wrong in a line."""
     if isinstance(error, CheckpointException):  # of one or more processes
         error = next((each for each, _ in error.failures.values()), error)
-    chain: list[BaseException] = []
-    following: BaseException | None = error
-    while following is not None and following not in chain:  # a chain may be a circle
-        chain.append(following)
-        following = following.__cause__ or following.__context__
-    known = next((each for each in chain if isinstance(each, OSError)), error)
-    return f"{type(known).__name__}: {line_of(known)}"
+    return f"{type(error).__name__}: {line_of(error)}"
 
 
 def line_of(error: BaseException) -> str:
@@ -154,6 +151,19 @@ class _Results(NamedTuple):
     sizes: dict[str, int]
 
 
+@contextmanager
+def _raising_os_error() -> Iterator[None]:
+    """Raise the OSError in the place of an error that it led to.
+
+    torch's zip writer hides a full disk behind an error of its own, and DCP sends that error to the other
+    processes without its chain.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
+
+
 class FolderWriter(FileSystemWriter):
     """path: of the finished checkpoint. facts: the text of state.json. keep: as in `save`."""
 
@@ -167,7 +177,8 @@ class FolderWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write this process's part."""
-        results = super().write_data(plan, planner).value()
+        with _raising_os_error():
+            results = super().write_data(plan, planner).value()
         names = {each.storage_data.relative_path for each in results}
         done: Future[Any] = Future()
         done.set_result(_Results(results, {name: self._size_of(name) for name in names}))
@@ -176,7 +187,8 @@ class FolderWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: Any) -> None:
         """Write what is left, on the first process, and give the checkpoint its name."""
         sizes = {name: size for part in results for name, size in part.sizes.items()}
-        super().finish(metadata, [part.results for part in results])
+        with _raising_os_error():
+            super().finish(metadata, [part.results for part in results])
         sizes[folders.METADATA] = self._size_of(folders.METADATA)
         state = folders.unfinished(self._final) / folders.STATE
         sizes[folders.STATE] = folders.write_file(state, self._facts)

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from zbpp.partition import checked_counts, partition
+from zbpp.tracebacks import hiding_own_frames
 
 Children = list[tuple[str, nn.Module]]
 
@@ -48,6 +49,7 @@ class SequentialStage(nn.Module):
             )
 
 
+@hiding_own_frames
 def split_sequential(
     layers: nn.Sequential | nn.ModuleList,
     num_stages: int,

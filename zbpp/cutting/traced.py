@@ -25,8 +25,10 @@ from zbpp.cutting.check import check_equal
 from zbpp.cutting.graph import Part, cut
 from zbpp.cutting.stage import TracedStage, describe
 from zbpp.error_text import did_you_mean, kind_of
+from zbpp.tracebacks import hiding_own_frames
 
 
+@hiding_own_frames
 def trace_stages(
     module: nn.Module,
     example: Tensor | tuple[Any, ...],

@@ -23,6 +23,7 @@ from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Timetable, shown
+from zbpp.tracebacks import hiding_own_frames
 
 SCHEDULES: dict[str, Callable[..., Timetable]] = {
     **FAMILIES,
@@ -44,6 +45,7 @@ def takes_costs(name: str) -> bool:
     return name in SCHEDULES and "costs" in inspect.signature(SCHEDULES[name]).parameters
 
 
+@hiding_own_frames
 def plan(
     name: str,
     num_ranks: int,

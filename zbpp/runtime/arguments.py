@@ -31,7 +31,7 @@ from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
 from zbpp.runtime.ties import Tie, TiedStages, agree_on_ties
 from zbpp.runtime.wrapped_stages import refusal_of
 from zbpp.schedule import Timetable
-from zbpp.stage_api import PipelineModel, RefusedStage, missing_methods, stage_of
+from zbpp.stage_api import PipelineModel, RefusedStage, check_has_values, missing_methods, stage_of
 
 # torch's class -> the user's name for it. Found by name among a module's bases, so that nothing is imported.
 _WRAPPERS = {
@@ -108,12 +108,13 @@ def built_stages(
     stages: dict[int, nn.Module] = {}
     for index in indices:
         try:
-            stages[index] = stage_of(model, index, num_stages).to(device)
+            stage = stage_of(model, index, num_stages)
         except RefusedStage:
             raise
         except Exception as error:
             call = f"build_stage({index}, {num_stages}) of {type(model).__name__}"
             raise ValueError(f"{call} raised {type(error).__name__}: {error}") from error
+        stages[index] = stage.to(device)
     parallelize(model, stages, place.mesh)
     return stages
 
@@ -346,6 +347,7 @@ def _check_stage(index: Any, module: Any, place: MeshPosition) -> None:
             "gradients would be wrong. Give the Pipeline the plain module, and let it reduce them: "
             "Pipeline(..., mesh=zbpp.make_mesh(replicate=2))"
         )
+    check_has_values(index, module)
     refusal = refusal_of(module, place) or _wrong_mesh(module, place)
     if refusal:
         raise ValueError(f"stage {index} {refusal}")
