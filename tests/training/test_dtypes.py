@@ -2,6 +2,7 @@
 
 import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import zbpp
 from helpers.hf_folders import config_of, reference, saved
 from zbpp import MasterWeights, Pipeline, plan
+from zbpp.autograd.compiled import compile_stage
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.export import write_folder
 from zbpp.run.optimizer import build_masters
@@ -216,6 +218,22 @@ def test_a_transformer_layer_takes_float_inputs_in_16_bits(is_trained):
     prepared({0: layer}, "bfloat16")
     with torch.set_grad_enabled(is_trained):
         assert torch.equal(layer.train(is_trained)(x), expected(x.bfloat16()))
+
+
+def test_layers_that_are_alike_are_compiled_once_in_16_bits():
+    """Dynamo took the forwards of two layers for two functions, so that every layer was compiled."""
+    stage = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
+    prepared({0: stage}, "bfloat16")
+    said, x = [], torch.ones(2, 4, requires_grad=True)
+    compile_stage(stage, whole=False, backend="eager", say=said.append)
+    stage(x.bfloat16())
+    assert len(said) == 2, said
+
+
+def test_a_layer_that_casts_its_inputs_can_be_pickled():
+    stage, x = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4).bfloat16()
+    prepared({0: stage}, "bfloat16")
+    assert torch.equal(pickle.loads(pickle.dumps(stage))(x), stage(x))
 
 
 class Declaring(nn.Linear):

@@ -21,6 +21,7 @@ loss and the metrics get the last stage's output in float32, unless they compute
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -80,7 +81,7 @@ def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = F
         if parameter.is_floating_point():
             cast(parameter, precision.stored if is_updated else declared.get(name, precision.stored))
     for layer in layers_of_torch(stage) if is_narrow else ():
-        layer.forward = _InDtypeOfWeights(layer)
+        layer.forward = MethodType(_in_dtype_of_weights, layer)
     saved = {id(each) for _, each in persistent_buffers(stage)}
     for name, buffer in stage.named_buffers():
         if buffer.is_floating_point() and not (precision.is_mixed and id(buffer) in saved):
@@ -94,33 +95,29 @@ def layers_of_torch(stage: nn.Module) -> Iterator[nn.Module]:
     """
     for module in stage.modules():
         is_own = "forward" in vars(module) or not type(module).forward.__module__.startswith("torch.nn.")
-        if not is_own and (isinstance(module, nn.TransformerEncoderLayer) or _has_weights(module)):
+        weights = module.parameters(recurse=isinstance(module, nn.TransformerEncoderLayer))
+        if not is_own and any(True for _ in weights):
             yield module
 
 
-def _has_weights(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters(recurse=False))
-
-
-class _InDtypeOfWeights:
+def _in_dtype_of_weights(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer of torch, which takes wider values in the dtype of its 16-bit weights.
 
-    It refers to modules, not to a bound method, so that in a copy of the module it refers to the copy.
+    A bound method, not an object: Dynamo compares its function alone, so layers that are alike are compiled
+    once. In a copy of the layer it is bound to the copy.
     """
+    weighted = module.self_attn if isinstance(module, nn.TransformerEncoderLayer) else module
+    # The dtype is asked now: masters and FSDP2 give the module other weights.
+    weights = (each.dtype for each in weighted._parameters.values() if each is not None)
+    dtype = next(weights, torch.float32)
+    if dtype.itemsize == 2:
+        args = tuple([_narrowed(each, dtype) for each in args])
+        kwargs = kwargs and {name: _narrowed(each, dtype) for name, each in kwargs.items()}
+    return type(module).forward(module, *args, **kwargs)
 
-    only_casts = True  # the rest is the class's forward
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module, self.weighted = module, next(filter(_has_weights, module.modules()))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # The dtype is asked now: masters and FSDP2 give the module other weights. Once per layer and call.
-        dtype = next(each.dtype for each in self.weighted._parameters.values() if each is not None)
-        if dtype.itemsize == 2:
-            args = tuple([_narrowed(each, dtype) for each in args])
-            kwargs = kwargs and {name: _narrowed(each, dtype) for name, each in kwargs.items()}
-        return type(self.module).forward(self.module, *args, **kwargs)
-
+_in_dtype_of_weights.only_casts = True  # type: ignore[attr-defined]  # the rest is the class's forward
+_in_dtype_of_weights.__name__ = "forward"  # a pickled layer gets the class's forward, by this name
 
 _WIDE = (torch.float32, torch.float64)
 
