@@ -31,9 +31,9 @@ marks its `loss` with `by_last_stage`, and the last stage has forward(..., head=
 loss(hidden, target): with head=False, forward returns what `loss` takes. Training calls the two, and so does
 an evaluation without outputs and metrics. All else, and a Pipeline with another loss_fn, gets whole outputs.
 
-The target may have other names. A stage's `target_names` maps each of them to a function: what it makes of a
-value of this name, of a whole batch, is the target. All stages of a model have the same ones. Then the target
-of a call may be a keyword of this name, and that of the trainer's batch an entry of this name.
+The target may have other names. A stage's `target_names` maps each name to a function, which turns the value
+that a whole batch has under this name into the target. All stages of a model have the same names. A caller
+may then pass the target as a keyword of such a name, and the trainer's batch may hold it under such a name.
 
 A step may cut sequences into slices (num_slices of a timetable). Then forward runs once per slice, with the
 slice's tokens, and takes `sequence_slice: SequenceSlice | None = None` (zbpp/autograd/models/past.py): its
@@ -209,7 +209,7 @@ TargetNames = Mapping[str, Callable[[Any], Any]]
 
 
 def target_names(stages: Iterable[nn.Module]) -> TargetNames:
-    """{another name of the target: what makes the target of a value of this name}, as the stages say."""
+    """The stages' `target_names`, see above: {another name of the target: from its value to the target}."""
     found: Iterable[Any] = (getattr(each, "target_names", None) for each in stages)
     return next((each for each in found if each is not None), {})
 

@@ -5,8 +5,8 @@
     File "tower.py", line 13, in loss                    zbpp's frames between the two are gone
       return nn.functional.cross_entropy(output, target)
 
-All frames stay where an error comes from zbpp's code, and no `raise` of zbpp's made it: that is a bug of
-zbpp's. With ZBPP_TRACEBACK=1 in the environment all frames of all errors stay.
+All frames stay if zbpp's code fails without a `raise`: that is a bug of zbpp's. With
+ZBPP_TRACEBACK=1 in the environment all frames of all errors stay.
 """
 
 from __future__ import annotations

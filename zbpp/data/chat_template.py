@@ -139,7 +139,7 @@ def _is_learned(message: Mapping[str, Any]) -> bool:
 
 
 def _learned(is_target: Numbers, is_learned: Sequence[bool]) -> Numbers:
-    """The mask without the spans of messages that are not learned. Raises ValueError if spans don't tell."""
+    """The mask without the messages that are not learned. Raises ValueError if spans don't fit messages."""
     if all(is_learned):
         return is_target
     starts = np.diff(is_target, prepend=0) == 1

@@ -52,8 +52,8 @@ class MicrobatchShape(NamedTuple):
 class TokenBatches:
     """Batches of sequences with `tokens_per_batch` tokens or a few less, as microbatches.
 
-    is_packed: whether a microbatch is one row of several documents, which the model tells apart. names: of
-    the target, see `with_target`: it is made of each sequence by itself, before sequences share a row.
+    is_packed: whether a microbatch is one row of several documents, which the model tells apart. names: see
+    `with_target`, which is applied to each sequence before sequences share a row.
     Raises ValueError for fewer tokens than the longest sequence has, and for sequences of a wrong form.
     """
 

@@ -49,7 +49,7 @@ def batched_by_tokens(
     """The data with batches of about so many tokens to train on; held-out batches stay rows.
 
     keeps_apart: whether the model keeps documents of one row apart. is_shown: whether a bar shows the reading
-    of lengths. names: of the target, as this rank's stages say. Raises ConfigError.
+    of lengths. names: see `with_target`. Raises ConfigError.
     """
     assert batching.tokens_per_batch is not None  # the config has checked it
     if batching.packing and not keeps_apart:

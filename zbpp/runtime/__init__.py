@@ -17,7 +17,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     buffers       the memory that messages are received into
     layouts       what messages look like, by the size of their microbatch; sizes: all ranks know them
-    fingerprint   of what a call is given: two ranks that were given other rows see it
+    fingerprint   of a call's arguments: shows whether two ranks were given the same rows
     host_links    the same through host memory, for GPUs in a job on gloo
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header

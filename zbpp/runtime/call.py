@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def named_target(
     names: TargetNames, target: Any, kwargs: Mapping[str, Any], *, is_read: bool
 ) -> tuple[Any, Mapping[str, Any]]:
-    """The target of a call, which may be a keyword under another name, and the keywords that are none.
+    """Return a call's target, which may be given as a keyword of another name, and the other keywords.
 
     is_read: whether this rank has the last stage; else a target under another name is dropped. Raises
     ValueError if the target is given twice.

@@ -1,4 +1,4 @@
-"""Fingerprints of what a call is given: two ranks that were given other rows see it by them.
+"""Fingerprints of a call's arguments: two ranks compare them to see whether they were given the same rows.
 
     rank 0   x of row 0                     a DistributedSampler gives each rank rows of its own:
     rank 1                target of row 1   a pipeline would train x against the target of another row
@@ -24,7 +24,7 @@ _NUM_VALUES = 4096  # of each tensor, evenly spread
 
 
 class Fingerprint(NamedTuple):
-    """kind: of the tensors' dtypes and shapes. values: of some of the tensors' values."""
+    """kind: a hash of the tensors' dtypes and shapes. values: a hash of some of their values."""
 
     kind: int
     values: int

@@ -56,7 +56,7 @@ def per_microbatch(values: Sequence[Any], order: Sequence[int] | None = None) ->
 
 
 def mapped(function: Callable[[Any], Any], value: Any) -> Any:
-    """What a function makes of an argument that is not None, or of the values inside of its mark."""
+    """Apply a function to an argument, or to the values inside its mark. None stays None."""
     if isinstance(value, PerMicrobatch):
         return PerMicrobatch([mapped(function, each) for each in value.values], value.order)
     if isinstance(value, Replicated):
