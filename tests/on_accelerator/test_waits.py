@@ -25,14 +25,12 @@ def waits_of_a_step(rank, device, schedule):
             pipeline.step(x, target=x)
         reports.waits.clear()
         losses = pipeline.step(x, target=x)
-        found = [each for each in reports.waits if "/sizes.py" not in each]  # how long sequences are
+        found = [each for each in reports.waits if "/host_links.py" not in each]  # in a thread of its own
     assert len(losses) == M * rank  # of the last stage
     return found
 
 
-@pytest.mark.parametrize("device, backend", [("cuda", "nccl"), ("npu", "hccl")])
+@pytest.mark.parametrize("device, backend", [("cuda", "nccl"), ("npu", "hccl"), ("cuda", "gloo")])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
-def test_within_an_ordinary_step_the_host_waits_for_the_device_at_most_where_sizes_are_told(
-    schedule, device, backend
-):
+def test_within_an_ordinary_step_the_host_never_waits_for_the_device(schedule, device, backend):
     assert run_ranks(waits_of_a_step, 2, device, schedule, device=device, backend=backend) == [[], []]

@@ -301,7 +301,7 @@ def test_memory_is_flat_over_steps_of_changing_lengths(two_hundred_steps):
 
 def sizes_told(rank, rank_of, sizes):
     links = dict.fromkeys([(0, 1)], dist.group.WORLD)
-    announcer = Announcer(rank_of, rank, links, CPU)
+    announcer = Announcer(rank_of, rank, links)
     mine = sizes if rank == rank_of[0] else [Sizes("step", 5, (), ())] * len(sizes)
     found = [announcer.told(each) for each in mine]
     dist.barrier()  # another rank may still read

@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 
 
 def link_groups(
-    group: dist.ProcessGroup | None, links: Iterable[tuple[int, int]], timeout: float, device: torch.device
+    group: dist.ProcessGroup | None,
+    links: Iterable[tuple[int, int]],
+    timeout: float,
+    device: torch.device,
+    backend: str = "",
 ) -> dict[tuple[int, int], dist.ProcessGroup | HostLink]:
     """A process group for each link that this rank is an end of: {(sender, receiver): its group}. Collective.
 
     device: where messages are. On gloo a group whose messages are on a GPU is wrapped in a HostLink.
+    backend: of the links; "": the one that carries the messages of `group`.
 
     links: (sender, receiver), as ranks of `group`, the same on every rank. They are connected in rounds: in
     each round a rank waits for one other rank at most, so neighbours need two rounds, whatever their number.
@@ -41,7 +46,7 @@ def link_groups(
     """
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
     prefix = broadcast(unique_name(), group)
-    backend = backend_of(group, device)
+    backend = backend or backend_of(group, device)
     groups: dict[tuple[int, int], dist.ProcessGroup | HostLink] = {}
     for link in in_rounds(links):
         sender, receiver = (ranks[end] for end in link)

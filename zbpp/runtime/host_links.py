@@ -64,6 +64,11 @@ def needs_host_link(group: dist.ProcessGroup, device: torch.device) -> bool:
     return device.type != "cpu" and backend_of(group, device) == "gloo"
 
 
+def group_of(link: LinkGroup) -> LinkGroup:
+    """The process group of a link: that of a HostLink sends from host memory."""
+    return link.group if isinstance(link, HostLink) else link
+
+
 class HostLink:
     """One rank's end of a link through host memory. group: of the link's two ranks; device: this rank's.
 

@@ -44,7 +44,7 @@ from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.results import Result
-from zbpp.runtime.sizes import Announcer
+from zbpp.runtime.sizes import Announcer, ways_of_sizes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count
@@ -147,8 +147,11 @@ class Rank:
         self.programs = self._lowering.programs
         pairs = self.programs.links
         self._links = link_groups(group, pairs, timeout, device) if pairs else {}
-        self._announcer = Announcer(timetable.rank_of, index, self._links, device)
         self.receives_on_device = any(runs_on_device(each, device) for each in self._links.values())
+        # Beside links that run on the device: they would let the host wait for all that the device has to do.
+        ways = ways_of_sizes(timetable.rank_of) if self.receives_on_device else []
+        self._host_links = link_groups(group, ways, timeout, torch.device("cpu"), "gloo") if ways else {}
+        self._announcer = Announcer(timetable.rank_of, index, self._host_links or self._links)
         self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
         self.executors = Executors(self._executor)
         self.executors["step"]  # made here, so that a program that can't run is refused before the first step
@@ -260,7 +263,7 @@ class Rank:
         if seconds > self.timeout and self.index == 0:
             _log.info("stages compile in this step: ranks wait for each other up to %.0f s", seconds)
         self._message_limit = OWN_LIMIT if self.receives_on_device else timedelta(seconds=seconds)
-        self._announcer.limit = self._message_limit
+        self._announcer.limit = timedelta(seconds=seconds)
         for each in self.executors.values():  # on gloo a wait has the limit, on NCCL a group
             each.limit_waits(self._message_limit)
         for group in (*self.place.mesh_groups(), *(self._links.values() if self.receives_on_device else ())):
@@ -394,5 +397,6 @@ class Rank:
         for executor in self.executors.values():
             executor.close()
         self._announcer.close()
-        close_groups(self._links.values())
-        self._links.clear()
+        for links in (self._links, self._host_links):
+            close_groups(links.values())
+            links.clear()

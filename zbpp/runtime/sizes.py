@@ -1,12 +1,13 @@
 """The sizes of a call's microbatches: the rank that has the inputs tells them to all ranks, once per call.
 
 A size is the dtypes and shapes of the tensors that the first stage gets for a microbatch. Layouts of messages
-follow from it (layouts.py), and a microbatch without sequences is left out. The sizes go along the links of
-the x's, one message to each rank before the first action of a call:
+follow from it (layouts.py), and a microbatch without sequences is left out. The sizes go the way of the x's,
+one message to each rank before the first action of a call:
 
     owner of stage 0  -->  owner of stage 1  -->  owner of stage 2  ...
 
-A rank gets them from the rank before its first stage. It waits for them where it would wait for its first x.
+A rank gets them from the rank before its first stage. They go from host to host, on gloo: so a host waits
+until the one before it has begun the call, and for no device, which may still be several calls behind.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import communicating
 from zbpp.runtime.fingerprint import NUM_COMPARED, Fingerprint
-from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
+from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started, group_of
 from zbpp.runtime.layout import name_of
 
 _FIRST_TAG, _NUM_TAGS = 2**30, 2**29  # gloo pairs by tags; those of links.py are below
@@ -115,28 +116,28 @@ class Sizes(NamedTuple):
         return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale, given)
 
 
+def ways_of_sizes(rank_of: Sequence[int]) -> list[tuple[int, int]]:
+    """(source, receiver) for each rank that gets the sizes from another one. rank_of: see Timetable."""
+    firsts = [(rank_of.index(rank), rank) for rank in sorted({*rank_of})]
+    return [(rank_of[stage - 1], rank) for stage, rank in firsts if stage]
+
+
 class Announcer:
     """Takes the sizes of each call from the rank before this one, and passes them on.
 
-    rank_of: the rank of each stage. links: {(sender, receiver): group}. source: the rank before this one;
-    None for the rank that has the inputs. limit: of a wait, see `OWN_LIMIT`.
+    rank_of: the rank of each stage. links: {(sender, receiver): group}, on gloo, of `ways_of_sizes` at least.
+    source: the rank before this one; None for the rank that has the inputs. limit: of a wait, see
+    `OWN_LIMIT`.
     """
 
     def __init__(
-        self,
-        rank_of: Sequence[int],
-        index: int,
-        links: Mapping[tuple[int, int], LinkGroup],
-        device: torch.device,
+        self, rank_of: Sequence[int], index: int, links: Mapping[tuple[int, int], LinkGroup]
     ) -> None:
-        def source_of(rank: int) -> int | None:
-            first = rank_of.index(rank)
-            return rank_of[first - 1] if first else None
-
-        self.source, self.limit, self._index, self._device = source_of(index), OWN_LIMIT, index, device
-        self._groups = {each: links[index, each] for each in sorted({*rank_of}) if source_of(each) == index}
-        self._inbound = None if self.source is None else links[self.source, index]
-        self._first = rank_of[0]
+        ways = ways_of_sizes(rank_of)
+        self.source = next((source for source, rank in ways if rank == index), None)
+        self._groups = {rank: group_of(links[index, rank]) for source, rank in ways if source == index}
+        self._inbound = None if self.source is None else group_of(links[self.source, index])
+        self._first, self._index, self.limit = rank_of[0], index, OWN_LIMIT
         self._pending: list[tuple[Tensor, Started]] = []
         self._num_calls = 0
 
@@ -213,14 +214,13 @@ class Announcer:
     def _send(self, group: LinkGroup, peer: int, data: bytes, tag: int) -> None:
         """peer: the receiver in the group, which has two ranks: 0 is the lower one."""
         words = torch.frombuffer(bytearray(data + bytes(-len(data) % 8)), dtype=torch.int64)
-        first = torch.zeros(_NUM_NUMBERS, dtype=torch.int64)
+        first = torch.zeros(_NUM_NUMBERS, dtype=torch.int64, device="cpu")
         first[0] = len(data)
         begin, rest = words[: _NUM_NUMBERS - 1], words[_NUM_NUMBERS - 1 :]
         first[1 : 1 + len(begin)] = begin
         for number, part in enumerate((first, rest)):
             if len(part):
-                tensor = part.to(self._device)
-                self._pending.append((tensor, group.send([tensor], peer, tag + number)))
+                self._pending.append((part, group.send([part], peer, tag + number)))
 
     def _received(self, group: LinkGroup, tag: int) -> bytes:
         peer = int((self.source or 0) > self._index)
@@ -232,6 +232,6 @@ class Announcer:
         return words.numpy().tobytes()[:size]
 
     def _receive(self, group: LinkGroup, peer: int, tag: int, number: int) -> Tensor:
-        buffer = torch.empty(number, dtype=torch.int64, device=self._device)
+        buffer = torch.empty(number, dtype=torch.int64, device="cpu")
         group.recv([buffer], peer, tag).wait(self.limit)
-        return buffer.cpu()
+        return buffer
