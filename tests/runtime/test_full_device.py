@@ -61,6 +61,16 @@ def test_expandable_segments_are_set_without_a_warning(monkeypatch):
     cuda_settings.use_expandable_segments()
 
 
+def test_kernels_that_are_loaded_at_their_first_use_are_warned_of(monkeypatch, caplog):
+    for value in ("EAGER", "lazy"):
+        monkeypatch.setenv("CUDA_MODULE_LOADING", value)
+        cuda_settings.set_environment()  # keeps what the user has set
+        cuda_settings.warn_of_lazy_loading()
+    (warning,) = caplog.messages
+    assert warning.startswith("CUDA_MODULE_LOADING=LAZY")
+    assert warning.endswith("may hang: unset it")
+
+
 def test_a_host_that_waits_for_each_kernel_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     cuda_settings.check_launches()

@@ -6,7 +6,10 @@ without need slows a step down or hangs it, so three settings are others than CU
 
 from __future__ import annotations
 
+import logging
 import os
+
+_log = logging.getLogger(__name__)
 
 _ENVIRONMENT = {
     # A kernel that is loaded at its first use waits for all kernels that run.
@@ -20,6 +23,15 @@ def set_environment() -> None:
     """Set what CUDA reads when a process uses it first. `import zbpp` calls this."""
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
+
+
+def warn_of_lazy_loading() -> None:
+    """Say that kernels are loaded at their first use, where the environment asked for it before zbpp came."""
+    if os.environ.get("CUDA_MODULE_LOADING", "").upper() == "LAZY":
+        _log.warning(
+            "CUDA_MODULE_LOADING=LAZY in the environment loads a kernel at its first use. That waits for all "
+            "kernels that run, also for a receive of NCCL, so a later step may hang: unset it"
+        )
 
 
 def use_expandable_segments() -> None:

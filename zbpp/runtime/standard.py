@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from zbpp.devices import is_accelerator
-from zbpp.job.cuda_settings import check_launches, use_expandable_segments
+from zbpp.job.cuda_settings import check_launches, use_expandable_segments, warn_of_lazy_loading
 from zbpp.runtime.checks.batch_norms import BatchNorms
 from zbpp.runtime.checks.full_device import FullDevice
 from zbpp.runtime.checks.losses_alike import LossesAlike
@@ -30,6 +30,8 @@ def standard_extras(rank: Rank, reshard: Reshard, mp_policy: Any) -> Iterator[Se
     yield [SameCalls(), BatchNorms(), SharedHooks()]
     if rank.receives_on_device and is_accelerator(rank.device):
         check_launches()
+        if rank.index == 0:
+            warn_of_lazy_loading()
         use_expandable_segments()
         yield [FullDevice()]
     yield extras_of(worker.module for worker in rank.workers.values())
