@@ -17,6 +17,8 @@ from zbpp.job.world import fake_world
 from zbpp.models.gpt import Gpt
 from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.squares import squares_of
+from zbpp.training.optim import host_threads
+from zbpp.training.optim.host_threads import update_on_all_cores
 from zbpp.training.optim.optimizer import OPTIMIZERS
 from zbpp.training.trainer import Trainer
 
@@ -148,3 +150,35 @@ def test_the_norm_over_all_stages_is_torchs_of_the_whole_model_whatever_the_cut(
     floor = 1e-6 * max(grad.abs().max().item() for grad in expected.values())
     for name, grad in expected.items():
         torch.testing.assert_close(found[name], grad, rtol=1e-11, atol=1e-6 * floor, msg=name)
+
+
+def updated(optimizer_class, num_threads, monkeypatch=None, **options):
+    """Weights after three updates, and how many threads torch had within them."""
+    torch.manual_seed(0)
+    weights = [nn.Parameter(torch.randn(100_003, dtype=each)) for each in (torch.float32, torch.bfloat16)]
+    gradients = [torch.randn_like(each) for each in weights]
+    optimizer, found = optimizer_class(weights, lr=0.01, **options), []
+    if num_threads > 1:
+        monkeypatch.setattr(host_threads, "cores_of_process", lambda: num_threads)
+        update_on_all_cores(optimizer)
+    optimizer.register_step_pre_hook(lambda *_: found.append(torch.get_num_threads()))
+    for _ in range(3):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.grad = gradient.clone()
+        optimizer.step()
+    assert torch.get_num_threads() == 1
+    return weights, found
+
+
+@pytest.mark.parametrize("optimizer_class", [torch.optim.Adam, torch.optim.AdamW])
+def test_weights_on_the_host_are_updated_by_more_threads_to_the_same_bits(monkeypatch, optimizer_class):
+    torch.set_num_threads(1)
+    expected, _ = updated(optimizer_class, 1)
+    weights, threads = updated(optimizer_class, 3, monkeypatch)
+    assert threads == [3, 3, 3]
+    assert all(map(torch.equal, weights, expected))
+
+
+def test_an_optimizer_whose_rounding_depends_on_threads_keeps_one(monkeypatch):
+    torch.set_num_threads(1)
+    assert updated(torch.optim.SGD, 3, monkeypatch, momentum=0.9)[1] == [1, 1, 1]

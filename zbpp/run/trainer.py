@@ -24,6 +24,7 @@ from zbpp.runtime.mesh import MeshPosition, Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.stage_api import check_pipeline
 from zbpp.training.length_plans import LengthPlanner
+from zbpp.training.optim.host_threads import update_on_all_cores
 from zbpp.training.optim.precision import PRECISIONS, LossScale
 from zbpp.training.trainer import Trainer
 
@@ -113,6 +114,8 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
     release = memory.gradient_release
     is_released = release != "off"
     made = optimizer_of(pipeline, optimizer, masters, is_released)
+    if memory.offload_weights:
+        update_on_all_cores(made)
     sizes = pipeline.place.num_data_parts, plan.timetable.num_microbatches * config.microbatch_size
     loss_fn: Callable[..., Any] = precision.widened(parts.model.loss)
     with naming("optimizer"):  # what an update does not go with
