@@ -7,14 +7,16 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.processes import run_ranks
-from zbpp import Pipeline, plan
+from zbpp import Pipeline, make_mesh, plan
+from zbpp.config import OptimizerConfig
 from zbpp.data import Data, RandomRegression
 from zbpp.job.world import fake_world
 from zbpp.models.gpt import Gpt
+from zbpp.run.optimizer import optimizer_of
 from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.squares import squares_of
 from zbpp.training.optim import host_threads
@@ -48,6 +50,22 @@ def test_dtensors_beside_plain_parameters_are_updated_where_torch_updates_a_grou
             OPTIMIZERS[name](parameters, **options).step()
             found.append([local_of(each.detach()) for each in parameters])
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+
+
+def ways_to_update(rank):
+    """The option foreach of the groups with parameters; rank 1 has a DTensor beside a plain weight."""
+    mesh, stage = make_mesh(tensor=1), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    if rank == 1:
+        weight = stage[0].weight.data
+        stage[0].weight = nn.Parameter(DTensor.from_local(weight, mesh["tensor"], [Replicate()]))
+    with Pipeline({rank: stage}, plan("zb_h1", 2, 2), nn.functional.mse_loss, mesh=mesh) as pipeline:
+        groups = optimizer_of(pipeline, OptimizerConfig()).param_groups
+        return [group["foreach"] for group in groups if group["params"]]
+
+
+def test_all_ranks_update_a_group_alike():
+    """Copies of a tied weight would drift apart if a rank with DTensors updated its copy by other kernels."""
+    assert run_ranks(ways_to_update, 2) == [[False, None]] * 2
 
 
 def exact(gradient):

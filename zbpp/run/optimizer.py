@@ -15,7 +15,7 @@ from zbpp.error_text import kind_of
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
 from zbpp.runtime.memory.gradient_release import updates_each_alone
-from zbpp.runtime.mesh import SHARD
+from zbpp.runtime.mesh import SHARD, MeshPosition
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.optimizer import (
     OPTIMIZERS,
@@ -71,7 +71,20 @@ def optimizer_of(
         refusal = str(error)
     refuse_together(refusal, pipeline.place.gather, ConfigError)
     assert made is not None  # or there is a refusal
+    _update_alike(made, pipeline.place)
     return made
+
+
+def _update_alike(optimizer: torch.optim.Optimizer, place: MeshPosition) -> None:
+    """Let all processes update a group's parameters one by one if one process must. Collective.
+
+    Copies of a tied parameter stay equal only if the same kernels update them, and one copy may be in a group
+    with DTensors while another is not.
+    """
+    one_by_one = place.gather([group.get("foreach") is False for group in optimizer.param_groups])
+    for group, *anywhere in zip(optimizer.param_groups, *one_by_one, strict=True):
+        if any(anywhere):
+            group["foreach"] = False
 
 
 def _refusal(optimizer: torch.optim.Optimizer, options: OptimizerConfig, num_ranks: int) -> str:
