@@ -28,6 +28,7 @@ from helpers.processes import run_ranks
 from helpers.trainers import small_trainer
 from zbpp.checkpoints import CheckpointError, folders
 from zbpp.checkpoints.reading import read_metadata
+from zbpp.checkpoints.writing import _raising_os_error
 from zbpp.training.checkpoints import Checkpoints, _check_rows
 from zbpp.training.leaving import StopAfter
 from zbpp.training.weights import weights_of_run
@@ -193,6 +194,13 @@ def test_a_full_disk_is_said_and_leaves_nothing(folder):
         zbpp.save(folder, *pipeline_of(3, 4, 2), step=3)
     assert sorted(path.name for path in folder.iterdir()) == ["step-1", "step-2"]
     assert load(folder) == 2
+
+
+def test_an_error_of_another_kind_keeps_its_cause():
+    """It was raised `from None`."""
+    with pytest.raises(ValueError, match="planted") as caught, _raising_os_error():
+        raise ValueError("planted") from KeyError("cause")
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 def said_of_a_full_disk(rank, folder):

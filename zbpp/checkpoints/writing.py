@@ -161,7 +161,10 @@ def _raising_os_error() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise next((each for each in chain_of(error) if isinstance(each, OSError)), error) from None
+        known = next((each for each in chain_of(error) if isinstance(each, OSError)), None)
+        if known is None:
+            raise
+        raise known from None
 
 
 class FolderWriter(FileSystemWriter):
