@@ -67,7 +67,8 @@ class OffloadedWeights(Feature):
 
     stages: {index: stage}, on the CPU or on the device; their module buffers move to `device`.
 
-    Raises ValueError for stages that can't be offloaded.
+    Raises ValueError for stages that can't be offloaded, and for a device on which torch lets no parameter of
+    the CPU have its memory.
     """
 
     name = "weight_offload"
@@ -83,6 +84,7 @@ class OffloadedWeights(Feature):
 
     def __init__(self, stages: Mapping[int, nn.Module], device: torch.device | str | None = None) -> None:
         self.device = torch.device(device or "cpu")
+        _refuse_device(self.device)
         self._streams = streams_of(self.device)
         self._is_in_call = False
         self._blocks_of = {index: _blocks(index, stage) for index, stage in sorted(stages.items())}
@@ -517,6 +519,15 @@ def _is_dense(parameter: nn.Parameter) -> bool:
     """Whether the parameter's elements fill its memory without gaps, in any order of dimensions."""
     places = zip(parameter.shape, parameter.stride(), strict=True)
     return parameter.numel() in (0, 1 + sum((size - 1) * stride for size, stride in places))
+
+
+def _refuse_device(device: torch.device) -> None:
+    """Raise ValueError if torch does not let a parameter of the CPU have its memory on the device."""
+    if not torch._has_compatible_shallow_copy_type(torch.empty(0), torch.empty(0, device=device)):
+        raise ValueError(
+            f"weights can't be offloaded from {device}: torch does not let a CPU parameter's `data` be "
+            "there. Offload activations instead"
+        )
 
 
 def _refuse_shared(blocks: Iterable[Block]) -> None:
