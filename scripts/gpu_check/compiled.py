@@ -20,7 +20,7 @@ M = 8
 def run(page: Page) -> None:
     here = page.here
     sizes: Sizes = here.choose(LLAMA_8B, SMALL)
-    backend = "inductor" if here.is_cuda else "eager"
+    backend = here.compiler
     stage = stage_of(blocks(sizes, 1, here), main_grad=True)
     x, dy = x_and_dy(sizes, here)
     compiled, eager = bench_split.Compiled(backend), bench_split.Zbpp()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -41,6 +42,11 @@ class Here:
     @property
     def is_cuda(self) -> bool:
         return self.device.type == "cuda"
+
+    @property
+    def compiler(self) -> str:
+        """torch.compile's backend: Inductor needs Triton on a GPU, and is no part of the small form's CPU."""
+        return "inductor" if self.is_cuda and importlib.util.find_spec("triton") else "eager"
 
     @property
     def dtype(self) -> torch.dtype:

@@ -237,8 +237,8 @@ def _recomputed(stage: nn.Module) -> None:
 
 
 def _compiled(stage: nn.Module) -> None:
-    is_cuda = next(stage.parameters()).is_cuda
-    compile_stage(stage, whole=False, backend="inductor" if is_cuda else "eager")
+    here = Here(next(stage.parameters()).device, is_small=False)
+    compile_stage(stage, whole=False, backend=here.compiler)
 
 
 def _offload() -> list[Any]:

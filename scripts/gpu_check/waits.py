@@ -8,7 +8,6 @@ segments), and with torch's and CUDA's own.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import time
 from collections.abc import Callable
@@ -68,7 +67,7 @@ class Waits:
         ask("capture and instantiation of a graph", "", self._graph)
         ask("first replay of a graph", "does not wait", lambda: self.graph.replay())
         ask("torch.cuda.graph, which synchronizes", "waits", self._torch_graph)
-        if importlib.util.find_spec("triton"):
+        if self.here.compiler == "inductor":
             importlib.import_module("torch._inductor.compile_fx")  # takes seconds, and nothing of the device
             ask("Inductor: compile, load, launch", "", self._compiled, _LONG_SLEEP)
             ask("the same, launched again", "does not wait", lambda: self.compiled(x))

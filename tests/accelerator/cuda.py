@@ -237,6 +237,7 @@ _FUNCTIONS_OF_C = {
     "_cuda_getArchFlags": lambda: "sm_80 sm_90",
     "_cuda_getCompiledVersion": lambda: 12080,
     "_cuda_memoryStats": _memory_stats,
+    "_cuda_memorySnapshot": lambda *given: {"segments": []},  # memory is the host's, in no segments
     "_cuda_resetPeakMemoryStats": library.reset_peak,
     "_cuda_resetAccumulatedMemoryStats": lambda device: None,
     "_cuda_emptyCache": lambda: None,

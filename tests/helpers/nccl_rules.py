@@ -44,6 +44,7 @@ NAME = "strict"
 _LARGEST_DELAY = 0.002  # s
 _FORBIDDEN = {torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.complex64, torch.complex128}
 _INTERVAL = 0.05  # s
+_LONGEST_END = 0.5  # s
 _broken: list[Exception] = []  # the rules that this process has broken
 _running: weakref.WeakSet[_Work] = weakref.WeakSet()  # what this process has started
 _POISON = 0x7F  # in every byte: NaN as bfloat16, a huge number as a float or an integer
@@ -127,15 +128,20 @@ class _Communicator:
         self._operations: queue.SimpleQueue[tuple[Callable[[], Sequence[Tensor]], _Work] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, daemon=True, name=f"strict {name}").start()
+        self._thread = threading.Thread(target=self._run, daemon=True, name=f"strict {name}")
+        self._thread.start()
 
     def start(self, operation: Callable[[], Sequence[Tensor]], work: _Work) -> _Work:
         self._operations.put((operation, work))
         return work
 
     def end(self) -> None:
-        """Let the thread end once it has run what was started."""
+        """Let the thread end once it has run what was started, and wait for that, though not for a hang.
+
+        A thread that is still in gloo's C++ when Python ends takes the process with it.
+        """
         self._operations.put(None)
+        self._thread.join(_LONGEST_END)
 
     def _run(self) -> None:
         error: BaseException | None = None

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 import zbpp
 from helpers import sliced_toy
-from helpers.processes import run_ranks
-from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, clip_grad_norm_, make_mesh
+from helpers.processes import outcomes, run_ranks
+from zbpp import ActivationOffload, CudaGraphs, GradientRelease, Pipeline, PostValidation, make_mesh
 from zbpp.autograd import recompute
 from zbpp.models.llama import Llama
 from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
+WITH_GRAPHS = 5  # steps: two eager ones, a capture, which is replayed, and two replays
 
 
 class Job(NamedTuple):
@@ -38,13 +39,13 @@ BY_DAY = [
     *map(Job, ("gpipe", "1f1b", "interleaved_zb", "zb_h1", "zb_v")),
     *(Job("zb_v", degree) for degree in ("replicate", "shard", "tensor")),
     *(Job("zb_v", on=on) for on in ("offload", "offload_weights", "recompute", "release")),
-    *(Job("zb_h1", on=on) for on in ("validation", "dynamic_shapes", "evaluate", "slices")),
+    *(Job("zb_h1", on=on) for on in ("validation", "dynamic_shapes", "evaluate", "slices", "graphs")),
 ]
 EVERY = [
     *(Job(schedule) for schedule in zbpp.planning.SCHEDULES),
     *(Job(schedule, degree) for schedule in ("1f1b", "zb_h1") for degree in ("replicate", "shard", "tensor")),
     *(Job("zb_h1", on=on) for on in ("offload", "offload_weights", "recompute", "release")),
-    *(Job("zb_v", on=on) for on in ("validation", "dynamic_shapes", "evaluate", "slices")),
+    *(Job("zb_v", on=on) for on in ("validation", "dynamic_shapes", "evaluate", "slices", "graphs")),
 ]
 ON = [("cuda", "nccl"), ("npu", "hccl")]
 NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1500)]
@@ -84,6 +85,8 @@ def made(job, device):
     options = {"dynamic_shapes": job.on == "dynamic_shapes", "device": device}
     if job.on == "offload":
         options["extras"] = [ActivationOffload(zbpp.Costs(host=1e-6), least_bytes=1)]
+    if job.on == "graphs":
+        options["extras"] = [CudaGraphs()]  # elsewhere than on CUDA it runs eagerly
     if job.on == "offload_weights":
         del options["device"]
         stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(dist.get_rank())}
@@ -112,7 +115,8 @@ def trained(job, device):
     if job.on == "validation":
         step = PostValidation(pipeline, optimizer, clip_norm=CLIP).step
     losses = []
-    for number in range(STEPS):
+    num_steps = WITH_GRAPHS if job.on == "graphs" else STEPS
+    for number in range(num_steps):
         size = ROWS // pipeline.place.num_data_parts
         rows = slice(pipeline.place.data_part * size, (pipeline.place.data_part + 1) * size)
         inputs, target = (each[rows].to(pipeline.device) % sliced_toy.WORDS for each in batch(number))
@@ -122,10 +126,13 @@ def trained(job, device):
         found = step(inputs, target=target)
         losses += [torch.stack(found).mean().item()] if found else []
         if job.on not in ("release", "validation"):
-            clip_grad_norm_(pipeline, CLIP)
+            zbpp.clip_grad_norm_(pipeline, CLIP)
             optimizer.step()
             optimizer.zero_grad()
     assert pipeline.device.type == torch.device(device).type
+    if job.on == "graphs" and device == "cuda":
+        (graphs,) = (each for each in pipeline.extras if isinstance(each, CudaGraphs))
+        assert graphs.num_replays == 3
     pipeline.close()
     return losses, {name: whole(each) for name, each in pipeline.named_parameters()}
 
@@ -146,8 +153,18 @@ def on_the_cpu(jobs):
 
 
 def possible(jobs, device):
-    """Offloaded weights set `parameter.data` to memory of the device, which torch refuses for PrivateUse1."""
+    """OffloadedWeights refuses a device of PrivateUse1, see below."""
     return tuple(job for job in jobs if device == "cuda" or job.on != "offload_weights")
+
+
+def offloaded_weights(rank, device):
+    OffloadedWeights({0: torch.nn.Linear(2, 2)}, device)
+
+
+def test_offloaded_weights_refuse_a_device_where_no_parameter_of_the_cpu_can_have_its_memory():
+    ((succeeded, text),) = outcomes(offloaded_weights, 1, "npu", device="npu")
+    assert not succeeded
+    assert "ValueError: weights can't be offloaded from npu: torch does not let a CPU parameter's" in text
 
 
 @pytest.mark.parametrize(
