@@ -72,7 +72,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 
 from zbpp.error_text import kind_of
 
@@ -273,12 +273,14 @@ def batch_norms(module: nn.Module) -> Iterator[nn.Module]:
 def declared_dtypes(stage: nn.Module, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of each floating-point parameter and buffer of a stage that computes in a 16-bit `dtype`.
 
-    Weights of a BatchNorm are float32. What the stage declares by its own declared_dtypes holds.
+    Weights of a BatchNorm or InstanceNorm are float32. What the stage declares by its own declared_dtypes
+    holds.
     """
     inner = getattr(stage, "_orig_mod", None)  # of the module that torch.compile returns
     if inner is not None:
         return {f"_orig_mod.{name}": each for name, each in declared_dtypes(inner, dtype).items()}
-    norms = {parameter for norm in batch_norms(stage) for parameter in norm.parameters()}
+    with_statistics = (each for each in stage.modules() if isinstance(each, _NormBase))
+    norms = {parameter for norm in with_statistics for parameter in norm.parameters()}
     found = {
         name: torch.float32 if each in norms else dtype
         for name, each in stage.named_parameters(remove_duplicate=False)

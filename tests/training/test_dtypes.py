@@ -250,6 +250,34 @@ def test_what_a_stage_declares_holds_behind_torch_compile():
     assert (stage.weight.dtype, stage.bias.dtype) == (torch.bfloat16, torch.float32)
 
 
+NORMS = {
+    "LayerNorm": lambda: nn.LayerNorm(8),
+    "GroupNorm": lambda: nn.GroupNorm(2, 4),
+    "InstanceNorm": lambda: nn.InstanceNorm1d(4, affine=True, track_running_stats=True),
+}
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_norm_takes_float_inputs_as_under_autocast(kind):
+    """999 and 1001 became one value before the mean was subtracted."""
+    torch.manual_seed(0)
+    plain, x = nn.Sequential(NORMS[kind](), nn.Linear(8, 8)), 1000 + 2 * torch.randn(6, 4, 8)
+    prepared(stages := {0: copy.deepcopy(plain)}, "bfloat16")
+    stages[0].train()
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = plain(x)
+    torch.testing.assert_close(stages[0](x).float(), expected.float(), rtol=0.01, atol=0.05)
+    for found, each in zip(stages[0].buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(found, each)
+
+
+def test_an_lstm_takes_float_states():
+    stage = prepared({0: nn.LSTM(4, 4)}, "bfloat16")[0]
+    x, state = torch.randn(2, 3, 4), torch.randn(1, 3, 4)
+    narrow = state.bfloat16()
+    assert torch.equal(stage(x, (state, state))[0], stage(x.bfloat16(), (narrow, narrow))[0])
+
+
 def test_offloaded_weights_take_float_inputs_in_their_dtype():
     """A layer that casts its input was refused, as one with a forward of its own."""
     stages, x = {0: nn.Sequential(nn.Linear(4, 4))}, torch.randn(4, 4)

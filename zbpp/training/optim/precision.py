@@ -12,7 +12,8 @@ weights of a BatchNorm, and what a stage declares (`zbpp.stage_api.declared_dtyp
 nothing that a checkpoint holds is rounded.
 
 Data keep their values, too: floating-point inputs are float32. A layer of torch whose weights have 16 bits
-casts a float32 input to their dtype, as under autocast and as FSDP2's cast_forward_inputs does.
+casts a float32 input to their dtype, as under autocast and as FSDP2's cast_forward_inputs does. A norm that
+subtracts a mean does so before: in bfloat16 999 and 1001 are one value.
 
 Norms and softmax compute in float32 inside torch's kernels, whatever they are given. In a mixed precision the
 loss and the metrics get the last stage's output in float32, unless they compute in float32 themselves.
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from zbpp.runtime.parameters import persistent_buffers
@@ -111,6 +113,8 @@ def _in_dtype_of_weights(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     weights = (each.dtype for each in weighted._parameters.values() if each is not None)
     dtype = next(weights, torch.float32)
     if dtype.itemsize == 2:
+        if args and _is_wide(args[0]) and (norm := _NORMS.get(type(module).forward)):
+            return norm(module, args[0]).to(dtype)
         args = tuple([_narrowed(each, dtype) for each in args])
         kwargs = kwargs and {name: _narrowed(each, dtype) for name, each in kwargs.items()}
     return type(module).forward(module, *args, **kwargs)
@@ -123,7 +127,32 @@ _WIDE = (torch.float32, torch.float64)
 
 
 def _narrowed(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.dtype in _WIDE else value
+    if type(value) is tuple:  # the states of an LSTM
+        return tuple([_narrowed(each, dtype) for each in value])
+    return value.to(dtype) if _is_wide(value) else value
+
+
+def _is_wide(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _WIDE
+
+
+def _layer_norm(norm: nn.LayerNorm, x: Tensor) -> Tensor:
+    return functional.layer_norm(x, norm.normalized_shape, *_affine(norm, x.dtype), norm.eps)
+
+
+def _group_norm(norm: nn.GroupNorm, x: Tensor) -> Tensor:
+    return functional.group_norm(x, norm.num_groups, *_affine(norm, x.dtype), norm.eps)
+
+
+def _affine(norm: nn.LayerNorm | nn.GroupNorm, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    weight, bias = (None if each is None else each.to(dtype) for each in (norm.weight, norm.bias))
+    return weight, bias
+
+
+_NORMS: dict[Callable[..., Tensor], Callable[[Any, Tensor], Tensor]] = {
+    nn.LayerNorm.forward: _layer_norm,
+    nn.GroupNorm.forward: _group_norm,
+}
 
 
 def kept_in_float32(stage: nn.Module, precision: Precision) -> Iterator[nn.Parameter]:
