@@ -323,6 +323,31 @@ def test_a_recorded_step_starts_its_receives_as_an_ordinary_step():
         assert first != others[0]
 
 
+def evaluations(rank):
+    """Of each evaluation: its program, and how many messages have a header."""
+    found, headers = [], []
+    stages = {rank: nn.Linear(3, 3)}
+    with zbpp.Pipeline(stages, "gpipe", num_microbatches=2, loss_fn=nn.functional.mse_loss) as pipeline:
+        executor = pipeline._rank.executors["evaluate"]
+        learn = executor.layouts.learn
+        executor.layouts.learn = lambda *known: (headers.append(known), learn(*known))
+        for is_cast in (False, False, True, True, False):
+            headers.clear()
+            with torch.autocast("cpu", torch.bfloat16, enabled=is_cast):
+                pipeline.evaluate(torch.ones(4, 3), target=torch.ones(4, 3))
+            found.append((str(executor.program), len(headers)))
+    return found
+
+
+def test_evaluations_after_the_first_one_have_no_headers_and_start_receives_ahead():
+    """Under autocast messages have other dtypes."""
+    for found in run_ranks(evaluations, 2, backend="strict"):
+        assert [headers for _, headers in found] == [1, 0, 1, 0, 0]
+        programs = [program for program, _ in found]
+        is_waiting = [each == programs[0] for each in programs]
+        assert is_waiting == ([True, False, True, False, False] if "Recv" in programs[0] else [True] * 5)
+
+
 def test_a_wait_for_the_device_hangs_a_first_step_whose_receives_start_ahead():
     cases = [(str(zbpp.plan("zb_h1", 2, 4)), 0, 1.0)]
     found = run_ranks(first_step_as_on_gloo, 2, cases, backend="strict", fresh=True)

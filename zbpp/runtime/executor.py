@@ -75,8 +75,8 @@ class Executor:
     sender. pool: the receive buffers of inboxes that have no other pool.
 
     may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
-    and a tuner do. True for the first pass, for the first one after `forget_layouts` or after `rebind` for a
-    feature, and for sizes that were not seen before; with dynamic shapes for all passes. Where the following
+    and a tuner do. True for the first pass, for the first one after `rebind` for a feature, and for sizes
+    that were not seen before; with dynamic shapes for all passes. Where the following
     step may wait, too, an extra sets it to True in `end`.
     """
 
@@ -203,12 +203,6 @@ class Executor:
         """From now on a wait for a message lasts so long at most."""
         for box in self.boxes():
             box.limit = limit
-
-    def forget_layouts(self) -> None:
-        """Let layouts change: messages have headers again, and old receive buffers go."""
-        self.may_wait = True
-        self.pool.clear()
-        self.layouts.forget()
 
     def close(self) -> None:
         """Give up all messages under way, and the links."""

@@ -238,8 +238,6 @@ class Rank:
         executor = self.executors[call.kind]
         try:
             call = self.extras.take(call)
-            if call.kind != "step":  # its shapes may differ from the last evaluation's
-                executor.forget_layouts()
             # A backward that runs inside of a stage adds where W adds.
             with engine_adds_to_main_grad(self.trained()):
                 batch = self._batch(call, seeds)

@@ -1,6 +1,7 @@
 """The sizes of a call's microbatches: the rank that has the inputs tells them to all ranks, once per call.
 
-A size is the dtypes and shapes of the tensors that the first stage gets for a microbatch. Layouts of messages
+A size is the dtypes and shapes of the tensors that the first stage gets for a microbatch, and the dtypes that
+autocast computes in. Layouts of messages
 follow from it (layouts.py), and a microbatch without sequences is left out. The sizes go the way of the x's,
 one message to each rank before the first action of a call:
 
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zbpp.devices import accelerator_name
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import communicating
 from zbpp.runtime.fingerprint import NUM_COMPARED, Fingerprint
@@ -31,7 +33,10 @@ _NUM_NUMBERS = 32  # of the first tensor: the number of bytes, and the first byt
 
 
 class Size(NamedTuple):
-    """The tensors of a microbatch: `int64[2, 5] float32[2]` is ("int64[,] float32[]", (2, 5, 2))."""
+    """The tensors of a microbatch: `int64[2, 5] float32[2]` is ("int64[,] float32[]", (2, 5, 2)).
+
+    The kind begins with what autocast computes in, where it is on: "cpu:bfloat16 int64[,]".
+    """
 
     kind: str
     numbers: tuple[int, ...]
@@ -42,7 +47,11 @@ class Size(NamedTuple):
 
 def size_of(values: Any) -> Size:
     """The size of a microbatch, given what its first stage gets."""
+    devices = dict.fromkeys(("cpu", accelerator_name() or "cpu"))
     kinds, numbers = list[str](), list[int]()
+    for name in devices:
+        if torch.is_autocast_enabled(name):
+            kinds.append(f"{name}:{name_of(torch.get_autocast_dtype(name))}")
     for each in tree_leaves(values):
         if isinstance(each, Tensor):
             shape = () if each.is_nested else each.shape
