@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.programs import step_programs
-from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, measure_stages
+from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, MeasuredStage, measure_stages
 from zbpp.run.plan import build_offload, costs_of, planned, slice_bounds_of
 from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Costs, Op, Program, Timetable
@@ -59,6 +59,7 @@ class Predictor:
     """
 
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
+    _alike: dict[Any, MeasuredStage] = field(default_factory=dict)
     _slice_bounds: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:
@@ -115,7 +116,7 @@ class Predictor:
             str(config.data),
         )
         if key not in self._known:
-            self._known[key] = measure_stages(config, timetable, bounds)
+            self._known[key] = measure_stages(config, timetable, bounds, self._alike)
         return self._known[key]
 
 

@@ -6,6 +6,7 @@ and the second optimizer step are measured.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, replace
@@ -13,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.storages import bytes_of
@@ -27,6 +27,7 @@ from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.dtensors import is_spread, local_of
 from zbpp.runtime.layout import layout_of
+from zbpp.runtime.measure.fake_tensors import FakeTensors
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.measure.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
 from zbpp.runtime.measure.products import Products, products
@@ -58,17 +59,22 @@ class _NotOnFake(Exception):
 
 
 def measure_stages(
-    config: TrainConfig, timetable: Timetable, slice_bounds: Sequence[int] = ()
+    config: TrainConfig,
+    timetable: Timetable,
+    slice_bounds: Sequence[int] = (),
+    known: dict[Any, MeasuredStage] | None = None,
 ) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut. slice_bounds: as in Pipeline.
+
+    known: stages that were measured before, of other configs, too; those of this run are added.
 
     With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for
     stages that can't run.
     """
     with _inner_mesh(config.parallel) as mesh:
-        run = _Stages(config, timetable, mesh, slice_bounds)
+        run = _Stages(config, timetable, mesh, slice_bounds, {} if known is None else known)
         try:
-            return MeasuredStages(*run.measured(FakeTensorMode()), run.batch_bytes, FAKE)
+            return MeasuredStages(*run.measured(FakeTensors()), run.batch_bytes, FAKE)
         except ConfigError:
             raise
         except Exception as error:  # whatever an operator without a fake form raises
@@ -92,7 +98,7 @@ def computed_costs(config: TrainConfig, timetable: Timetable) -> tuple[int, Cost
     with _inner_mesh(config.parallel) as mesh:
         run = _Stages(config, timetable, mesh)
         try:
-            found = run.products(FakeTensorMode())
+            found = run.products(FakeTensors())
         except ConfigError:
             raise
         except Exception:  # as in measure_stages
@@ -119,7 +125,7 @@ def _inner_mesh(parallel: ParallelConfig) -> Iterator[Any]:
         yield build_mesh(degrees, "cpu")
 
 
-_MeasuredStage = tuple[StageBytes, WeightBytes, Products, list[tuple[Any, ...]]]
+MeasuredStage = tuple[StageBytes, WeightBytes, Products, list[tuple[Any, ...]]]
 """The last entry: the outputs of F for each slice of the microbatch."""
 
 
@@ -127,8 +133,14 @@ class _Stages:
     """The stages of a run, built and measured one after the other."""
 
     def __init__(
-        self, config: TrainConfig, timetable: Timetable, mesh: Any, slice_bounds: Sequence[int] = ()
+        self,
+        config: TrainConfig,
+        timetable: Timetable,
+        mesh: Any,
+        slice_bounds: Sequence[int] = (),
+        known: dict[Any, MeasuredStage] | None = None,
     ) -> None:
+        self._known = {} if known is None else known
         self._config, self._timetable, self._mesh = config, timetable, mesh
         self._slice_bounds = slice_bounds
         self._precision = PRECISIONS[config.precision]
@@ -143,30 +155,29 @@ class _Stages:
         self._has_experts = False
 
     def measured(
-        self, fake: FakeTensorMode | None
+        self, fake: FakeTensors | None
     ) -> tuple[list[StageBytes], list[WeightBytes], list[Products]]:
         """The bytes and products of each stage. fake: the mode to run the stages in; None: on the CPU."""
         inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
         args, target = self._microbatch(inside)
         if fake is not None:
-            args, target = tree_map(lambda value: _faked(fake, value), (args, target))
+            args, target = tree_map(fake.faked, (args, target))
         found: list[tuple[StageBytes, WeightBytes, Products]] = []
-        alike: dict[Any, _MeasuredStage] = {}
         with inside, torch.random.fork_rng([]):
             for index in range(self._timetable.num_stages):
                 stage = self._built(index)
                 if fake is not None:
                     _check_modules(stage)
-                key = self._likeness(index, stage, args)
-                if key not in alike:
-                    alike[key] = self._stage_bytes(index, stage, args, target)
-                each, weights, work, args = alike[key]
+                key = fake is None, self._likeness(index, stage, args, target)
+                if key not in self._known:
+                    self._known[key] = self._stage_bytes(index, stage, args, target)
+                each, weights, work, args = self._known[key]
                 found.append((each, weights, work))
         if self._config.parallel.expert > 1 and not self._has_experts:
             raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
         return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
 
-    def products(self, fake: FakeTensorMode | None) -> list[Products]:
+    def products(self, fake: FakeTensors | None) -> list[Products]:
         """The products of each stage, and `sequence_length`. fake: as in `measured`."""
         inside: AbstractContextManager[Any] = nullcontext() if fake is None else fake
         args, target = self._microbatch(inside)
@@ -175,7 +186,7 @@ class _Stages:
             raise ConfigError("schedule.slices cuts dimension 1 of the inputs, and the data's have none")
         self.sequence_length = first.shape[1] * self._config.parallel.context
         if fake is not None:
-            args, target = tree_map(lambda value: _faked(fake, value), (args, target))
+            args, target = tree_map(fake.faked, (args, target))
         found, last = list[Products](), self._timetable.num_stages - 1
         with inside, torch.random.fork_rng([]):
             for index in range(last + 1):
@@ -224,16 +235,26 @@ class _Stages:
                 as_if_divided(stage, self._config.parallel.context)
         return stage
 
-    def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]]) -> Any:
+    def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]], target: list[Any]) -> Any:
         """Stages with equal keys do the same work on tensors of the same shapes."""
-        last = self._timetable.num_stages - 1
-        tensors = [(name, each.dtype, each.shape, each.requires_grad) for name, each in _named_tensors(stage)]
+        config, last = self._config, self._timetable.num_stages - 1
+        tensors = [  # without the layers' numbers
+            (re.sub(r"\d+", "", name), each.dtype, each.shape, each.requires_grad)
+            for name, each in _named_tensors(stage)
+        ]
         modules = [(type(each), sorted(_plain_attributes(each))) for each in stage.modules()]
-        return str((index == 0, index == last, [*map(layout_of, args)], tensors, modules))
+        targets = [(each.dtype, each.shape) for each in tree_leaves(target) if isinstance(each, Tensor)]
+        of_last = (targets, config.memory.head_at_once) if index == last else ()
+        model = {name: value for name, value in config.model.items() if name != "layers_per_stage"}
+        run = model, config.precision, config.parallel, config.memory.recompute, self._slice_bounds
+        optimizer = replace(config.optimizer, validation="before", clip_norm=None)
+        is_released = config.memory.gradient_release != "off"
+        of_run = (*run, optimizer, is_released)
+        return str((of_run, of_last, index == 0, [*map(layout_of, args)], tensors, modules))
 
     def _stage_bytes(
         self, index: int, stage: nn.Module, args: list[tuple[Any, ...]], target: list[Any]
-    ) -> _MeasuredStage:
+    ) -> MeasuredStage:
         config, precision = self._config, self._precision
         is_last = index == self._timetable.num_stages - 1
         masters = None
@@ -327,10 +348,6 @@ def _optimizer_bytes(live: LiveTensors, optimizer: torch.optim.Optimizer) -> tup
     return bytes_of(each for each in states if isinstance(each, Tensor)), live.highest - start
 
 
-def _faked(fake: FakeTensorMode, value: Any) -> Any:
-    return fake.from_tensor(value) if isinstance(value, Tensor) else value
-
-
 def _nbytes(tree: Any) -> int:
     """The bytes of all tensors' elements; a tensor may be a view of a larger one."""
     return sum(each.nbytes for each in tree_leaves(tree) if isinstance(each, Tensor))
@@ -359,9 +376,12 @@ def _named_tensors(stage: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from stage.named_buffers()
 
 
+_NO_DIFFERENCE = ("training", "layer_idx", "_index")  # the number of a layer, or of a stage
+
+
 def _plain_attributes(module: nn.Module) -> Iterator[str]:
     for name, value in vars(module).items():
-        if isinstance(value, bool | int | float | str | tuple) and name != "training":
+        if isinstance(value, bool | int | float | str | tuple) and name not in _NO_DIFFERENCE:
             yield f"{name}={value}"
 
 

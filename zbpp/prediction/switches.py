@@ -15,6 +15,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from rich.console import Console
+from rich.progress import Progress
+
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.cut import lightest_cut
 from zbpp.prediction.predictor import Prediction, Predictor
@@ -92,9 +95,12 @@ class Switches:
 
     def single(self) -> list[SwitchedRun]:
         """The configured run, then one run for each value of each switch by itself."""
-        own = self.row()
-        cut = [] if own.prediction is None else self._cut(own.prediction)
-        return [own, *map(self.row, [*cut, *self._choices()])]
+        console = Console(stderr=True)
+        with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
+            own = self.row()
+            cut = [] if own.prediction is None else self._cut(own.prediction)
+            choices = [*cut, *self._choices()]
+            return [own, *map(self.row, progress.track(choices, description="switches"))]
 
     def _cut(self, own: Prediction) -> list[Changes]:
         """The change to the cut with the lowest peak; [] if the run has it, or the model can't take it."""

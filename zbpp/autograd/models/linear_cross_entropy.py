@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from zbpp.autograd.adding import add_or_copy, add_product
 from zbpp.autograd.capture import Capture, HeldTensors, is_kept
@@ -195,6 +196,8 @@ class _Loss(NamedTuple):
         number = max(1, most // (num_words * dtype.itemsize))
         number = min(num_tokens, whole_waves(number, logits.device))
         memory = logits.new_empty(number, num_words, dtype=dtype)
+        if isinstance(logits, FakeTensor):  # a prediction of memory: later rows take what the first ones take
+            logits, of_tokens = logits[:number], tuple([each[:number] for each in of_tokens])
         for rows in _rows(number, logits, *of_tokens):
             yield memory[: len(rows[0])], *rows
 

@@ -8,6 +8,7 @@ shrink       a small copy of the config, to try a cut on
 calls        how the small model calls its layers, and which stage uses which parameter
 check        the proof, on the small model, that its stages compute what the whole model does
 build        a stage of a model, small or large, by a cut
+values       where tensors are fake: a trial has values, a stage none
 init         initial values for the tensors of one stage
 cut          which stage owns what, and the library's model with other layers than its own
 stage        a stage: the library's model with the layers of other stages skipped

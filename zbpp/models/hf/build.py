@@ -13,6 +13,7 @@ from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import names_of
+from zbpp.models.hf.values import has_values
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -47,17 +48,16 @@ def build_stage(
             return cut.owners[name] == index
         return name.startswith(own_layers) or not name.startswith(inside)
 
-    if weights is None:
-        initialise(model, seed, is_own, cut.constants)
-        return _stage(model, cut, index, head)
-    initialise(model, seed, lambda name: is_own(name) and not weights.holds(name), cut.constants)
-    dtypes = dtypes_of(config, dtype)
-    for name, parameter in model.named_parameters():
-        parameter.data = parameter.data.to(dtypes.get(name))
-    if torch.get_default_device().type != "meta":  # else somebody looks for shared parameters only
-        weights.load(
-            model, [name for name in model.state_dict() if is_own(name) and weights.holds(name)], dtype
-        )
+    # Without values, as on the meta device, nothing is read.
+    files = weights if has_values(torch.empty(0)) else None
+    initialise(model, seed, lambda name: is_own(name) and not (files and files.holds(name)), cut.constants)
+    if weights is not None:
+        dtypes = dtypes_of(config, dtype)
+        for name, parameter in model.named_parameters():
+            if not parameter.is_meta:
+                parameter.data = parameter.data.to(dtypes.get(name))
+    if files is not None:
+        files.load(model, [name for name in model.state_dict() if is_own(name) and files.holds(name)], dtype)
     return _stage(model, cut, index, head)
 
 

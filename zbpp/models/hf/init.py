@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from zbpp.models.hf.cut import CutError
 from zbpp.models.hf.ties import aliases_of, assign, untie
+from zbpp.models.hf.values import has_values, no_fake_mode
 from zbpp.seeding import seed_of
 
 if TYPE_CHECKING:
@@ -27,14 +28,29 @@ def initialise(
 ) -> None:
     """Give the stage's own tensors memory on the CPU and initial values; the others stay on the meta device.
 
+    In a FakeTensorMode, and with the meta device as the default, they get no values.
+
     is_own: whether a parameter or buffer of this full name is the stage's own. constants: values of tensors
     that `_init_weights` leaves alone. A tied parameter gets the values of its first name, also if the stage
     has only another of its names. Raises CutError for a tensor that gets no value.
     """
-    aliases = aliases_of(model)
-    untie(model, aliases)
+    with no_fake_mode():  # the model's tensors are on the meta device, and of no such mode
+        aliases = aliases_of(model)
+        untie(model, aliases)
     sources = {source for name, source in aliases.items() if is_own(name)}
     own = _materialise(model, lambda name: name in sources or (name not in aliases and is_own(name)))
+    if all(map(has_values, own.values())):
+        _set_values(model, own, seed, constants)
+    for name, source in aliases.items():
+        if is_own(name):
+            assign(model, name, cast(nn.Parameter, own[source]))
+    for source in filterfalse(is_own, sources):
+        assign(model, source, nn.Parameter(own[source].to("meta"), own[source].requires_grad))
+
+
+def _set_values(
+    model: PreTrainedModel, own: Mapping[str, Tensor], seed: int, constants: Mapping[str, float]
+) -> None:
     with torch.no_grad(), torch.random.fork_rng([]):
         for name, module, init_weights in _modules(model, "", model._init_weights):
             if not _has_own(module):
@@ -47,11 +63,6 @@ def initialise(
         if name not in constants:
             raise CutError(f"{name} of {type(model).__name__} gets no value from the library's _init_weights")
         tensor.data.fill_(constants[name])
-    for name, source in aliases.items():
-        if is_own(name):
-            assign(model, name, cast(nn.Parameter, own[source]))
-    for source in filterfalse(is_own, sources):
-        assign(model, source, nn.Parameter(own[source].to("meta"), own[source].requires_grad))
 
 
 def perturb(model: nn.Module, seed: int, aliases: Mapping[str, str]) -> None:
@@ -99,7 +110,7 @@ def _has_own(module: nn.Module) -> bool:
 
 
 def _empty(tensor: Tensor) -> Tensor:
-    values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+    values = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     values.fill_(torch.nan) if tensor.is_floating_point() else values.zero_()
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 

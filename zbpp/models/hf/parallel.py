@@ -21,6 +21,7 @@ from zbpp.models.hf.cut import CutError
 from zbpp.models.hf.init import constants_of, initialise
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
 from zbpp.models.hf.ties import aliases_of
+from zbpp.models.hf.values import has_values
 from zbpp.models.layers import check_divides
 from zbpp.models.tensor_parallel import Styles, check_mesh, shard
 
@@ -39,7 +40,8 @@ def parallelize_stage(
 ) -> None:
     """Shard a stage in place. Tied parameters stay whole.
 
-    is_tried: whether the plan was already tried on a mesh of this size.
+    is_tried: whether the plan was already tried on a mesh of this size. Fake tensors are sharded without a
+    trial: the processes of their mesh don't exist.
     Raises ValueError, before anything is changed, for a mesh that does not fit, a family without a plan, a
     plan that torch's styles can't express, and one that changes logits or gradients of a small copy.
     """
@@ -50,7 +52,7 @@ def parallelize_stage(
             check_divides(name, size, "the tensor-parallel degree", mesh.size())
     plan, tied = _plan_of(build_on_meta(config))
     styles = _styles(stage, plan, tied)
-    if not is_tried:
+    if not is_tried and all(map(has_values, stage.parameters())):
         try_out(config, mesh, seed)
     shard(stage, mesh, styles)
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from zbpp.models.hf.cut import CutError
+from zbpp.models.hf.values import no_fake_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -30,10 +31,13 @@ _NO_WIDTH = re.compile(
 
 
 def build_on_meta(config: PretrainedConfig, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The library's model on the meta device; the trainer changes the dtype later."""
+    """The library's model on the meta device; the trainer changes the dtype later.
+
+    Its tensors are those of no FakeTensorMode, inside of which a constructor may fail on the meta device.
+    """
     from transformers import AutoModelForCausalLM
 
-    with torch.device("meta"), torch.random.fork_rng([]):
+    with no_fake_mode(), torch.device("meta"), torch.random.fork_rng([]):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]  # the library's
             config, dtype=dtype, trust_remote_code=False
         )
@@ -46,10 +50,16 @@ Tried = TypeVar("Tried")
 def with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], Tried]) -> Tried:
     """Call `run` with a config of the same family whose model is small, and return its result.
 
-    A config whose model is small already is used itself. Else narrow copies are tried until one has the same
-    modules and `run` raises nothing, or CutError, which is passed on.
+    `run` compares values: no FakeTensorMode is active in it. A config whose model is small already is used
+    itself. Else narrow copies are tried until one has the same modules and `run` raises nothing, or CutError,
+    which is passed on.
     Raises ValueError with the first copy's reason if no copy will do.
     """
+    with no_fake_mode():
+        return _with_small_copy(config, run)
+
+
+def _with_small_copy(config: PretrainedConfig, run: Callable[[PretrainedConfig], Tried]) -> Tried:
     whole = build_on_meta(config)
     if size_of(whole) <= SMALL:
         return run(_exact(type(config)(**config.to_dict())))

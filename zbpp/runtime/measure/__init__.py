@@ -6,6 +6,7 @@ timeline           the timeline of all ranks, from their records
 costs              costs of measured steps
 length_costs       the same where microbatches differ in length: times in two parts
 
+fake_tensors       torch's fake tensors, with values for small tensors of integers
 live_tensors       the bytes of live tensors at any moment
 microbatch_memory  the bytes that one microbatch takes on a stage
 products           the matrix products of a stage's F, B and W

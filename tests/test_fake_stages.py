@@ -1,0 +1,34 @@
+"""Stages on fake tensors take the bytes that they take on real ones."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from helpers.configs import composed
+from models.test_hf import CONFIGS, config_of
+from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
+from zbpp.run.plan import build_timetable
+
+OVERRIDES = ["schedule=zb_h1", "model=huggingface", "num_microbatches=2", "microbatch_size=1"]
+BY_DAY = ("gpt2", "deepseek_v3")  # a model that reads its tokens; experts
+ROUNDING = 1000  # bytes: a scalar more or less, while one action runs
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in CONFIGS]
+)
+def test_a_hugging_face_model_runs_on_fake_tensors_and_takes_what_real_ones_take(kind):
+    config = composed(*OVERRIDES)
+    config.model["config"] = {**config_of(kind), "vocab_size": 256}
+    timetable = build_timetable(config.schedule, 2, config.num_microbatches)
+    fake = measure_stages(config, timetable)
+    assert fake.how == FAKE
+    with patch("zbpp.prediction.stage_memory.FakeTensors", side_effect=RuntimeError("none here")):
+        real = measure_stages(config, timetable)
+    assert real.how.startswith(REAL)
+    for one, other in zip(fake.stages, real.stages, strict=True):
+        assert replace(one, rises=()) == replace(other, rises=())
+        assert one.rises == pytest.approx(other.rises, abs=ROUNDING)
