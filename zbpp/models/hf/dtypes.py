@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf.shrink import build_on_meta
+from zbpp.models.hf.values import no_fake_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,7 +25,9 @@ def dtypes_of(config: PretrainedConfig, dtype: torch.dtype) -> dict[str, torch.d
     model = build_on_meta(config, dtype)
     found = {name: each.dtype for name, each in named_tensors(model)}
     plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)
-    for name in found.keys() & model.state_dict().keys():
+    with no_fake_mode():
+        saved = model.state_dict().keys()
+    for name in found.keys() & saved:
         for pattern, kept in plan.items():
             if re.search(pattern.replace("*", ".*"), name):
                 found[name] = kept
