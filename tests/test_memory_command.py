@@ -136,6 +136,15 @@ def test_a_model_with_an_lstm_runs_really():
     assert found.how.endswith("can't run on fake tensors: LSTM keeps memory that they don't show")
 
 
+def test_a_model_that_must_run_really_is_refused_where_it_would_not_fit():
+    """The system killed the command, or another one."""
+    config = composed(*MLP)
+    target = f"{Recurrent.__module__}.{Recurrent.__qualname__}"
+    large = {**config.model, "_target_": target, "hidden_size": 300_000}
+    with pytest.raises(ConfigError, match=r"LSTM keeps .*, and on this CPU a stage takes \d+ GiB"):
+        predict(replace(config, model=large))
+
+
 def test_every_switch_that_is_off_is_listed_with_its_saving():
     rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1", FREE_COPIES)).single()}
     for title in (

@@ -6,6 +6,7 @@ and the second optimizer step are measured.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -84,6 +85,7 @@ def measure_stages(
                     "run alone: write parallel.tensor=1"
                 ) from error
             why = str(error) if isinstance(error, _NotOnFake) else _first_line(error)
+            run.check_memory(why)
             reason = f"{REAL}, since it can't run on fake tensors: {why}"
             with naming("model"), explained_as_data("the forward failed"):
                 return MeasuredStages(*run.measured(None), run.batch_bytes, reason)
@@ -153,6 +155,7 @@ class _Stages:
         self._is_sharded = config.parallel.shard > 1
         self.batch_bytes, self.sequence_length = (0, 0), 0
         self._has_experts = False
+        self._largest = 0  # bytes of the parameters of a stage
 
     def measured(
         self, fake: FakeTensors | None
@@ -227,6 +230,7 @@ class _Stages:
     def _built(self, index: int) -> nn.Module:
         with naming("model"):
             stage: nn.Module = self._model.build_stage(index, self._timetable.num_stages)
+        self._largest = max(self._largest, bytes_of(stage.parameters()))
         give_dtypes(stage, self._precision, as_computed=self._is_sharded)
         with naming("model"):
             parallelize(self._model, {index: stage}, self._mesh)
@@ -234,6 +238,19 @@ class _Stages:
             if self._config.parallel.context > 1:
                 as_if_divided(stage, self._config.parallel.context)
         return stage
+
+    def check_memory(self, why: str) -> None:
+        """Raise ConfigError if a stage that was built on fake tensors would not fit on this machine.
+
+        With gradients and an optimizer's two states it takes four times its parameters. why: it runs here.
+        """
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        if 4 * self._largest > free:
+            raise ConfigError(
+                f"the stages can't run on fake tensors ({why}), and on this CPU a stage takes "
+                f"{4 * self._largest / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free: write fewer or "
+                "narrower layers, or more ranks"
+            )
 
     def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]], target: list[Any]) -> Any:
         """Stages with equal keys do the same work on tensors of the same shapes."""
