@@ -13,7 +13,7 @@ from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import names_of
-from zbpp.models.hf.values import has_values
+from zbpp.models.hf.values import has_values, no_fake_mode
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -53,8 +53,8 @@ def build_stage(
     initialise(model, seed, lambda name: is_own(name) and not (files and files.holds(name)), cut.constants)
     if weights is not None:
         dtypes = dtypes_of(config, dtype)
-        for name, parameter in model.named_parameters():
-            if not parameter.is_meta:
+        with no_fake_mode():  # parameters on the meta device are of no such mode
+            for name, parameter in model.named_parameters():
                 parameter.data = parameter.data.to(dtypes.get(name))
     if files is not None:
         files.load(model, [name for name in model.state_dict() if is_own(name) and files.holds(name)], dtype)
