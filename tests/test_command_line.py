@@ -280,3 +280,39 @@ def test_help_on_a_choice_shows_its_keys_with_defaults_and_what_they_mean(tmp_pa
     assert "data.share=0.5                     of all" in lines
     command_line.run(print, "train", "what it does", ["--help"])
     assert "Keys of" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- a run's keys, and those of another command
+
+
+def test_a_saved_config_composes_to_the_same_config_again(tmp_path):
+    """It was no config of Hydra's: AttributeError, a dict has no attribute parallel."""
+    first = configs.Composed.of(composed("steps=7", "model=llama_tiny", "schedule=zb_v", "run_dir=here"))
+    (tmp_path / "config.yaml").write_text(first.yaml)
+    assert configs.read_run_config(tmp_path / "config.yaml")["steps"] == 7
+    with initialize_config_dir(str(tmp_path), version_base="1.3"):
+        again = configs.Composed.of(compose("config"))
+        other = configs.Composed.of(compose("config", overrides=["run_dir=there", "schedule.name=1f1b"]))
+    assert again.tree == first.tree
+    assert again.settings == first.settings
+    assert (other.tree.run_dir, other.tree.schedule.name, other.tree.steps) == ("there", "1f1b", 7)
+
+
+def test_a_runs_folder_stands_for_its_keys(tmp_path):
+    (tmp_path / "config.yaml").write_text("model: {}")
+    folder, again = str(tmp_path), ["--config-dir", str(tmp_path), "--config-name", "config"]
+    goes_on = [f"run_dir={folder}", "resume=auto", "steps=9"]
+    assert command_line.arguments([folder, "steps=9"]) == [*goes_on, *again]
+    assert command_line.arguments(["run_dir=new", folder]) == ["run_dir=new", *again]
+    assert command_line.arguments(again) == again
+
+
+@pytest.mark.parametrize("command", ["measure", "bench", "explain"])
+def test_keys_of_train_are_left_out_by_name_in_other_commands(command, capsys):
+    given = ["model=mlp", "data=regression", "steps=9", "optimizer=lion", "optimizer.build.lr=1e-4", "seed=2"]
+    kept = command_line.arguments([*given, "parallel.device=cpu"], command)
+    assert kept[:3] == ["model=mlp", "data=regression", "seed=2"]
+    assert ("device=cpu" in kept) == (command != "explain")
+    said = capsys.readouterr().err
+    assert "steps, optimizer, optimizer.build.lr" in said
+    assert command_line.arguments(["stepz=9"], command) == ["stepz=9"]  # which Hydra refuses

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from itertools import takewhile
 
-from zbpp.config import Composed, ConfigError, command, composition_error, help_text, key_called
+from zbpp.config import Composed, ConfigError, command, composition_error, has_key, help_text, key_called
 from zbpp.error_text import did_you_mean
 from zbpp.launch import (
     RankError,
@@ -39,6 +39,8 @@ _WITH_VALUE = {
 }  # fmt: skip
 _FLAGS = _ALONE | _WITH_VALUE
 _NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
+# Keys of `zbpp train`, and what the other commands call them.
+_CALLED = {"parallel.num_processes": "num_ranks", "parallel.device": "device", "parallel.timeout": "timeout"}
 
 
 def run(
@@ -98,13 +100,16 @@ def _ended_in_order() -> Iterator[None]:
 def arguments(given: Sequence[str], name: str = "train") -> list[str]:
     """Hydra's arguments for this process.
 
-    `-n 4` becomes the command's key for the number of ranks. If the model or the data is named by `_target_`
-    alone, the keys of the default choice are dropped. Of torchrun's ranks only rank 0 logs.
+    `-n 4` becomes the command's key for the number of ranks. A run's folder stands for all keys that the run
+    had. Keys of `zbpp train` that another command does not need are dropped, and a line names them. If the
+    model or the data is named by `_target_` alone, the keys of the default choice are dropped. Of torchrun's
+    ranks only rank 0 logs.
 
     Raises ConfigError for an unknown option, for a key without its value, and for a sweep (-m) inside
     torchrun: each rank would sweep.
     """
-    found = _with_num_ranks(list(given), name)
+    found = _with_num_ranks(_with_keys_of_run(list(given), name), name)
+    found = found if name == "train" else _without_unneeded(found, name)
     for place, each in enumerate(found):
         if each.startswith("-") and each.partition("=")[0] not in _FLAGS:
             raise ConfigError(f"{each} is no option{_instead(each, found[place + 1 :], name)}")
@@ -163,6 +168,40 @@ def _with_num_ranks(given: list[str], name: str) -> list[str]:
     if not value.isdecimal():
         raise ConfigError(f"-n {value}: write how many ranks to start, such as -n 4")
     return [f"{key}={value}", *given[:place], *rest]
+
+
+def _with_keys_of_run(given: list[str], name: str) -> list[str]:
+    """The arguments with a run's folder replaced by those that compose its config again.
+
+    Without another run_dir, `zbpp train FOLDER` goes on with the run.
+    """
+    folders = [each for each in given if _is_bare(each) and os.path.isfile(os.path.join(each, "config.yaml"))]
+    if name != "train" or len(folders) != 1:
+        return given
+    (folder,) = folders
+    place = given.index(folder)
+    if place and given[place - 1] in _WITH_VALUE:
+        return given
+    rest = [*given[:place], *given[place + 1 :]]
+    if not any(each.startswith("run_dir=") for each in rest):
+        rest = [f"run_dir={folder}", "resume=auto", *rest]
+    return [*rest, "--config-dir", folder, "--config-name", "config"]
+
+
+def _without_unneeded(given: list[str], name: str) -> list[str]:
+    """The arguments of a command that is not `zbpp train`, without the keys that only `zbpp train` has."""
+    kept, dropped = [], []
+    for argument in given:
+        found = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", argument, flags=re.S)
+        sign, key, value = found.groups() if found else ("", "", "")
+        key = _CALLED.get(key, key) if has_key(name, _CALLED.get(key, key)) else key
+        if found and not has_key(name, key) and has_key("train", key):
+            dropped.append(key)
+        else:
+            kept.append(f"{sign}{key}={value}" if found else argument)
+    if dropped:
+        print(f"zbpp {name} does not need, and leaves out: {', '.join(dropped)}", file=sys.stderr)
+    return kept
 
 
 def _without_the_default(group: str, given: list[str]) -> list[str]:

@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 4 -m zbpp.train schedule=zb_h1 model=gpt_tiny steps=50
 
 The first starts its ranks on this machine; torchrun also restarts ranks, and reaches other machines.
--n N is short for parallel.num_processes=N.
+-n N is short for parallel.num_processes=N. `zbpp train runs/first` goes on with the run in this folder, with
+all keys that it had; `zbpp train runs/first run_dir=runs/again steps=100` runs it anew, with other steps.
 """
 
 from __future__ import annotations

@@ -45,7 +45,10 @@ _KINDS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Composed:
-    """A config in three forms. tree: a TrainConfig, say; settings: values by dotted key; yaml: its text."""
+    """A config in three forms. tree: a TrainConfig, say; settings: values by dotted key.
+
+    yaml: its text, which Hydra composes to the same config: `--config-dir FOLDER --config-name FILE`.
+    """
 
     tree: Any
     settings: dict[str, Any]
@@ -54,7 +57,27 @@ class Composed:
     @classmethod
     def of(cls, config: DictConfig) -> Self:
         """The forms of what Hydra has composed. Raises ConfigError."""
-        return cls(typed(config), flat(config), OmegaConf.to_yaml(config, resolve=True))
+        text = _HEADER.format(kind=_name_of(config)) + OmegaConf.to_yaml(config, resolve=True)
+        return cls(typed(config), flat(config), text)
+
+
+_HEADER = """\
+# `zbpp {kind}` with the folder of this file in place of all keys composes this config again.
+defaults:
+  - {kind}_types
+  - override hydra/job_logging: stdout
+  - _self_
+hydra:
+  run:
+    dir: .
+  output_subdir: null
+"""
+_OF_HYDRA = ("defaults", "hydra")
+
+
+def _name_of(config: DictConfig) -> str:
+    """The command whose config this is."""
+    return next(name for name, kind in _KINDS.items() if kind is OmegaConf.get_type(config))
 
 
 def command(
@@ -248,6 +271,12 @@ def _no_such_choice(group: str, given: str, known: Sequence[str]) -> str:
     return f"{text}. {custom.read_text().partition(chr(10))[0].removeprefix('# ')}"
 
 
+def has_key(command: str, key: str) -> bool:
+    """Whether a command's config has this key or group, or a node that takes any key below it."""
+    known = [each for each, _ in keys_of(_KINDS[command])]
+    return any(key == each or each.startswith(f"{key}.") or key.startswith(f"{each}.") for each in known)
+
+
 def key_called(name: str, command: str) -> str:
     """The key of a command that another program's option --NAME means; "" if there is none."""
     known = [key for key, _ in keys_of(_KINDS[command])]
@@ -297,7 +326,7 @@ def read_run_config(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path} can't be read ({' '.join(str(error).split())})") from error
     if not isinstance(found, dict) or not isinstance(found.get("model"), dict):
         raise ConfigError(f"{path} is not the config.yaml of a run: it has no model")
-    return {str(name): value for name, value in found.items()}
+    return {str(name): value for name, value in found.items() if name not in _OF_HYDRA}
 
 
 # ---------------------------------------------------------------- help
