@@ -132,7 +132,10 @@ def test_ranks_of_unequal_speed_gain_what_was_found_elsewhere(speeds, even, best
     [
         ({"speeds": []}, "speeds"),
         ({"speeds": [1, 0]}, "speeds"),
+        ({"speeds": 2}, "speeds=2: write a number above 0 for each rank"),
         ({"layers": []}, "layers"),
+        ({"layers": Costs()}, "a list with a Costs for each layer"),
+        ({"layers": [15.0, 15.0]}, "a list with a Costs for each layer"),
         ({"layers": [Costs(f=[1, 2])]}, "layer 0"),
         ({"layers": [Costs()]}, "1 layers on 2"),
         ({"placements": ("w",)}, "placements"),

@@ -183,7 +183,8 @@ def choose_cut(
 
 
 def _check_speeds(speeds: Sequence[float]) -> None:
-    if not speeds or not all(isinstance(each, int | float) and 0 < each < math.inf for each in speeds):
+    numbers = list(speeds) if isinstance(speeds, Sequence) else []
+    if not numbers or not all(isinstance(each, int | float) and 0 < each < math.inf for each in numbers):
         raise PlanError(f"speeds={speeds!r}: write a number above 0 for each rank")
 
 

@@ -29,8 +29,8 @@ class Layers:
 
     def __init__(self, costs: Sequence[Costs], speeds: Sequence[float]) -> None:
         """Raises PlanError for layers with other costs than numbers of one unit."""
-        if not costs:
-            raise PlanError("layers=[]: write a Costs for each layer, in order")
+        if not isinstance(costs, Sequence) or not costs or not all(isinstance(each, Costs) for each in costs):
+            raise PlanError(f"layers={costs!r}: write a list with a Costs for each layer, in order")
         for number, each in enumerate(costs):
             if each.memory_unit != costs[0].memory_unit:
                 raise PlanError(f"layers {number} and 0 have memory in different units: write one unit")
