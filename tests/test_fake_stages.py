@@ -9,6 +9,7 @@ pytest.importorskip("transformers")
 
 from helpers.configs import composed
 from models.test_hf import CONFIGS, config_of
+from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
 from zbpp.run.plan import build_timetable
 
@@ -26,9 +27,18 @@ def test_a_hugging_face_model_runs_on_fake_tensors_and_takes_what_real_ones_take
     timetable = build_timetable(config.schedule, 2, config.num_microbatches)
     fake = measure_stages(config, timetable)
     assert fake.how == FAKE
-    with patch("zbpp.prediction.stage_memory.FakeTensors", side_effect=RuntimeError("none here")):
+    with patch("zbpp.prediction.stage_memory.FakeTensors.__enter__", side_effect=RuntimeError("none here")):
         real = measure_stages(config, timetable)
     assert real.how.startswith(REAL)
     for one, other in zip(fake.stages, real.stages, strict=True):
         assert replace(one, rises=()) == replace(other, rises=())
         assert one.rises == pytest.approx(other.rises, abs=ROUNDING)
+
+
+def test_stages_that_were_measured_before_go_with_new_ones_on_fake_tensors():
+    """The outputs of a stage measured for another switch had another mode: the next one ran on the CPU."""
+    given = ["schedule=zb_h1", "model=llama_tiny", "model.num_layers=4", "num_microbatches=4"]
+    predictor = Predictor()
+    for more in ([], ["memory.head_at_once=true"], ["memory.recompute=block"]):
+        found = predictor.predict(composed(*given, "parallel.num_processes=4", *more))
+        assert found.how == FAKE

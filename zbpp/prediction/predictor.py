@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.programs import step_programs
-from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, MeasuredStage, measure_stages
+from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, Known, measure_stages
 from zbpp.run.plan import build_offload, costs_of, planned, slice_bounds_of
 from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Costs, Op, Program, Timetable
@@ -59,7 +59,7 @@ class Predictor:
     """
 
     _known: dict[tuple[Any, ...], MeasuredStages] = field(default_factory=dict)
-    _alike: dict[Any, MeasuredStage] = field(default_factory=dict)
+    _alike: Known = field(default_factory=Known)
     _slice_bounds: dict[tuple[Any, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def predict(self, config: TrainConfig, timetable: Timetable | None = None) -> Prediction:

@@ -59,23 +59,32 @@ class _NotOnFake(Exception):
     """A stage has a module that fake tensors would measure wrong."""
 
 
+class Known:
+    """Stages that were measured before. Their outputs are the next stages' inputs, so they share one mode."""
+
+    def __init__(self) -> None:
+        self.stages: dict[Any, MeasuredStage] = {}
+        self.fake = FakeTensors()
+
+
 def measure_stages(
     config: TrainConfig,
     timetable: Timetable,
     slice_bounds: Sequence[int] = (),
-    known: dict[Any, MeasuredStage] | None = None,
+    known: Known | None = None,
 ) -> MeasuredStages:
     """The bytes of each stage of the timetable's cut. slice_bounds: as in Pipeline.
 
-    known: stages that were measured before, of other configs, too; those of this run are added.
+    known: what was measured before, of other configs, too; the stages of this run are added.
 
     With memory.recompute all stages recompute, which changes what an action holds. Raises ConfigError for
     stages that can't run.
     """
     with _inner_mesh(config.parallel) as mesh:
-        run = _Stages(config, timetable, mesh, slice_bounds, {} if known is None else known)
+        known = Known() if known is None else known
+        run = _Stages(config, timetable, mesh, slice_bounds, known.stages)
         try:
-            return MeasuredStages(*run.measured(FakeTensors()), run.batch_bytes, FAKE)
+            return MeasuredStages(*run.measured(known.fake), run.batch_bytes, FAKE)
         except ConfigError:
             raise
         except Exception as error:  # whatever an operator without a fake form raises
