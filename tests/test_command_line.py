@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from zbpp import config as configs
 from zbpp.__main__ import main as zbpp_command
@@ -316,3 +317,27 @@ def test_keys_of_train_are_left_out_by_name_in_other_commands(command, capsys):
     said = capsys.readouterr().err
     assert "steps, optimizer, optimizer.build.lr" in said
     assert command_line.arguments(["stepz=9"], command) == ["stepz=9"]  # which Hydra refuses
+
+
+@pytest.mark.parametrize("command", ["measure", "bench", "explain"])
+def test_a_whole_line_of_train_composes_for_another_command(command):
+    """-n was no option of explain, and mixed_bfloat16 no precision of the others."""
+    given = [
+        "-n",
+        "2",
+        "model=mlp",
+        "data=regression",
+        "schedule=zb_v",
+        "precision=mixed_bfloat16",
+        "steps=9",
+    ]
+    with initialize_config_dir(str(FOLDER), version_base="1.3"):
+        found = configs.typed(compose(command, overrides=command_line.arguments(given, command)))
+    assert found.precision == "bfloat16"
+    assert getattr(found, "num_ranks", 2) == 2
+
+
+def test_a_saved_config_without_types_is_refused_by_what_it_lacks():
+    """Another version's: StopIteration."""
+    with pytest.raises(ConfigError, match="must begin with `defaults"):
+        configs.Composed.of(OmegaConf.create({"model": {}}))

@@ -39,6 +39,7 @@ _WITH_VALUE = {
 }  # fmt: skip
 _FLAGS = _ALONE | _WITH_VALUE
 _NUM_RANKS = {"train": "parallel.num_processes", "bench": "num_ranks", "measure": "num_ranks"}
+_NUM_RANKS |= {"explain": "parallel.num_processes"}  # which zbpp explain leaves out
 # Keys of `zbpp train`, and what the other commands call them.
 _CALLED = {"parallel.num_processes": "num_ranks", "parallel.device": "device", "parallel.timeout": "timeout"}
 
@@ -195,6 +196,9 @@ def _without_unneeded(given: list[str], name: str) -> list[str]:
         found = re.fullmatch(r"(\+{0,2})([\w.]+)=(.*)", argument, flags=re.S)
         sign, key, value = found.groups() if found else ("", "", "")
         key = _CALLED.get(key, key) if has_key(name, _CALLED.get(key, key)) else key
+        if key == "precision" and value == "mixed_bfloat16":
+            print("precision=bfloat16, in which mixed_bfloat16 computes: no float32 masters", file=sys.stderr)
+            value = "bfloat16"
         if found and not has_key(name, key) and has_key("train", key):
             dropped.append(key)
         else:

@@ -76,8 +76,14 @@ _OF_HYDRA = ("defaults", "hydra")
 
 
 def _name_of(config: DictConfig) -> str:
-    """The command whose config this is."""
-    return next(name for name, kind in _KINDS.items() if kind is OmegaConf.get_type(config))
+    """The command whose config this is. Raises ConfigError for keys without types."""
+    for name, kind in _KINDS.items():
+        if kind is OmegaConf.get_type(config):
+            return name
+    raise ConfigError(
+        "the keys of this config have no types: its file must begin with `defaults: [train_types, _self_]`, "
+        "as the config.yaml of a run does"
+    )
 
 
 def command(
