@@ -92,7 +92,8 @@ def pipeline_losses(
     losses = []
     with Pipeline(stages, timetable, model.loss, mesh=mesh, timeout=check.timeouts.waiting) as pipeline:
         place = pipeline.place
-        optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE)
+        # On a GPU torch takes `foreach` by itself, which refuses DTensors and plain tensors together.
+        optimizer = torch.optim.SGD(pipeline.parameters(), lr=RATE, foreach=False)
         for step in range(STEPS):
             batch = tokens(step, timetable.num_microbatches)
             inputs, target = (

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -24,3 +26,22 @@ def environment(device: str) -> dict[str, str]:
         "ZBPP_TEST_LIBRARY": str(build.library()),
         "PYTHONPATH": os.pathsep.join(str(each) for each in paths if str(each)),
     }
+
+
+def run_with(device: str, command: str, folder: Path) -> str:
+    """Run a shell command in `folder`, in which each Python has the device; returns what it prints.
+
+    Fails if the command fails. Skips the test without a compiler.
+    """
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    given = {**os.environ, **environment(device), "PATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=given,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout

@@ -1,18 +1,11 @@
-"""Commands that a user types, as processes of their own that have an accelerator.
+"""The README's example and the checks of GPUs, as processes of their own that have an accelerator."""
 
-Each process has the device before it imports torch, see accelerator/processes.py.
-"""
-
-import json
-import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from accelerator.processes import environment
+from accelerator.processes import run_with
 from helpers.pages import ROOT, blocks, run_command
 
 SCRIPTS = ROOT / "scripts"
@@ -20,40 +13,6 @@ sys.path.insert(0, str(SCRIPTS))
 
 import cluster_check.main  # noqa: E402
 import gpu_check.main  # noqa: E402
-
-RUN = (
-    "zbpp train -n 2 model=llama_tiny model.num_layers=4 model.hidden_size=32 model.sequence_length=16 "
-    "data=stdlib data.sequence_length=16 num_microbatches=4 microbatch_size=2 steps=3 schedule=zb_v "
-    "run_dir=run"
-)
-NIGHTLY = [pytest.mark.nightly, pytest.mark.timeout(1500)]
-
-
-def run_with(device, command, folder):
-    """Run a command in `folder`, in which every Python has the device; returns what it prints."""
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    given = {**os.environ, **environment(device), "PATH": path, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=given, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, f"{command}\n{done.stdout}"
-    return done.stdout
-
-
-def losses_in(folder):
-    return [json.loads(line)["loss"] for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("device", ["cuda", pytest.param("npu", marks=NIGHTLY)])
-def test_zbpp_train_on_an_accelerator_has_the_losses_of_the_cpu(device, tmp_path):
-    here, there = tmp_path / "cpu", tmp_path / device
-    here.mkdir()
-    there.mkdir()
-    run_command(f"{RUN} parallel.device=cpu", here)
-    run_with(device, f"{RUN} parallel.device={device}", there)
-    assert losses_in(there) == pytest.approx(losses_in(here), rel=1e-6)
 
 
 @pytest.mark.nightly

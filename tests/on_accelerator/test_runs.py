@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from accelerator.processes import run_with
 from helpers.configs import all_forms
 from helpers.processes import run_ranks
 from zbpp.run.app import train
@@ -86,6 +87,15 @@ def all_losses(folder, model, device="cpu", backend="gloo"):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, model):
     return all_losses(tmp_path_factory.mktemp("cpu") / "runs", model)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["cuda", pytest.param("npu", marks=pytest.mark.nightly)])
+def test_the_command_on_an_accelerator_has_the_losses_of_the_cpu(tmp_path, device, expected):
+    """Two processes of its own, which have the device before they import torch."""
+    command = " ".join(RUNS["zb_v"])
+    run_with(device, f"zbpp train -n 2 {command} parallel.device={device} run_dir=run", tmp_path)
+    assert losses_of(tmp_path / "run") == pytest.approx(expected["zb_v"], rel=1e-5)
 
 
 @pytest.mark.slow
