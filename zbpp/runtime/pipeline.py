@@ -126,7 +126,7 @@ class Pipeline:
             timetable,
             num_microbatches,
             given,
-            slice_bounds=[*slice_bounds],
+            slice_bounds=str(slice_bounds),  # whatever it is: what is no bounds is refused below
             seed=seed,
             dynamic_shapes=dynamic_shapes,
             reshard=reshard,

@@ -37,7 +37,7 @@ from zbpp.training.length_plans import LengthPlanner, StepPlan
 from zbpp.training.non_finite import BegunSteps, Values
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.post_validated_update import PostValidatedUpdate
-from zbpp.training.optim.precision import LossScale
+from zbpp.training.optim.precision import LossScale, let_layers_cast
 from zbpp.training.optim.update import Metrics, ReleasedUpdate, Result, Update
 from zbpp.training.replan import Replan
 
@@ -140,6 +140,9 @@ class Trainer:
         self._is_over_limit = False  # some step so far, in every order
         target_dtype = None if self.masters is None else torch.float32
         self._batches = Batches(self.pipeline, self.data, target_dtype, self.planner)
+        for stage in self.pipeline.stages.values():  # inputs come in float32
+            if any(each.is_floating_point() and each.itemsize == 2 for each in stage.parameters()):
+                let_layers_cast(stage)
         self._begun = BegunSteps(self.values)
 
     def _made_update(self) -> Update:

@@ -82,12 +82,18 @@ def give_dtypes(stage: nn.Module, precision: Precision, *, as_computed: bool = F
     for name, parameter in stage.named_parameters():
         if parameter.is_floating_point():
             cast(parameter, precision.stored if is_updated else declared.get(name, precision.stored))
-    for layer in layers_of_torch(stage) if is_narrow else ():
-        layer.forward = MethodType(_in_dtype_of_weights, layer)
+    if is_narrow:
+        let_layers_cast(stage)
     saved = {id(each) for _, each in persistent_buffers(stage)}
     for name, buffer in stage.named_buffers():
         if buffer.is_floating_point() and not (precision.is_mixed and id(buffer) in saved):
             buffer.data = buffer.data.to(declared.get(name, precision.stored))
+
+
+def let_layers_cast(stage: nn.Module) -> None:
+    """Let a stage's layers of torch take wider values than their 16-bit weights. Calls may repeat."""
+    for layer in layers_of_torch(stage):
+        layer.forward = MethodType(_in_dtype_of_weights, layer)
 
 
 def layers_of_torch(stage: nn.Module) -> Iterator[nn.Module]:
