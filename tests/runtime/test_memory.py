@@ -9,6 +9,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
+from zbpp.runtime.fingerprint import NUM_COMPARED
 from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 from zbpp.stage_api import mean_over
@@ -190,7 +191,7 @@ def at_the_peak(rank, num_ranks):
         for num_microbatches in SIZES:
             pipeline = pipeline_for(rank, schedule, num_ranks, num_microbatches)
             batch = torch.ones(num_microbatches, WIDE)
-            for _ in range(2):  # the first agrees on shapes; then .grad and all buffers are there
+            for _ in range(NUM_COMPARED):  # they tell sizes and fingerprints, and make .grad and buffers
                 pipeline.step(batch, target=batch)
             level = live_bytes(lambda p=pipeline, x=batch: p.step(x, target=x), CPU)
             found[schedule, num_microbatches] = len(pipeline._rank.executors["step"].pool), level.highest

@@ -51,7 +51,7 @@ def render_curves(runs: Mapping[str, Steps], path: str | os.PathLike[str] | IO[b
         axes.grid(color=_GRID, linewidth=0.8)
         axes.spines[["top", "right"]].set_visible(False)
         axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         for number, (name, steps) in enumerate(runs.items()):
             style: dict[str, Any] = {"color": f"C{number % 10}", "linewidth": 1.2}
             _draw(axes, panel, steps, label=name, **style)
