@@ -108,6 +108,18 @@ def test_chunks_may_be_half_a_mib_and_have_a_size():
             linear_cross_entropy(x, weight, target, chunk_mib=size)
 
 
+@pytest.mark.parametrize("wrong", [WORDS, -1])
+@FORMS
+def test_a_target_that_is_no_word_is_named(keep_logits, wrong):
+    x, weight, target = drawn()
+    target[3] = wrong
+    with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):  # torch's
+        torch_losses(x, weight, target)
+    said = f"a target is {wrong}, and the logits are of {WORDS} words: write 0 to {WORDS - 1}, or -100"
+    with pytest.raises(ValueError, match=said):
+        linear_cross_entropy(x, weight, target, keep_logits=keep_logits)
+
+
 # ---------------------------------------------------------------- one kernel per pass, as on a GPU
 
 

@@ -72,7 +72,8 @@ def linear_cross_entropy(
     refused.
 
     weight may be a DTensor. If it is sharded along the words, label_smoothing is refused; else
-    keep_logits=False is. Raises ValueError for what is refused, and for a target of another shape.
+    keep_logits=False is. Raises ValueError for what is refused, for a target of another shape, and on a CPU
+    for a target that is no word; on a GPU such a target fails in a kernel.
     """
     if torch.compiler.is_compiling():
         from zbpp.autograd.compiled.dynamo import break_graph
@@ -148,7 +149,12 @@ class _Loss(NamedTuple):
             labels = labels - self.shard.first
             is_elsewhere = is_ignored | (labels < 0) | (labels >= logits.shape[1])
         labels = labels.masked_fill(is_elsewhere, 0)
-        losses, lse = self._losses_and_lse(logits, labels)
+        try:
+            losses, lse = self._losses_and_lse(logits, labels)
+        except RuntimeError as error:  # on a CPU: on a GPU the kernel fails, and no wait is made to say why
+            if "out of bounds" not in str(error):
+                raise
+            raise ValueError(self._not_among(labels, logits.shape[1])) from None
         own_lse, scale = lse, torch.ones_like(losses)
         if self.shard is not None:
             losses, lse, scale = _over_ranks(self.shard, losses.masked_fill(is_elsewhere, torch.inf), lse)
@@ -158,6 +164,14 @@ class _Loss(NamedTuple):
         at_target = (-1 / scale).masked_fill_(is_elsewhere, 0)
         scale = scale.masked_fill_(is_ignored, 0)
         return losses.masked_fill(is_ignored, 0), labels, at_target, scale, own_lse
+
+    def _not_among(self, labels: Tensor, num_words: int) -> str:
+        """A message for labels of which one is no word."""
+        wrong = labels[(labels < 0) | (labels >= num_words)][0].item()
+        return (
+            f"a target is {wrong}, and the logits are of {num_words} words: write 0 to {num_words - 1}, or "
+            f"{self.ignored} for a token that is left out"
+        )
 
     def _losses_and_lse(self, logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The losses and the logsumexp of each token over the words that there are, [T, 1]."""
