@@ -79,13 +79,14 @@ def test_gradients_of_a_step_between_validated_steps_are_not_dropped_in_silence(
         ((X, X), {"target": X}, "takes 2 positional arguments"),
     ],
 )
-def test_a_step_whose_arguments_do_not_fit_says_what_was_given(args, keywords, said):
-    with pytest.raises((ValueError, RuntimeError, TypeError), match=said) as caught:
-        pipeline().step(*args, **keywords)
+@pytest.mark.parametrize("call", ["step", "evaluate"])
+def test_a_call_whose_arguments_do_not_fit_says_what_was_given(call, args, keywords, said):
+    with pytest.raises((ValueError, RuntimeError, TypeError), match=said.replace("step", call)) as caught:
+        getattr(pipeline(), call)(*args, **keywords)
     if said == "shapes":
         assert "the forward of stage 0 was given (float32[2, 3])" in caught.value.__notes__
     if said.startswith("takes"):  # as on the first of two ranks, where `target` may be another rank's
-        assert "is one of them the target? Then write pipeline.step(x, target=y)" in caught.value.__notes__
+        assert f"is one of them the target? Then write pipeline.{call}(x, target=y)" in caught.value.__notes__
 
 
 @pytest.mark.parametrize("bound", [-1, float("nan"), "1", None, True])

@@ -226,6 +226,7 @@ class Batch:
             weights=self._weights if stage == self._last_stage else None,
             shares=self._shares,
             lengths=[self.told.lengths[each] for each in self.told.order] if self.told.lengths else (),
+            called="step" if self.call.kind == "step" else "evaluate",
         )
 
     def _observe(self) -> Observe | None:

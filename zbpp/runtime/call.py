@@ -94,6 +94,7 @@ class Feed(NamedTuple):
     weights: Weights | None = None  # of the losses, see weights.py; None: all weigh the same
     shares: Sequence[float] | None = None  # of each unit in its microbatch's tokens; None: it has all
     lengths: Sequence[int] = ()  # of each microbatch's sequences, where slices cut several lengths
+    called: str = "step"  # what an error advises to write: pipeline.step or pipeline.evaluate
 
 
 NO_FEED = Feed((), (), None, (), LossGradients())

@@ -104,7 +104,7 @@ class StageWorker:
             names = ", ".join(f"{each}=" for each in feed.kwargs[0]) if feed.kwargs else ""
             raise ValueError(
                 "the last stage needs target=..., which goes to loss(output, target): write "
-                "pipeline.step(x, target=y). Positional arguments are the first stage's inputs"
+                f"pipeline.{feed.called}(x, target=y). Positional arguments are the first stage's inputs"
                 + (f", and {names} goes to each stage's forward" if names else "")
             )
         self.feed = feed
@@ -288,7 +288,8 @@ class StageWorker:
             if not is_out_of_memory(error):
                 error.add_note(self._given(inputs))
                 if self.index == 0 and len(inputs) > 1 and isinstance(error, TypeError):
-                    error.add_note("is one of them the target? Then write pipeline.step(x, target=y)")
+                    call = f"pipeline.{self.feed.called}(x, target=y)"
+                    error.add_note(f"is one of them the target? Then write {call}")
             raise
 
     def _given(self, inputs: tuple[Any, ...]) -> str:
