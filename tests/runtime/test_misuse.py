@@ -89,6 +89,16 @@ def test_a_call_whose_arguments_do_not_fit_says_what_was_given(call, args, keywo
         assert f"is one of them the target? Then write pipeline.{call}(x, target=y)" in caught.value.__notes__
 
 
+@pytest.mark.parametrize("name", ["train", "eval", "to", "zero_grad", "modules", "__call__"])
+def test_what_a_module_has_and_a_pipeline_has_not_says_what_to_write(name):
+    made = pipeline()
+    assert callable(getattr(nn.Linear(4, 4), name))
+    with pytest.raises((AttributeError, TypeError), match="is no nn.Module: write pipeline.step"):
+        made(X) if name == "__call__" else getattr(made, name)
+    with pytest.raises(AttributeError, match="^Pipeline has no num_step$"):
+        made.num_step  # noqa: B018  # the look-up is what fails
+
+
 @pytest.mark.parametrize("bound", [-1, float("nan"), "1", None, True])
 def test_a_bound_of_a_norm_is_a_number_that_is_not_negative(bound):
     made = pipeline()

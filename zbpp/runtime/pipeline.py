@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from types import MappingProxyType, TracebackType
-from typing import Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -50,6 +50,11 @@ from zbpp.stage_api import PipelineModel, check_pipeline, target_names
 from zbpp.tracebacks import hiding_own_frames
 
 AnExtra = TypeVar("AnExtra", bound=Extra)
+
+_OF_MODULE = (
+    ", since it is no nn.Module: write pipeline.step(x, target=y) to train, pipeline.evaluate or predict for "
+    "eval mode, Pipeline(..., device=...) for a device, and pipeline.stages for this rank's modules"
+)
 
 
 class Pipeline:
@@ -223,8 +228,9 @@ class Pipeline:
         stage owned here. Tensors in them, also inside tuples, lists and dicts, are split along dim 0
         into microbatches, except `zbpp.replicate(tensor)`. `zbpp.per_microbatch([...])` holds microbatches of
         any lengths, in any order; empty ones are left out. Returns the microbatches' losses on the last
-        stage's owner, [] elsewhere; their mean is the loss of the batch. Each microbatch weighs the same, or
-        each target, if the loss is marked by `zbpp.stage_api.mean_over_tokens`.
+        stage's owner, [] elsewhere; their mean is the loss of the batch. The losses have no graph, since
+        `step` has run their backward. Each microbatch weighs the same, or each target, if the loss is marked
+        by `zbpp.stage_api.mean_over_tokens`.
 
         A tensor that requires grad gets its gradient after the last W: in its `.grad`, or by the backward of
         what it was computed from, which frees that graph. It is the gradient through this rank's stages; a
@@ -386,6 +392,16 @@ class Pipeline:
         Raises RuntimeError if an update has failed: the weights may then be wrong for good.
         """
         self._rank.finish_update()
+
+    if not TYPE_CHECKING:  # to a type checker, __getattr__ would give the class every name
+
+        @hiding_own_frames
+        def __call__(self, *_: Any, **__: Any) -> NoReturn:
+            raise TypeError(f"a Pipeline can't be called{_OF_MODULE}")
+
+        @hiding_own_frames
+        def __getattr__(self, name: str) -> NoReturn:
+            raise AttributeError(f"Pipeline has no {name}{_OF_MODULE if hasattr(nn.Module, name) else ''}")
 
     # ---- Extras
 
