@@ -204,6 +204,8 @@ def test_a_folder_is_refused_instead_of_starting_from_random_weights(tmp_path):
     with pytest.raises(ValueError, match=r"is a folder.*write path=.*config.json to take the config alone"):
         HuggingFace(config=str(tmp_path))
     assert HuggingFace(config=str(tmp_path / "config.json")) is not None
+    with pytest.raises(TypeError, match=r"write path=\.\.\. for a folder with weights, or config="):
+        HuggingFace(str(tmp_path))
 
 
 def test_a_cut_that_is_no_list_is_refused():

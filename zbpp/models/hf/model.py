@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class HuggingFace:
 
     def __init__(
         self,
-        *,
+        *given: NoReturn,
         config: Mapping[str, Any] | str | None = None,
         path: str | None = None,
         overrides: Mapping[str, Any] | None = None,
@@ -71,6 +71,11 @@ class HuggingFace:
         layers_per_stage: Sequence[int] | None = None,
         seed: int = 0,
     ) -> None:
+        if given:
+            raise TypeError(
+                "HuggingFace takes no positional argument: write path=... for a folder with weights, or "
+                "config=... for a config.json, or for its keys as a dict"
+            )
         data = {"vocab_size": vocab_size, "max_position_embeddings": sequence_length}
         sizes = {name: size for name, size in data.items() if size is not None}
         check_positive(**sizes)
