@@ -289,7 +289,7 @@ def test_equal_reductions_are_added_to_makespan_and_bound_alike():
 
 
 def test_a_plan_above_the_limit_gets_no_certificate():
-    with pytest.raises(PlanError, match="the timetable needs 8 on rank 0, memory_limit allows 4"):
+    with pytest.raises(PlanError, match="the timetable needs 8 on rank 0, the memory limit allows 4"):
         certificate(plan("gpipe", 2, 8), memory_limit=4)
     with pytest.raises(PlanError, match="the timetable has no backward"):
         certificate(plan("gpipe", 2, 8).forward_only())

@@ -83,7 +83,7 @@ def test_the_cut_is_the_best_of_those_within_the_limits(seed):
     limits = [peak * 0.9 for peak in peaks]
     expected = best_by_hand(layers, speeds, 4, limits, ("one", "looped", "v"))
     if expected == math.inf:
-        with pytest.raises(PlanError, match="memory_limit allows"):
+        with pytest.raises(PlanError, match="memory limit allows"):
             choose_cut(layers, speeds, 4, limits, time_limit=0)
         return
     found = choose_cut(layers, speeds, 4, limits, time_limit=0)
@@ -127,6 +127,16 @@ def test_ranks_of_unequal_speed_gain_what_was_found_elsewhere(speeds, even, best
     assert even - 0.1 <= found.even / ideal <= even + 0.02
 
 
+def test_among_cuts_of_equal_time_the_one_with_fewest_stages_and_least_memory_is_chosen():
+    """On one rank each cut takes as long as all layers. Rounding chose (2, 6) and looped_bfs."""
+    found = choose_cut([LAYER] * 8, [1], 4, time_limit=0)
+    assert found.makespan == pytest.approx(4 * 8 * (LAYER.f + LAYER.b + LAYER.w))
+    assert (found.layers_per_stage, found.placement) == ((8,), "one")
+    assert max(simulate(found.timetable, found.costs).peak_memory) == pytest.approx(
+        8 * (LAYER.saved + LAYER.static)
+    )
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
@@ -139,7 +149,10 @@ def test_ranks_of_unequal_speed_gain_what_was_found_elsewhere(speeds, even, best
         ({"layers": [Costs(f=[1, 2])]}, "layer 0"),
         ({"layers": [Costs()]}, "1 layers on 2"),
         ({"placements": ("w",)}, "placements"),
-        ({"memory_limits": [1, 2, 3]}, "memory_limit"),
+        (
+            {"memory_limits": [1, 2, 3]},
+            "the memory limit is a list of length 3 for 2 ranks: write one number",
+        ),
         ({"memory_limits": 0.5}, "needs"),
         ({"num_microbatches": 0}, "num_microbatches"),
     ],

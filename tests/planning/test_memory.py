@@ -50,7 +50,7 @@ def test_the_wrong_unit_is_refused_with_the_one_to_write(limit, costs, message):
 def test_the_least_that_works_can_be_typed():
     costs = Costs(saved=GIB + 0.3, deferred=GIB / 2, memory_unit="bytes")
     with pytest.raises(
-        PlanError, match=r"zb_h1 needs 4 GiB on rank 0, memory_limit allows 1.5 GiB;"
+        PlanError, match=r"zb_h1 needs 4 GiB on rank 0, the memory limit allows 1.5 GiB;"
     ) as caught:
         plan("zb_h1", 4, 8, costs=costs, memory_limit=1.5 * GIB)
     (least,) = re.findall(r"per rank: (.*)", str(caught.value))

@@ -57,7 +57,7 @@ def test_within_a_memory_limit_the_best_order_is_the_best_that_fits(name):
         timeline = simulate(timetable, costs.reordered(found))
         assert max(timeline.peak_memory) <= limit * (1 + 1e-9)
         assert timeline.makespan == pytest.approx(min(fitting))
-    with pytest.raises(PlanError, match="the best order found needs .* memory_limit allows"):
+    with pytest.raises(PlanError, match="the best order found needs .* memory limit allows"):
         order_microbatches(timetable, costs, LONG, peaks[0] * 0.99)
 
 

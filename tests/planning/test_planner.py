@@ -34,7 +34,7 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
         return plan("gpipe", num_ranks, num_microbatches)
 
     generator(mine)
-    with pytest.raises(PlanError, match="mine needs 3 on rank 0, memory_limit allows 2"):
+    with pytest.raises(PlanError, match="mine needs 3 on rank 0, the memory limit allows 2"):
         plan("mine", 2, 3, memory_limit=2)
 
 
@@ -43,7 +43,7 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
     [
         ({"num_ranks": 0}, "num_ranks=0: write a whole number, 1 or more"),
         ({"num_microbatches": -3}, "num_microbatches=-3: write a whole number, 1 or more"),
-        ({"memory_limit": [8, 8, 8]}, "memory_limit has 3 numbers for 2 ranks"),
+        ({"memory_limit": [8, 8, 8]}, "the memory limit is a list of length 3 for 2 ranks: write one"),
         ({"placement": "loop"}, "placement='loop': write one or looped or v"),
         ({"stages_per_rank": 0}, "stages_per_rank=0: write a whole number, 1 or more"),
         (
@@ -58,7 +58,7 @@ def test_a_generator_that_ignores_the_limit_is_caught(generator):
         ),
         ({"placement": "v"}, "zb_h1 places its stages as 'one', not 'v': leave placement out"),
         ({"stages_per_rank": 2}, "zb_h1 has 1 stage(s) per rank, not 2: leave stages_per_rank out"),
-        ({"memory_limit": 1.5}, "zb_h1 needs 2 on rank 0, memory_limit allows 1.5"),
+        ({"memory_limit": 1.5}, "zb_h1 needs 2 on rank 0, the memory limit allows 1.5"),
     ],
 )
 def test_an_argument_that_will_not_do_is_refused_with_what_to_write(options, message):

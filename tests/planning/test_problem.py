@@ -52,11 +52,11 @@ def test_a_plan_that_cannot_run_or_does_not_fit_takes_for_ever():
         (((0, 1), 0), "num_microbatches=0: write a whole number, 1 or more"),
         (((0, 1), 1, Costs(), None, "speed"), "objective='speed': write makespan or span"),
         (((0, 1), 1, Costs(f=[1, 2, 3])), "Costs: f has 3 numbers for 2 stages"),
-        (((0, 1), 1, Costs(), [1, 2, 3]), "memory_limit has 3 numbers for 2 ranks"),
-        (((0, 1), 1, Costs(), -1), "memory_limit -1 on rank 0 can't hold one microbatch"),
+        (((0, 1), 1, Costs(), [1, 2, 3]), "the memory limit is a list of length 3 for 2 ranks: write one"),
+        (((0, 1), 1, Costs(), -1), "the memory limit -1 on rank 0 can't hold one microbatch"),
         (
             ((0, 1, 0), 1, Costs(saved=2**30, deferred=0, memory_unit="bytes"), 2**30),
-            "memory_limit 1 GiB on rank 0 can't hold one microbatch; the least that works, per rank: "
+            "the memory limit 1 GiB on rank 0 can't hold one microbatch; the least that works, per rank: "
             "2147483648B, 1073741824B",
         ),
     ],

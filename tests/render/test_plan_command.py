@@ -64,7 +64,7 @@ def test_several_schedules_are_a_table_of_figures_or_reasons(output):
     lines = {line.split()[0]: line for line in text.splitlines()}
     assert list(lines) == ["schedule", *SCHEDULES]
     assert lines["1f1b"].split() == ["1f1b", "1", "27.0", "27.0", "9.0", "33.33", "%", "4"]
-    assert "  gpipe needs 6 on rank 0, memory_limit allows 5" in lines["gpipe"]
+    assert "  gpipe needs 6 on rank 0, the memory limit allows 5" in lines["gpipe"]
     assert "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 7" in lines["zb_h2"]
 
 
@@ -176,7 +176,7 @@ def test_a_memory_limit_has_the_unit_of_the_costs(output, capsys, tmp_path):
     assert re.search(r"^ +span +bubble +bubble rate +peak memory\nrank 0 .* 4 GiB$", table, re.MULTILINE)
     assert main([*arguments, "3.5GiB"]) == main(["zb_h1", "--memory-limit", "4GiB"]) == 2
     short, foreign = capsys.readouterr().err.splitlines()
-    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, memory_limit allows 3.5 GiB; this plan")
+    assert short.startswith("error: zb_h1 needs 4 GiB on rank 0, the memory limit allows 3.5 GiB; this plan")
     assert foreign.startswith("error: memory limit '4GiB': the costs are in activations of one rank's share")
 
 
@@ -243,7 +243,7 @@ FILES = {
         ("zb_h3", f"unknown schedule 'zb_h3'; known: {', '.join(SCHEDULES)}; did you mean zb_h2?"),
         ("zb_h2 --ranks 8", "zb_h2 needs num_microbatches >= 2 * num_ranks - 1 = 15"),
         ("zb_h1 --ranks 0", "num_ranks=0: write a whole number, 1 or more"),
-        ("zb_h1 --memory-limit 3", "zb_h1 needs 4 on rank 0, memory_limit allows 3"),
+        ("zb_h1 --memory-limit 3", "zb_h1 needs 4 on rank 0, the memory limit allows 3"),
         ("zb_h1 --f 1,2,3", "Costs: f has 3 numbers for 4 stages"),
         ("zb_h1 --f -1", "Costs(f=-1.0"),
         ("1f1b zb_h1 --text", "--text, --csv and --program show one schedule"),
@@ -255,7 +255,7 @@ FILES = {
         ("zb_h1 --costs unknown.json", "unknown.json: 'forward' is no cost; known: f, b, w, bw"),
         ("1f1b --costs nowhere.json", "--costs nowhere.json: there is no such file; zbpp measure writes one"),
         ("1f1b --costs two.json", "--costs two.json: b has 2 numbers, one per stage, which can't be divided"),
-        ("--choose --memory-limit 0.5", "memory_limit 0.5 on rank 0 can't hold one microbatch"),
+        ("--choose --memory-limit 0.5", "the memory limit 0.5 on rank 0 can't hold one microbatch"),
         ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
         ("zb_h1 --html no/such/folder.html", "no/such/folder.html: No such file or directory"),
         ("zb_1p --slices 2", "zb_1p has no slices, and num_slices=2"),
@@ -414,7 +414,7 @@ def test_measured_costs_know_the_length_that_they_hold_for(output, tmp_path):
         ("", [], "write one number per microbatch"),
         ("0\n0\n", [], "all lengths are 0"),
         ("1\n2\n", ["--microbatches", "3"], "2 lengths for --microbatches 3"),
-        ("[1, 2]", ["--memory-limit", "0.1"], "memory_limit allows 0.1"),
+        ("[1, 2]", ["--memory-limit", "0.1"], "memory limit allows 0.1"),
     ],
 )
 def test_a_file_of_lengths_that_can_not_be_used_is_one_line(capsys, tmp_path, text, more, message):

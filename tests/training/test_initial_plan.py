@@ -88,7 +88,7 @@ def test_a_memory_limit_in_another_unit_than_the_costs_is_refused(limit):
 def test_a_number_of_activations_is_of_one_ranks_share_however_many_stages_it_has():
     """As `zbpp plan` counts: two stages of half the size hold what one stage of the whole size holds."""
     assert plan_by_name("zb_v", 4, 8, memory_limit=4) == plan("zb_v", 4, 8)
-    with pytest.raises(PlanError, match=r"zb_h2 needs 7 on rank 0, memory_limit allows 4"):
+    with pytest.raises(PlanError, match=r"zb_h2 needs 7 on rank 0, the memory limit allows 4"):
         plan_by_name("zb_h2", 4, 8, memory_limit="4")
 
 

@@ -63,7 +63,10 @@ def limits_per_rank(memory_limit: MemoryLimit, num_ranks: int) -> tuple[float, .
         return (math.inf,) * num_ranks
     limits = memory_limit if isinstance(memory_limit, Sequence) else [memory_limit] * num_ranks
     if len(limits) != num_ranks:
-        raise PlanError(f"memory_limit has {len(limits)} numbers for {num_ranks} ranks")
+        raise PlanError(
+            f"the memory limit is a list of length {len(limits)} for {num_ranks} ranks: write one number for "
+            "all ranks, or one for each"
+        )
     return tuple(map(float, limits))
 
 
@@ -85,7 +88,7 @@ def check_fits(plan: str, peaks: Sequence[float], limits: Sequence[float], unit:
     rank = excess.index(max(excess))
     raise PlanError(
         f"{plan} needs {memory_text(peaks[rank], unit)} on rank {rank}, "
-        f"memory_limit allows {memory_text(limits[rank], unit)}; "
+        f"the memory limit allows {memory_text(limits[rank], unit)}; "
         f"this plan needs, per rank: {_as_limits(peaks, unit)}"
     )
 
@@ -95,13 +98,13 @@ def check_holds_one_microbatch(least: Sequence[float], limits: Sequence[float], 
     for rank, (needed, limit) in enumerate(zip(least, limits, strict=True)):
         if not needed <= ceiling(limit):  # NaN too
             raise PlanError(
-                f"memory_limit {memory_text(limit, unit)} on rank {rank} can't hold one microbatch; "
+                f"the memory limit {memory_text(limit, unit)} on rank {rank} can't hold one microbatch; "
                 f"the least that works, per rank: {_as_limits(least, unit)}"
             )
 
 
 def _as_limits(memory: Iterable[float], unit: str) -> str:
-    """What each rank needs, as it can be typed for memory_limit."""
+    """What each rank needs, as it can be typed for a limit."""
     return ", ".join(f"{math.ceil(each)}B" if unit == BYTES else f"{each:.12g}" for each in memory)
 
 

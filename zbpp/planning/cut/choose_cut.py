@@ -60,13 +60,22 @@ class ChosenCut:
 
 
 class _Candidate(NamedTuple):
-    """A cut under a timetable. worth: its makespan (ms) if it fits, else more than any makespan."""
+    """A cut under a timetable. worth: its makespan (ms) if it fits, else more than any makespan.
+
+    peak: the most that a rank holds.
+    """
 
     worth: float
     fits: bool
     schedule: str
     timetable: Timetable
     cut: tuple[int, ...]
+    peak: float
+
+    @property
+    def order(self) -> tuple[float, int, float]:
+        """A key to sort by: the shorter time wins; among equal times fewer stages, then less memory."""
+        return float(f"{self.worth:.9g}"), self.timetable.num_stages, self.peak
 
 
 class _Judge:
@@ -102,10 +111,9 @@ class _Judge:
     def _best(self, cuts: Numbers) -> _Candidate:
         worth = self.worth(cuts)
         at = int(worth.argmin())
-        cut = tuple(cuts[at].tolist())
-        return _Candidate(
-            float(worth[at]), bool(worth[at] <= self._never), self.schedule, self._timetable, cut
-        )
+        cut, peak = tuple(cuts[at].tolist()), float(self._timing.peaks(cuts[at : at + 1]).max())
+        fits = bool(worth[at] <= self._never)
+        return _Candidate(float(worth[at]), fits, self.schedule, self._timetable, cut, peak)
 
     def worth(self, cuts: Numbers) -> Floats:
         """By cut, its makespan (ms). Beyond the limits: more than any makespan, growing with the excess."""
@@ -204,7 +212,7 @@ def _searched(
 ) -> _Candidate | None:
     """The best that a search of timetables makes of each placement's best candidate; None if none fits."""
     best: dict[str, _Candidate] = {}
-    for each in sorted(candidates, key=lambda each: each.worth):
+    for each in sorted(candidates, key=lambda each: each.order):
         if each.fits:
             best.setdefault(placement_of(each.timetable), each)
     found = [*best.values()]
@@ -216,7 +224,7 @@ def _searched(
         makespan = simulate(timetable, costs).makespan
         if makespan < each.worth * (1 - EQUAL):
             found.append(each._replace(worth=makespan, schedule="zb_auto", timetable=timetable))
-    return min(found, key=lambda each: each.worth, default=None)
+    return min(found, key=lambda each: each.order, default=None)
 
 
 def _refuse(least: _Candidate, model: Layers, limits: Sequence[float]) -> NoReturn:
