@@ -170,11 +170,16 @@ def test_help_lists_the_groups_that_the_command_takes_with_all_choices_and_no_ot
             "write data._target_=my_file.my_data for data of yours, or data=",
         ),
         ("model._target_=nigth.Net", "there is no module nigth, neither installed nor in the current"),
+        (
+            "data=text",
+            "data.path: no value is given, and it needs one: write data.path=..., see zbpp train --",
+        ),
+        ("run_dir=???", "run_dir: no value is given, and it needs one: write run_dir=..."),
     ],
 )
 def test_a_mistake_in_an_argument_is_one_line_that_says_what_to_write(given, words):
     with pytest.raises(Exception, match=".") as caught:
-        configs.typed(composed(given))
+        configs.Composed.of(composed(given))
     error = configs.composition_error(caught.value) or caught.value
     assert isinstance(error, ConfigError)
     assert words in str(error)

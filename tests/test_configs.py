@@ -231,7 +231,8 @@ def test_two_switches_that_do_not_go_together_are_refused_by_both_names(pair):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("data=text", "data.path: Missing"),
+        ("data=text", "data.path: no value is given, and it needs one: write data.path=..."),
+        ("data=chat data.path=x", "data.tokenizer: no value is given"),
         ("finetune.lora.target_modules=[q_proj]", "finetune.lora.r is not"),
         ("finetune.lora.lora_alpha=8", "finetune.lora.r is not"),
         ("finetune.lora.r=8", "finetune.lora.target_modules is not"),
@@ -242,7 +243,7 @@ def test_what_is_missing_is_named(override, words):
     if "lora" in override:
         pytest.importorskip("peft")
     with pytest.raises(configs.ConfigError, match=words):
-        typed(override)
+        typed(*override.split())
 
 
 PASSED_ON = [

@@ -216,7 +216,7 @@ def test_a_hugging_face_folder_is_a_model(tmp_path: Path, capsys: pytest.Capture
 @pytest.mark.parametrize(
     "old, new, key",
     [
-        ("nodes: 4\n", "", "nodes"),
+        ("nodes: 4\n", "", "nodes: no value is given, and it needs one"),
         ("nodes: 4", "nodes: 0", "nodes=0: write the number of nodes"),
         ("nodes: 4", "node: 4", "node"),
         ("memory: 74.5", "memory: 1e99", "memory=1e+99: write GiB, such as 80"),

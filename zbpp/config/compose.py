@@ -23,7 +23,12 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException, MissingConfigException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, OmegaConfBaseException, ValidationError
+from omegaconf.errors import (
+    InterpolationKeyError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
 
 from zbpp.config.choice_help import choice_help
 from zbpp.config.commands import BenchConfig, ExplainConfig, MeasureConfig
@@ -57,8 +62,8 @@ class Composed:
     @classmethod
     def of(cls, config: DictConfig) -> Self:
         """The forms of what Hydra has composed. Raises ConfigError."""
-        text = _HEADER.format(kind=_name_of(config)) + OmegaConf.to_yaml(config, resolve=True)
-        return cls(typed(config), flat(config), text)
+        header, tree = _HEADER.format(kind=_name_of(config)), typed(config)
+        return cls(tree, flat(config), header + OmegaConf.to_yaml(config, resolve=True))
 
 
 _HEADER = """\
@@ -175,6 +180,9 @@ def typed(config: DictConfig) -> Any:
         key, text = getattr(error, "full_key", None), in_python(str(error))
         if isinstance(error, InterpolationKeyError) and str(key).startswith("data."):
             raise ConfigError(_missing_module(config) or _data_of_another_model(key, text)) from error
+        if isinstance(error, MissingMandatoryValue):
+            group, dot, _ = str(key).partition(".")
+            text += f": write {key}=..." + (dot and f", see zbpp {_name_of(config)} --help {group}=NAME")
         raise ConfigError(f"{key}: {text}" if key else text) from error
 
 

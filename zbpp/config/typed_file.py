@@ -57,6 +57,8 @@ def in_python(text: str) -> str:
         return "one value is no list: write [...], with commas between its values"
     if "is not Optional" in text:
         return "it can't be null: write a value, or leave it out"
+    if "issing mandatory value" in text:
+        return "no value is given, and it needs one"
     return text.partition("\n")[0]
 
 
