@@ -53,17 +53,20 @@ class Composed:
     """A config in three forms. tree: a TrainConfig, say; settings: values by dotted key.
 
     yaml: its text, which Hydra composes to the same config: `--config-dir FOLDER --config-name FILE`.
+    given: the user's own part of it, as typed: "schedule=zb_v".
     """
 
     tree: Any
     settings: dict[str, Any]
     yaml: str
+    given: Sequence[str] = ()
 
     @classmethod
     def of(cls, config: DictConfig) -> Self:
         """The forms of what Hydra has composed. Raises ConfigError."""
         header, tree = _HEADER.format(kind=_name_of(config)), typed(config)
-        return cls(tree, flat(config), header + OmegaConf.to_yaml(config, resolve=True))
+        given = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
+        return cls(tree, flat(config), header + OmegaConf.to_yaml(config, resolve=True), given)
 
 
 _HEADER = """\

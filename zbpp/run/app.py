@@ -105,7 +105,7 @@ def train(composed: Composed) -> dict[str, Any]:
         if folder is not None:
             folder.begin(trainer.next_step)
             folder.write("config.yaml", composed.yaml)
-            _print_facts(config, parts, plan, trained)
+            _print_facts(composed, parts, plan, trained)
         shown = composed.settings, trainer.next_step
         loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
         with loggers, _recorded(recorder):
@@ -220,13 +220,15 @@ def _agreed_data(data: Data) -> Data:
 # ---------------------------------------------------------------- the run
 
 
-def _print_facts(config: TrainConfig, parts: Parts, plan: Plan, trained: str) -> None:
+def _print_facts(composed: Composed, parts: Parts, plan: Plan, trained: str) -> None:
     """Print what was chosen for this run. trained: how many of the parameters are."""
+    config: TrainConfig = composed.tree
     for note in parts.data.notes:
         print(note, flush=True)
-    given = config.schedule
-    if given.timetable is not None:
-        print(f"the plan is that of {given.timetable}: schedule={given.name} is not used", flush=True)
+    if config.schedule.timetable is not None:
+        unused = [each for each in composed.given if each.startswith(("schedule=", "schedule.name="))]
+        more = "".join(f": {each} is not used" for each in unused)
+        print(f"the plan is that of {config.schedule.timetable}{more}", flush=True)
     if plan.slice_bounds:
         print("slices of a sequence begin at tokens:", *plan.slice_bounds, flush=True)
     cut = layers_per_stage(parts.model, plan.timetable.num_stages)
