@@ -119,7 +119,7 @@ def stage_of(model: PipelineModel, index: int, num_stages: int) -> nn.Module:
     try:
         signature(model.build_stage).bind(index, num_stages)
     except TypeError as error:
-        raise RefusedStage(f"build_stage of {name}: {error}; write def {METHODS[0]}") from error
+        raise RefusedStage(f"build_stage of {name}: {error}; write def {METHODS[0]}") from None
     stage: object = model.build_stage(index, num_stages)
     if isinstance(stage, nn.Module):
         check_has_values(index, stage)

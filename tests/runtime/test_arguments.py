@@ -233,8 +233,9 @@ REFUSED = [
 
 @pytest.mark.parametrize(("given", "keywords", "error", "said"), REFUSED)
 def test_arguments_that_make_no_pipeline_are_refused(given, keywords, error, said):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as caught:
         Pipeline(*given, **keywords)
+    assert caught.value.__cause__ is None  # else its traceback, and Python's frames in it, come first
 
 
 # ---------------------------------------------------------------- wrapped stages
