@@ -73,7 +73,8 @@ def linear_cross_entropy(
 
     weight may be a DTensor. If it is sharded along the words, label_smoothing is refused; else
     keep_logits=False is. Raises ValueError for what is refused, for a target of another shape, and on a CPU
-    for a target that is no word; on a GPU such a target fails in a kernel.
+    for a target that is no word. On a GPU such a target fails in a kernel; where words are sharded, its loss
+    is infinite.
     """
     if torch.compiler.is_compiling():
         from zbpp.autograd.compiled.dynamo import break_graph
