@@ -148,6 +148,28 @@ def test_memory_is_counted_by_device_and_begins_with_no_zeros(device):
     assert run(memory, device) == ([0, 4000], False, 0)
 
 
+def waits_of_indexing(rank, device):
+    """How often the host waits for the number of entries that an index selects."""
+    from accelerator import reports
+
+    mask, numbers, values = (torch.tensor(each, device=device) for each in ([True, False], [1, 0], [1.0]))
+    found = []
+    for index in (
+        lambda: mask[numbers],
+        lambda: numbers[mask],
+        lambda: numbers.float().index_put_((mask,), values),
+        lambda: numbers.float().index_put_((mask,), torch.tensor(1.0)),
+    ):
+        reports.waits.clear()
+        index()
+        found.append(sum(reports.waits.values()))
+    return found
+
+
+def test_the_host_waits_for_the_entries_of_a_mask_that_is_an_index():
+    assert run(waits_of_indexing, "cuda") == [0, 1, 1, 0]
+
+
 # ---------------------------------------------------------------- order
 
 

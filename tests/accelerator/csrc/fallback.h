@@ -179,19 +179,26 @@ class Call {
 
   Tensor alias_of(const Tensor& tensor, bool is_written) {
     if (!is_ours(tensor)) return tensor;
-    const auto type = tensor.scalar_type();
-    has_mask_ |= type == at::kBool || type == at::kByte;
     aliases_.emplace_back(tensor, on_cpu(tensor));
     written_.push_back(is_written);
     return aliases_.back().second;
   }
 
   void wait_if_it_waits() {
-    const bool is_by_mask = has_mask_ && starts_with(name_, "aten::index") && name_ != "aten::index_select";
-    if (!is_by_mask && !kWaiting.count(name_) && !kWaiting.count(full_name(schema_))) return;
+    if (!assigns_by_mask() && !kWaiting.count(name_) && !kWaiting.count(full_name(schema_))) return;
     refuse_in_capture(device_, name_);
     host_waits(full_name(schema_));
     host_learns(clock_of_stream(stream_here(device_)));
+  }
+
+  // An assignment to x[mask] counts the mask's entries, unless the value is a number of the host.
+  bool assigns_by_mask() {
+    bool found = false;
+    if (name_ == "aten::_index_put_impl_" && is_alias(operand(2).toTensor()))
+      each_tensor(operand(1), [&](const Tensor& tensor) {
+        found |= tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
+      });
+    return found;
   }
 
   void note_arguments() {
@@ -307,7 +314,7 @@ class Call {
   const size_t num_arguments_, first_;
   const bool is_communication_;
   DeviceIndex device_ = 0;
-  bool has_tensors_ = false, has_mask_ = false, captures_ = false;
+  bool has_tensors_ = false, captures_ = false;
   std::vector<std::pair<Tensor, Tensor>> aliases_;  // the device's tensor, the same as the CPU's
   std::vector<bool> written_;                       // for each of these
   std::set<const c10::TensorImpl*> moved_;          // of these: given other memory
