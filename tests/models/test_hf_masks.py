@@ -5,10 +5,14 @@ import torch
 
 pytest.importorskip("transformers")
 
+import transformers
+from transformers.models.llama import modeling_llama
+
 from helpers.hf_folders import TOKENS, config_of, reference, saved
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.models.hf import HuggingFace
+from zbpp.models.hf import model as hf_model
 from zbpp.models.layers import token_loss
 from zbpp.stage_api import IGNORED
 from zbpp.training.batches import batch_for
@@ -148,3 +152,25 @@ def test_a_mask_of_numbers_gets_the_dtype_of_16_bit_weights(folder):
     _, mask, *_ = stage(TOKENS, BLOCKS, POSITIONS)
     assert mask.dtype == torch.bfloat16
     assert mask.isfinite().all()
+
+
+class PositionsOfTokens(modeling_llama.LlamaModel):
+    """A family in which positions begin again behind padding, which it finds by its token."""
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, **kwargs):
+        if position_ids is None:
+            step, before = torch.arange(1, 1 + input_ids.shape[1]), input_ids == 0
+            position_ids = step - (step * before).cummax(1).values
+        return super().forward(input_ids, attention_mask, position_ids, **kwargs)
+
+
+def test_documents_that_a_family_finds_in_tokens_alone_are_kept_apart(monkeypatch):
+    monkeypatch.setattr(modeling_llama, "LlamaModel", PositionsOfTokens)
+    monkeypatch.setattr(hf_model, "_tried", {})  # the library is another one here
+    tokens = TOKENS.clamp(min=1)
+    tokens[:, 5] = 0
+    stage = HuggingFace(config=config_of("llama").to_dict()).build_stage(0, 1).eval()
+    whole = transformers.AutoModelForCausalLM.from_config(config_of("llama", use_cache=False)).eval()
+    whole.load_state_dict(stage.state_dict())
+    assert torch.equal(stage(tokens), whole(tokens).logits)
+    assert (whole(tokens).logits[:, 5:] - whole(tokens[:, 5:]).logits).abs().max() < 1e-5

@@ -26,7 +26,7 @@ from zbpp.models.hf.calls import (
 from zbpp.models.hf.cut import Cut, CutError, LibraryError, layers_at
 from zbpp.models.hf.init import constants_of, initialise, perturb
 from zbpp.models.hf.labels import shift_of
-from zbpp.models.hf.masks import Kind, refused_kinds
+from zbpp.models.hf.masks import Kind, is_one_document, refused_kinds
 from zbpp.models.hf.shrink import build_on_meta, with_small_copy
 from zbpp.models.hf.ties import aliases_of, names_of, summed_gradients
 from zbpp.models.layers import token_loss
@@ -65,7 +65,8 @@ def _find_cut(
     initial = {name: value.detach().clone() for name, value in _tensors(whole).items()}
     perturb(whole, seed, aliases_of(whole))
     text = config.get_text_config(decoder=True)
-    token = int(getattr(text, "pad_token_id", None) == 0)
+    padding: Any = getattr(text, "pad_token_id", None)
+    token = int(padding == 0)
     tokens = torch.randint(text.vocab_size, (BATCH, TIME), generator=torch.Generator().manual_seed(seed))
     path = list_of_layers(whole, tokens)
     layers = split(len(layers_at(whole, path)))
@@ -78,7 +79,8 @@ def _find_cut(
     head = head_of(whole, tokens)
     sizes = batch_and_time(whole, hidden)
     shift = shift_of(whole, tokens, logits.detach())
-    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, shift, constants, {}, {})
+    one = is_one_document(whole, tokens, padding if padding in range(text.vocab_size) else token)
+    cut = Cut(path, tuple(layers), owners, calls, sizes, token, *head, shift, one, constants, {}, {})
     refused = _compare(whole, initial, config, cut, tokens, seed)
     return cut._replace(refused=refused)
 

@@ -63,6 +63,7 @@ class Cut(NamedTuple):
     head: str  # the name of the head, see `head_of` in check.py; "" if logits are more than its product
     no_head: str  # why
     label_shift: int | None  # see `shift_of` in labels.py
+    one_document: bool  # whether a row without mask and positions is one for the library, see masks.py
     constants: Mapping[str, float]  # values of tensors that the library sets in constructors only
     refused: Mapping[Kind, str]  # batches that the family can't be trained with, and why
     # {(whether sequences come in slices, how many processes share each): the batches that a trial of such

@@ -12,7 +12,9 @@ batch is tried on the small copy of the model (check.py), and a stage refuses a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -27,6 +29,7 @@ Given = tuple[Tensor | None, Tensor | None]  # the values of NAMES
 NONE: Given = (None, None)
 Kind = tuple[int, bool]
 """(dimensions of the mask, 0 without one; whether there are positions)"""
+_FIND = "find_packed_sequence_indices"  # of transformers.masking_utils
 
 
 def kind_of(given: Given) -> Kind:
@@ -51,6 +54,27 @@ def merged(received: tuple[Any, ...], given: Given) -> Given:
             raise ValueError(f"{named} came without what stage 0 sends: pass the same on stage 0's rank")
         return NONE
     return received[0], received[1]
+
+
+def as_one_document(*, asked: bool) -> AbstractContextManager[Any]:
+    """Within the block the library takes each row for one document, if asked.
+
+    It would look for documents in the values of positions, and the host would wait for the device. A forward
+    that is compiled does not look.
+    """
+    if not asked or torch.compiler.is_compiling():
+        return nullcontext()
+    return _finding_documents(lambda positions: None)
+
+
+def _finding_documents(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[Any]:
+    """Within the block the library finds documents with this function of positions [batch, time].
+
+    A version of the library whose own function has another name goes on calling that one.
+    """
+    from transformers import masking_utils
+
+    return patch.object(masking_utils, _FIND, find, create=True)
 
 
 def in_dtype(mask: Tensor, dtype: torch.dtype) -> Tensor:
@@ -127,6 +151,27 @@ def refused_kinds(
             except Exception as error:  # whatever the library's code may raise
                 refused[kind] = reason(error)
     return refused
+
+
+def is_one_document(whole: PreTrainedModel, tokens: Tensor, padding: int) -> bool:
+    """Whether the library takes each row for one document where it is given tokens alone, even with padding.
+
+    It looks for documents in positions, which a family may compute from the tokens.
+    """
+    from transformers import masking_utils
+
+    own, found = getattr(masking_utils, _FIND, None), list[Tensor | None]()
+
+    def find(positions: Tensor) -> Tensor | None:
+        assert own is not None  # the library has called it
+        found.append(own(positions))
+        return found[-1]
+
+    padded = tokens.clone()
+    padded[0, :3] = padded[1, 4:6] = padded[2, -4:] = padding
+    with torch.no_grad(), _finding_documents(find):
+        whole(input_ids=padded, return_dict=True)
+    return all(each is None for each in found)
 
 
 def reason(error: Exception) -> str:

@@ -36,7 +36,17 @@ from zbpp.models.hf.cut import (
 )
 from zbpp.models.hf.dtypes import dtypes_of
 from zbpp.models.hf.labels import target_names_of
-from zbpp.models.hf.masks import NONE, Given, Kind, in_dtype, kind_of, merged, own_part, refuse
+from zbpp.models.hf.masks import (
+    NONE,
+    Given,
+    Kind,
+    as_one_document,
+    in_dtype,
+    kind_of,
+    merged,
+    own_part,
+    refuse,
+)
 from zbpp.models.hf.values import made_as_of_real_tensors
 from zbpp.models.hf.whole_masks import whole_sequences
 from zbpp.models.layers import Head, head_loss
@@ -150,7 +160,8 @@ class Stage(nn.Module):
         tokens = received[0] if first else self._tokens(received[0])
         try:
             masks = whole_sequences(self._context, tokens, given, place)
-            with masks as batch, made_as_of_real_tensors(tokens):
+            documents = as_one_document(asked=self._cut.one_document and not is_given)
+            with masks as batch, documents, made_as_of_real_tensors(tokens):
                 output = self._patched.run(
                     tokens,
                     layers,
