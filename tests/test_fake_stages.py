@@ -42,3 +42,10 @@ def test_stages_that_were_measured_before_go_with_new_ones_on_fake_tensors():
     for more in ([], ["memory.head_at_once=true"], ["memory.recompute=block"]):
         found = predictor.predict(composed(*given, "parallel.num_processes=4", *more))
         assert found.how == FAKE
+
+
+def test_a_stage_that_converts_its_modules_runs_on_fake_tensors():
+    """peft's layers do, by Module.to. torch refuses this in its own mode, so LoRA stages ran on the CPU."""
+    given = ["schedule=zb_h1", "model=llama_tiny", "model.num_layers=2", "num_microbatches=2"]
+    found = Predictor().predict(composed(*given, "finetune.lora.r=2", "finetune.lora.target_modules=[query]"))
+    assert found.how == FAKE

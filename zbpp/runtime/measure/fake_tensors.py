@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, Self
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -30,8 +31,11 @@ class FakeTensors(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._fake = FakeTensorMode()
         self._values = WeakTensorKeyDictionary()
+        # Module.to would swap a fake parameter, which torch refuses: its own mode has a weak reference.
+        self._to = patch.object(torch.utils, "swap_tensors", _set_data)
 
     def __enter__(self) -> Self:
+        self._to.__enter__()
         self._fake.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
@@ -39,6 +43,7 @@ class FakeTensors(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         self._fake.__exit__(*error)
+        self._to.__exit__(*error)
 
     def faked(self, value: Any) -> Any:
         """A fake tensor in place of a real one; all else as it is."""
@@ -94,6 +99,10 @@ class FakeTensors(TorchDispatchMode):
         for each in [*self._values.keys()]:
             if each.untyped_storage()._cdata in written:
                 del self._values[each]
+
+
+def _set_data(parameter: Tensor, converted: Tensor) -> None:
+    parameter.data = converted.data
 
 
 def _is_small(tensor: Tensor) -> bool:
