@@ -274,7 +274,7 @@ def test_help_on_a_choice_shows_its_keys_with_defaults_and_what_they_mean(tmp_pa
     for words in (
         "model.path=null a folder with config.json and safetensors",
         "model.config.num_hidden_layers=8",
-        "+model.layers_per_stage=null",
+        "model.layers_per_stage=null [4,2], or auto: for parallel.speeds and memory.limit",
         "data.held_out=0.05 the share that is evaluated on",
         "steps=100",
     ):

@@ -171,7 +171,8 @@ REFUSED = {
         "print_every=0", "precision=float16", "optimizer.learning_rate=0", "optimizer.beta1=1",
         "optimizer.beta2=-0.1", "optimizer.warmup_steps=-1", "optimizer.min_ratio=2", "optimizer.clip_norm=0",
         "optimizer.name=sgd", "compile=all", "memory.budget=2", "memory.limit=0", "memory.offload=-1",
-        "memory.gradient_release=maybe", "parallel.device=tpu", "parallel.timeout=0", "profile=3",
+        "memory.gradient_release=maybe", "memory.limit=[12,0]", "memory.limit=much", "parallel.speeds=[1,0]",
+        "parallel.speeds=2", "parallel.speeds=[]", "parallel.device=tpu", "parallel.timeout=0", "profile=3",
         "profile=0:2", "profile=900:902", "run_dir=", "run_dir=???",
     ],
     "bench": [
@@ -219,6 +220,10 @@ def test_a_value_out_of_range_is_refused_with_its_key_and_what_to_write(command,
         "parallel.context=2 cuda_graphs=true",
         "parallel.context=2 parallel.dynamic_shapes=true",
         "memory.offload_weights=true parallel.context=2",
+        "parallel.speeds=[1.0] model.layers_per_stage=null",
+        "model.layers_per_stage=auto schedule.costs=costs.json",
+        "model.layers_per_stage=auto memory.recompute=auto memory.limit=1",
+        "model.layers_per_stage=auto schedule=zb_auto",
     ],
 )
 def test_two_switches_that_do_not_go_together_are_refused_by_both_names(pair):

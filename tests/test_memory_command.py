@@ -53,7 +53,7 @@ def test_it_says_which_switches_make_it_fit_or_which_one_has_the_lowest_peak():
     with pytest.raises(ConfigError, match="no switch makes it fit by itself.*" + re.escape(least.title)):
         list(memory_text(limited[0]))
     *_, last = memory_text(limited[1])
-    fitting = [each for each in others if each.fits(own.peak - 1)]
+    fitting = [each for each in others if each.fits([own.peak - 1] * 2)]
     assert least in fitting
     listed = re.findall(r"^  (.*?)   \(", last, flags=re.M)
     assert listed == [each.title for each in sorted(fitting, key=lambda each: (each.step, each.peak))][:5]

@@ -3,12 +3,12 @@
 import math
 import random
 from importlib import import_module
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, permutations
 
 import pytest
 
 from zbpp import Costs, PlanError, plan, simulate
-from zbpp.planning import choose_cut, placement_of
+from zbpp.planning import CutTooLarge, better_order, choose_cut, placement_of
 from zbpp.schedule.families import FAMILIES
 
 
@@ -105,6 +105,38 @@ def test_the_search_of_a_timetable_never_makes_the_answer_worse():
     searched = choose_cut(layers, speeds, 6, time_limit=0.5)
     assert searched.makespan <= families.makespan
     assert searched.bound <= searched.makespan * (1 + 1e-9)
+
+
+def test_a_given_timetable_in_slices_is_judged_as_it_is_simulated():
+    layers, speeds = drawn_layers(8, 3), [1, 2]
+    timetables = {"zb_v": plan("zb_v", 2, 4, num_slices=2)}
+    free = choose_cut(layers, speeds, 4, timetables=timetables, time_limit=0)
+    timeline = simulate(free.timetable, free.costs)
+    assert (free.schedule, free.makespan) == ("zb_v", pytest.approx(timeline.makespan))
+    assert free.timetable.num_slices == 2
+    choose_cut(layers, speeds, 4, timeline.peak_memory, timetables=timetables, time_limit=0)
+    with pytest.raises(CutTooLarge) as caught:
+        choose_cut(layers, speeds, 4, [1.0, 1.0], timetables=timetables, time_limit=0)
+    least = caught.value.least
+    assert caught.value.peaks == pytest.approx(simulate(least.timetable, least.costs).peak_memory)
+
+
+def test_the_better_order_of_ranks_is_the_best_of_all_orders():
+    layers, speeds, limits = drawn_layers(9, 5), [1, 1, 3], [60, 60, 90]
+    timetables = {"1f1b": plan("1f1b", 3, 4)}
+    given = choose_cut(layers, speeds, 4, limits, timetables=timetables, time_limit=0)
+    order, found = better_order(given, layers, speeds, limits)
+    every = [
+        choose_cut(
+            layers, [speeds[rank] for rank in each], 4, [limits[rank] for rank in each],
+            timetables=timetables, time_limit=0,
+        ).makespan
+        for each in permutations(range(3))
+    ]  # fmt: skip
+    assert found.makespan == min(every) == every[[*permutations(range(3))].index(order)]
+    assert found.makespan < given.makespan
+    assert better_order(found, layers, [speeds[r] for r in order], [limits[r] for r in order]) is None
+    assert better_order(given, layers, [1, 1, 1]) is None
 
 
 # Llama-3-8B in 4 bits with adapters, 1024 tokens: ms and GB. Embedding, 32 layers, head.

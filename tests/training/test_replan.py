@@ -148,7 +148,7 @@ def refused(rank, corpus):
     def refuse(costs, limits):
         raise PlanError(f"{limits} can't hold one microbatch")
 
-    trainer = trainer_of(rank, corpus, "1f1b", refuse, memory_limit=7.0)
+    trainer = trainer_of(rank, corpus, "1f1b", refuse, memory_limits=[7.0] * P)
     with pytest.raises(PlanError, match=r"\[7.0, 7.0\] can't hold one microbatch"):
         list(trainer.run(STEPS))
     return trainer.pipeline.num_steps

@@ -24,6 +24,7 @@ from zbpp.config.compose import (
     read_run_config,
     register,
     typed,
+    with_values,
 )
 from zbpp.config.folder import config_folder
 from zbpp.config.instantiate import check_node, instantiate_node, naming, partial_of_node
@@ -69,5 +70,6 @@ __all__ = [
     "read_run_config",
     "register",
     "typed",
+    "with_values",
     "without_batching",
 ]

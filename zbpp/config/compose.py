@@ -10,12 +10,12 @@ import importlib.util
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Self, get_type_hints
+from typing import Any, Self, cast, get_type_hints
 
 import hydra
 from hydra.core.config_store import ConfigStore
@@ -68,6 +68,33 @@ class Composed:
         given = [*HydraConfig.get().overrides.task] if HydraConfig.initialized() else []
         return cls(tree, flat(config), header + OmegaConf.to_yaml(config, resolve=True), given)
 
+    def changed(self, changes: Mapping[str, Any]) -> Self:
+        """The config with other values, by dotted key. Raises ConfigError for values out of range."""
+        if not changes:
+            return self
+        header, body = self.yaml[: self.yaml.index(_END)] + _END, self.yaml.partition(_END)[2]
+        values = cast(DictConfig, OmegaConf.create(body))
+        for key, value in changes.items():
+            OmegaConf.update(values, key, value)
+        tree = with_values(self.tree, changes)
+        return replace(self, tree=tree, settings=flat(values), yaml=header + OmegaConf.to_yaml(values))
+
+
+def with_values(tree: Any, changes: Mapping[str, Any]) -> Any:
+    """A config's tree with other values, by dotted key. Raises ConfigError for values out of range."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in changes.items():
+        group, _, name = key.rpartition(".")
+        groups.setdefault(group, {})[name] = value
+    plain = groups.pop("", {})
+    made = {group: _replaced(getattr(tree, group), values) for group, values in groups.items()}
+    return replace(tree, **made, **plain)
+
+
+def _replaced(group: Any, values: dict[str, Any]) -> Any:
+    # The model's node is a dict, since its keys are those of the user's class.
+    return {**group, **values} if isinstance(group, dict) else replace(group, **values)
+
 
 _HEADER = """\
 # `zbpp {kind}` with the folder of this file in place of all keys composes this config again.
@@ -80,6 +107,7 @@ hydra:
     dir: .
   output_subdir: null
 """
+_END = "  output_subdir: null\n"  # of the header
 _OF_HYDRA = ("defaults", "hydra")
 
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
@@ -95,6 +96,12 @@ class ParallelConfig(Checked):
     num_processes: int | None = ranged(
         None, least=1, help="-n 4 sets it; null: one, or as many as torchrun starts"
     )
+    speeds: Any = field(
+        default=None,
+        metadata={
+            "help": "of a pipeline's ranks, as [1,1,2,2], for model.layers_per_stage=auto; null: all alike"
+        },
+    )
     replicate: int = ranged(1, least=1, help="copies of each stage, which see different data")
     shard: int = ranged(1, least=1, help="copies with other data and a part of the weights each (FSDP2)")
     context: int = ranged(1, least=1, help="parts of each sequence; attention exchanges heads for tokens")
@@ -105,6 +112,15 @@ class ParallelConfig(Checked):
     device: str = one_of(*DEVICES, help="auto: the accelerator if there is one, else cpu")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.speeds is not None and (numbers := _positive_numbers(self.speeds)) is None:
+            raise ConfigError(
+                f"parallel.speeds={self.speeds}: write a number above 0 for each rank of a pipeline, such as "
+                "[1,1,2,2], or null"
+            )
+        self.speeds = None if self.speeds is None else numbers
 
     @property
     def num_shards(self) -> int:
@@ -125,8 +141,9 @@ class MemoryConfig(Checked):
         help="what B runs forward again; auto: as memory.limit asks",
     )
     budget: float = ranged(1.0, most=1, help="with compile: the share of its activations that F keeps for B")
-    limit: float | None = ranged(
-        None, above=0, unit="GiB", help="of each rank's device: for recompute=auto and `zbpp memory`"
+    limit: Any = field(
+        default=None,
+        metadata={"help": "GiB of each rank's device, or [12,24]: for what is auto, and `zbpp memory`"},
     )
     offload: int | float | str = described(
         "none",
@@ -145,6 +162,12 @@ class MemoryConfig(Checked):
         if self.gradient_release == "False":  # YAML reads an off without quotes as false
             self.gradient_release = "off"
         super().__post_init__()
+        numbers = None if self.limit is None else _positive_numbers(self.limit, may_be_one=True)
+        if self.limit is not None and numbers is None:
+            raise ConfigError(
+                f"memory.limit={self.limit}: write the GiB of each rank's device, above 0, such as 24; or a "
+                "number for each rank of a pipeline, such as [12,24]; or null"
+            )
         if self.recompute == "auto" and self.limit is None:
             raise ConfigError(
                 "memory.recompute=auto stays within memory.limit, and there is none: write memory.limit=16 "
@@ -156,6 +179,27 @@ class MemoryConfig(Checked):
                 f"memory.offload={self.offload}: write none, auto, or how many GiB of each rank may be away, "
                 "above 0"
             )
+
+    def limits(self, num_ranks: int) -> list[float] | None:
+        """The bytes of each rank of a pipeline; None: no limit. Raises ConfigError for a wrong length."""
+        if self.limit is None:
+            return None
+        given = list(self.limit) if isinstance(self.limit, Sequence) else [self.limit] * num_ranks
+        if len(given) != num_ranks:
+            raise ConfigError(
+                f"memory.limit={self.limit} has {len(given)} numbers for {num_ranks} ranks of a pipeline: "
+                "write one for each, or one number for all"
+            )
+        return [each * 2.0**30 for each in given]
+
+
+def _positive_numbers(given: Any, *, may_be_one: bool = False) -> list[float] | None:
+    """A list of numbers above 0, as a list; None for anything else. may_be_one: a number will do, too."""
+    is_list = isinstance(given, Sequence) and not isinstance(given, str)
+    numbers = [*given] if is_list else [given] * may_be_one
+    are_numbers = all(isinstance(each, int | float) and type(each) is not bool for each in numbers)
+    are_positive = are_numbers and all(0 < each < math.inf for each in numbers)
+    return numbers if numbers and are_positive else None
 
 
 @dataclass(kw_only=True)
@@ -269,6 +313,11 @@ class TrainConfig(RunConfig):
         self.batching  # noqa: B018  # refuses values out of range
         if self.profile is not None:
             self.profiled_steps  # noqa: B018  # refuses what is no START:STOP
+
+    @property
+    def asks_for_cut(self) -> bool:
+        """Whether the cut is still to be chosen."""
+        return bool(self.model.get("layers_per_stage") == "auto")
 
     @property
     def batching(self) -> BatchingConfig:

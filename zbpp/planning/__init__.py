@@ -19,7 +19,7 @@ options          the objectives, the tolerances, and the check of a count
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, PlanningRequest, choose
-from zbpp.planning.cut import ChosenCut, choose_cut
+from zbpp.planning.cut import ChosenCut, CutTooLarge, better_order, choose_cut
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
@@ -33,12 +33,14 @@ __all__ = [
     "Bound",
     "Certificate",
     "ChosenCut",
+    "CutTooLarge",
     "MemoryLimit",
     "PlanningRequest",
     "RankCosts",
     "about_in_words",
     "balanced_bounds",
     "balanced_shares",
+    "better_order",
     "certificate",
     "check_name",
     "choose",

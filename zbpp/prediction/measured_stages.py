@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.config import TrainConfig
 from zbpp.runtime.measure.products import Products
-from zbpp.schedule import Costs, Program
+from zbpp.schedule import Costs, Op, Program
 from zbpp.schedule.interpret.memory import RankMemory, program_memory
 from zbpp.schedule.interpret.stage_bytes import StageBytes, released, validated_later, weights_on_host
 from zbpp.training.optim.precision import PRECISIONS
@@ -39,13 +40,19 @@ class MeasuredStages(NamedTuple):
     batch: tuple[int, int]
     how: str
 
-    @property
-    def costs(self) -> Costs:
-        """Times in proportion to the stages' products; equal ones for stages without products."""
-        whole = sum(each.f for each in self.products)
-        if not whole:
-            return Costs()
-        f, b, w = ([getattr(each, op) / whole for each in self.products] for op in ("f", "b", "w"))
+    def costs_at(self, speeds: Sequence[float] | None = None) -> Costs:
+        """Times in proportion to the stages' products, or equal ones for stages without products.
+
+        speeds: of each stage's rank; a rank of speed 2 takes half the time. None: all alike.
+        """
+        whole, speeds = sum(each.f for each in self.products), speeds or [1.0] * len(self.products)
+        f, b, w = (
+            [
+                (getattr(each, op) / whole if whole else 1.0) / speed
+                for each, speed in zip(self.products, speeds, strict=True)
+            ]
+            for op in ("f", "b", "w")
+        )
         return Costs(f=f, b=b, w=w)
 
     def mixed(self, other: MeasuredStages, chosen: Collection[int]) -> MeasuredStages:
@@ -61,6 +68,14 @@ class MeasuredStages(NamedTuple):
     def predicted(self, programs: Iterable[Program]) -> list[RankMemory]:
         """What each of these ranks holds over a step of its program."""
         return [program_memory(program, self.stages, *self.batch) for program in programs]
+
+
+def with_recompute(costs: Costs, stages: Collection[int], num_stages: int) -> Costs:
+    """The costs when these stages recompute: the time of F is added to their B and BW."""
+    times = costs.per_stage(num_stages).duration
+    f = [time if stage in stages else 0.0 for stage, time in enumerate(times[Op.F])]
+    b, bw = ([time + more for time, more in zip(times[op], f, strict=True)] for op in (Op.B, Op.BW))
+    return replace(costs, b=b, bw=bw)
 
 
 def _switched(stage: StageBytes, weights: WeightBytes, config: TrainConfig) -> StageBytes:

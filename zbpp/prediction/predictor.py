@@ -16,6 +16,7 @@ from zbpp.config import ConfigError, TrainConfig
 from zbpp.prediction.measured_stages import MeasuredStages
 from zbpp.prediction.programs import step_programs
 from zbpp.prediction.stage_memory import FAKE, LONGEST_OF, REAL, Known, measure_stages
+from zbpp.run.cut import speeds_of
 from zbpp.run.plan import build_offload, costs_of, planned, slice_bounds_of
 from zbpp.run.stages import pipeline_ranks
 from zbpp.schedule import Costs, Op, Program, Timetable
@@ -66,12 +67,15 @@ class Predictor:
         """The predicted memory of a run. Raises ConfigError or PlanError."""
         if timetable is None:
             timetable = planned(config, pipeline_ranks(config.parallel, config.parallel.num_processes or 1))
+        speeds = speeds_of(config, timetable.num_ranks)
         measured, recomputed = self.measure(config, timetable)
         asked = build_offload(config, costs_of(config.schedule, timetable))
         offload = () if asked is None else asked.plan(timetable)
         programs = step_programs(config, timetable, offload)
         ranks = measured.predicted(programs)
-        costs = measured.costs if config.schedule.costs is None else costs_of(config.schedule, timetable)
+        costs = costs_of(config.schedule, timetable)
+        if config.schedule.costs is None:
+            costs = measured.costs_at([speeds[rank] for rank in timetable.rank_of])
         return Prediction(timetable, measured, ranks, _how(config, measured), programs, recomputed, costs)
 
     def measure(self, config: TrainConfig, timetable: Timetable) -> tuple[MeasuredStages, Stages]:
@@ -113,6 +117,7 @@ class Predictor:
             config.precision,
             optimizer,
             str(config.model),
+            str(config.finetune),
             str(config.data),
         )
         if key not in self._known:
@@ -134,25 +139,36 @@ def choose_recompute(
     with which it fits, the one whose F's take the least time. The choice ignores memory.offload, which would
     save more. Raises ConfigError, with the least limit that works, if no choice fits.
     """
-    limit = (config.memory.limit or math.inf) * _GIB
+    limits = config.memory.limits(timetable.num_ranks) or [math.inf] * timetable.num_ranks
     f = costs_of(config.schedule, timetable).per_stage(timetable.num_stages).duration[Op.F]
     chosen: set[int] = set()
-    least = 0.0  # memory that the rank needs which needs the most
+    least = []  # memory that each rank needs
     for rank, program in enumerate(step_programs(config, timetable)):
         peaks: dict[Stages, float] = {}
         for stages in _subsets(timetable.stages_of(rank)):
             (found,) = plain.mixed(recomputed, stages).predicted([program])
             peaks[stages] = found.peak
-        least = max(least, min(peaks.values()))
-        fitting = [stages for stages, peak in peaks.items() if peak <= limit]
+        least.append(min(peaks.values()))
+        fitting = [stages for stages, peak in peaks.items() if peak <= limits[rank]]
         chosen |= min(fitting, key=lambda stages: sum(f[each] for each in stages), default=set())
-    if least > limit:
-        needed = math.ceil(least / _GIB * 1000) / 1000
+    if any(need > limit for need, limit in zip(least, limits, strict=True)):
         raise ConfigError(
-            f"memory.recompute=auto, memory.limit={config.memory.limit:g}: no choice of stages to recompute "
-            f"fits; write memory.limit={needed:g} or more (zbpp memory says which other switches make it fit)"
+            f"memory.recompute=auto, memory.limit={as_typed(config.memory.limit)}: no choice of stages to "
+            f"recompute fits; write memory.limit={limit_that_holds(least, config.memory.limit)} or more "
+            "(zbpp memory says which other switches make it fit)"
         )
     return frozenset(chosen)
+
+
+def as_typed(given: float | Sequence[float]) -> str:
+    """A number, or a list of numbers, as one types it."""
+    return f"[{','.join(f'{each:g}' for each in given)}]" if isinstance(given, Sequence) else f"{given:g}"
+
+
+def limit_that_holds(peaks: Sequence[float], given: float | Sequence[float]) -> str:
+    """The least memory.limit that holds these bytes of each rank: a list if the one given is a list."""
+    gib = [math.ceil(each / _GIB * 1000) / 1000 for each in peaks]
+    return as_typed(gib if isinstance(given, Sequence) else max(gib))
 
 
 def _subsets(stages: Sequence[int]) -> Iterator[Stages]:

@@ -10,21 +10,25 @@ are not counted.
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
 from rich.progress import Progress
 
-from zbpp.config import ConfigError, TrainConfig
+from zbpp.config import ConfigError, TrainConfig, with_values
+from zbpp.prediction.chosen_cut import chosen_cut
 from zbpp.prediction.cut import lightest_cut
-from zbpp.prediction.predictor import Prediction, Predictor
+from zbpp.prediction.measured_stages import with_recompute
+from zbpp.prediction.predictor import Prediction, Predictor, as_typed
 from zbpp.prediction.programs import step_programs
 from zbpp.render import in_bytes, render_limit, render_memory, render_switches
-from zbpp.run.model import build_model, layers_per_stage
-from zbpp.schedule import Costs, Op, PlanError
+from zbpp.run.checks import check_together
+from zbpp.run.cut import check_cut
+from zbpp.run.model import cut_that_may_change
+from zbpp.run.stages import pipeline_ranks
+from zbpp.schedule import PlanError
 from zbpp.schedule.interpret.memory import excess
 from zbpp.schedule.interpret.timing import program_timeline
 
@@ -58,10 +62,14 @@ class SwitchedRun:
         ranks = self.prediction.ranks if self.prediction else []
         return max((each.peak for each in ranks), default=float("inf"))
 
-    def fits(self, limit: float) -> bool:
-        """Whether every rank stays within the limit."""
+    def fits(self, limits: Sequence[float]) -> bool:
+        """Whether every rank stays within its limit."""
         ranks = self.prediction.ranks if self.prediction else []
-        return bool(ranks) and not excess(ranks, [limit] * len(ranks))
+        return bool(ranks) and not excess(ranks, limits)
+
+
+def _num_ranks(config: TrainConfig) -> int:
+    return pipeline_ranks(config.parallel, config.parallel.num_processes or 1)
 
 
 def title_of(changes: Changes) -> str:
@@ -78,16 +86,24 @@ def _typed(value: Any) -> str:
 
 
 class Switches:
-    """The runs that differ from `config` in one switch or in several."""
+    """The runs that differ from `config` in one switch or in several.
 
-    def __init__(self, config: TrainConfig, predictor: Predictor | None = None) -> None:
-        self._config, self._predictor = config, predictor or Predictor()
+    chosen: the cut of a config with model.layers_per_stage=auto. Runs with another schedule have a cut of
+    their own, and all others have this one.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._predictor = Predictor()
+        self.chosen = chosen_cut(config, _num_ranks(config), self._predictor) if config.asks_for_cut else None
+        self._config = config if self.chosen is None else with_values(config, self.chosen.changes)
 
     def row(self, changes: Changes | None = None) -> SwitchedRun:
         """The run with these changes."""
         changes = changes or {}
         try:
             config = changed(self._config, changes)
+            if config.asks_for_cut:
+                config = with_values(config, chosen_cut(config, _num_ranks(config), self._predictor).changes)
             prediction = self._predictor.predict(config)
             return SwitchedRun(changes, prediction, *_step_ms(config, prediction))
         except (ConfigError, PlanError) as error:
@@ -99,25 +115,25 @@ class Switches:
         with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
             own = self.row()
             cut = [] if own.prediction is None else self._cut(own.prediction)
-            choices = [*cut, *self._choices()]
+            choices = [*cut, *self.choices()]
             return [own, *map(self.row, progress.track(choices, description="switches"))]
 
     def _cut(self, own: Prediction) -> list[Changes]:
         """The change to the cut with the lowest peak; [] if the run has it, or the model can't take it."""
         config = self._config
-        model = build_model(config.model, config.seed, config.finetune)
-        counts = layers_per_stage(model, own.timetable.num_stages)
-        if counts is None or "layers_per_stage" not in inspect.signature(type(model)).parameters:
+        counts = cut_that_may_change(config, own.timetable.num_stages)
+        if counts is None:
             return []
         lightest = lightest_cut(own.measured, step_programs(config, own.timetable), counts)
         return [] if lightest == counts else [{"model.layers_per_stage": lightest}]
 
-    def _choices(self) -> Iterator[Changes]:
+    def choices(self) -> Iterator[Changes]:
         """The changes that turn on a switch that is off: those that save memory; last, post-validation."""
         config, memory = self._config, self._config.memory
         if config.schedule.timetable is None:
             own = config.schedule.name
-            yield from ({"schedule.name": name} for name in SCHEDULES if name != own)
+            cut = {} if self.chosen is None else {"schedule.replan": None, "model.layers_per_stage": "auto"}
+            yield from ({"schedule.name": name, **cut} for name in SCHEDULES if name != own)
         if memory.recompute == "none" and config.compile == "none":
             names = ["block"] if memory.limit is None else ["block", "auto"]
             yield from ({"memory.recompute": name} for name in names)
@@ -140,7 +156,7 @@ def _step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
     """(the time of a step in ms, a note on what the time leaves out)."""
     programs, costs = prediction.programs, prediction.costs
     if prediction.recomputed:
-        costs = _with_recompute(costs, prediction.recomputed, prediction.timetable.num_stages)
+        costs = with_recompute(costs, prediction.recomputed, prediction.timetable.num_stages)
     note = "copies of weights are not counted" if config.memory.offload_weights else ""
     if config.optimizer.validation == "after":
         many = (program_timeline(programs, costs, num_steps=num).makespan for num in (_MANY, _MANY // 2))
@@ -149,35 +165,15 @@ def _step_ms(config: TrainConfig, prediction: Prediction) -> tuple[float, str]:
     return program_timeline(programs, costs).makespan, note
 
 
-def _with_recompute(costs: Costs, stages: Collection[int], num_stages: int) -> Costs:
-    """The costs when these stages recompute: the time of F is added to their B and BW."""
-    times = costs.per_stage(num_stages).duration
-    f = [time if stage in stages else 0.0 for stage, time in enumerate(times[Op.F])]
-    b, bw = ([time + more for time, more in zip(times[op], f, strict=True)] for op in (Op.B, Op.BW))
-    return replace(costs, b=b, bw=bw)
-
-
 def changed(config: TrainConfig, changes: Changes) -> TrainConfig:
-    """The config with other values. Raises ConfigError for values that don't go together."""
-    groups: dict[str, dict[str, Any]] = {}
-    plain: dict[str, Any] = {}
-    for key, value in changes.items():
-        group, _, name = key.partition(".")
-        if name:
-            groups.setdefault(group, {})[name] = value
-        else:
-            plain[key] = value
-    made: dict[str, Any] = {
-        group: _replaced(getattr(config, group), values) for group, values in groups.items()
-    }
-    if "schedule" in made:
-        made["schedule"] = replace(made["schedule"], placement=None, stages_per_rank=None)
-    return replace(config, **made, **plain)
+    """The config with other values. Raises ConfigError for values that don't go together.
 
-
-def _replaced(group: Any, values: dict[str, Any]) -> Any:
-    # The model's node is a dict, since its keys are those of the user's class.
-    return {**group, **values} if isinstance(group, dict) else replace(group, **values)
+    Another schedule has the placement and the stages per rank that are its own.
+    """
+    own_shape = {"schedule.placement": None, "schedule.stages_per_rank": None}
+    is_other = any(key.startswith("schedule.") for key in changes)
+    made: TrainConfig = with_values(config, {**(own_shape if is_other else {}), **changes})
+    return made
 
 
 # ---------------------------------------------------------------- as text
@@ -185,28 +181,32 @@ def _replaced(group: Any, values: dict[str, Any]) -> Any:
 
 def memory_text(config: TrainConfig) -> Iterator[str]:
     """The output of `zbpp memory`, part by part. Raises ConfigError at the end if nothing fits the limit."""
+    check_together(config)
+    check_cut(config, _num_ranks(config))
     switches = Switches(config)
+    if switches.chosen is not None:
+        yield switches.chosen.text()
     own, *others = switches.single()
     if own.prediction is None:
         raise ConfigError(own.why)
+    limits = config.memory.limits(len(own.prediction.ranks))
     yield render_memory(own.prediction.ranks, own.prediction.how)
     yield render_switches([_cells(each, own) for each in (own, *others)])
-    limit = None if config.memory.limit is None else config.memory.limit * 2**30
-    if limit is not None:
-        yield render_limit(own.prediction.ranks, [limit] * len(own.prediction.ranks))
-        if not own.fits(limit):
-            yield _what_fits(others, limit)
+    if limits is not None:
+        yield render_limit(own.prediction.ranks, limits)
+        if not own.fits(limits):
+            yield _what_fits(others, config.memory.limit, limits)
 
 
-def _what_fits(rows: Sequence[SwitchedRun], limit: float) -> str:
-    """Which switches make it fit. Raises ConfigError if none does by itself."""
+def _what_fits(rows: Sequence[SwitchedRun], given: Any, limits: Sequence[float]) -> str:
+    """Which switches make it fit. given: memory.limit. Raises ConfigError if none does by itself."""
     fitting = sorted(
-        (each for each in rows if each.fits(limit)), key=lambda each: (each.step or 0.0, each.peak)
+        (each for each in rows if each.fits(limits)), key=lambda each: (each.step or 0.0, each.peak)
     )
     if not fitting:
         least = min(rows, key=lambda each: each.peak)
         raise ConfigError(
-            f"memory.limit={limit / 2**30:g}: no switch makes it fit by itself; the lowest peak is that of "
+            f"memory.limit={as_typed(given)}: no switch makes it fit by itself; the lowest peak is that of "
             f"{least.title}: write this, and call zbpp memory again"
         )
     first = ["one of these switches makes it fit, the shortest step first:"]

@@ -10,10 +10,12 @@ page.py, web/  an HTML page to zoom into, with memory curves
 trace.py       Chrome's trace format, for Perfetto
 style.py       what the drawings share: colours, the words for ops and figures
 choice.py      which schedule to use: an answer of `choose`
+cut.py         which layers go to which stage: an answer of `choose_cut`
 """
 
 from zbpp.render.choice import render_choice
 from zbpp.render.curves import render_curves
+from zbpp.render.cut import render_cut
 from zbpp.render.hang import render_hang
 from zbpp.render.memory import (
     in_bytes,
@@ -34,6 +36,7 @@ __all__ = [
     "in_bytes",
     "render_choice",
     "render_curves",
+    "render_cut",
     "render_figures",
     "render_hang",
     "render_limit",

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from zbpp.config import Composed, ConfigError, TrainConfig
+from zbpp.config import Composed, ConfigError, TrainConfig, with_values
 from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
@@ -25,6 +24,7 @@ from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, check_device, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
+from zbpp.run.cut import Changes, check_cut, kept_cut, uncut
 from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import (
     build_model,
@@ -73,10 +73,14 @@ def train(composed: Composed) -> dict[str, Any]:
     config: TrainConfig = composed.tree
     rank, num_processes = _place_in_job(config.parallel.num_processes)
     check_device(config.parallel.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-    plan, parts = None, None
+    plan, parts, note = None, None, ""
+    cut: Changes = {}
     with out_of_memory_explained(rank):
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
-            plan = _make_plan(config, pipeline_ranks(config.parallel, num_processes))
+            num_ranks = pipeline_ranks(config.parallel, num_processes)
+            cut, note = _chosen_cut(config, num_ranks)
+            config = with_values(config, cut)
+            plan = _make_plan(config, num_ranks)
             parts = build_parts(config, plan.timetable, rank)
     options: Any = {"overwrite": config.overwrite, "resume": config.resume}
     with (
@@ -86,8 +90,9 @@ def train(composed: Composed) -> dict[str, Any]:
         out_of_memory_explained(rank, here.device),
         _heard_of_last(signals),
     ):
-        settings = {key: value for key, value in composed.settings.items() if key != "run_dir"}
-        check_agreement("configs", settings)
+        check_agreement("configs", _without_run_dir(composed.settings))
+        composed = composed.changed(broadcast(cut))
+        config, settings = composed.tree, _without_run_dir(composed.settings)
         mesh = build_mesh(config.parallel, here.device.type)
         plan = _shared_plan(plan)
         parts = parts or build_parts(config, plan.timetable, MeshPosition(mesh).rank)
@@ -105,7 +110,7 @@ def train(composed: Composed) -> dict[str, Any]:
         if folder is not None:
             folder.begin(trainer.next_step)
             folder.write("config.yaml", composed.yaml)
-            _print_facts(composed, parts, plan, trained)
+            _print_facts(composed, parts, plan, [*filter(None, [note]), trained])
         shown = composed.settings, trainer.next_step
         loggers = Loggers(build_loggers(config.logger, path, *shown) if here.rank == 0 else [])
         with loggers, _recorded(recorder):
@@ -125,7 +130,9 @@ def check_before_start(config: TrainConfig, num_processes: int) -> None:
     check_config(config)
     check_device(config.parallel.device, num_processes)
     check_free(config.run_dir, overwrite=config.overwrite, resume=config.resume)
-    check_plan(config, pipeline_ranks(config.parallel, num_processes))
+    num_ranks = pipeline_ranks(config.parallel, num_processes)
+    check_cut(config, num_ranks)
+    check_plan(uncut(config), num_ranks)
 
 
 # ---------------------------------------------------------------- before the ranks join
@@ -137,9 +144,7 @@ def _in_first_folder(composed: Composed) -> Composed:
     if rank_and_size()[0] != 0:
         return composed
     first = of_first_start("run_dir", config.run_dir, config.parallel.timeout)
-    return replace(
-        composed, tree=replace(config, run_dir=first), yaml=composed.yaml.replace(config.run_dir, first)
-    )
+    return composed.changed({"run_dir": first})
 
 
 def _place_in_job(wanted: int | None) -> tuple[int, int]:
@@ -156,12 +161,33 @@ def _place_in_job(wanted: int | None) -> tuple[int, int]:
     return number, started
 
 
+def _without_run_dir(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key != "run_dir"}
+
+
+def _chosen_cut(config: TrainConfig, num_ranks: int) -> tuple[Changes, str]:
+    """The cut of model.layers_per_stage=auto: the one that the run has had so far, or the best one.
+
+    As changes to the config, and in words.
+    """
+    check_config(config)
+    check_cut(config, num_ranks)
+    if not config.asks_for_cut:
+        return {}, ""
+    kept = kept_cut(config, num_ranks)
+    if kept:
+        return kept, "the cut is that of the run's earlier start"
+    from zbpp.prediction.chosen_cut import chosen_cut  # imports torch's fake tensors: seconds
+
+    chosen = chosen_cut(config, num_ranks)
+    return chosen.changes, chosen.text()
+
+
 def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:
     """The plan of the run, with the stages that recompute.
 
     Measuring parts of layers needs a fake process group, which has to be gone before the real one is made.
     """
-    check_config(config)
     timetable = planned(config, num_ranks)
     bounds, shape = slice_bounds_of(config, timetable), shape_of(config.schedule)
     limit = memory_limit_of(config.schedule)
@@ -220,8 +246,8 @@ def _agreed_data(data: Data) -> Data:
 # ---------------------------------------------------------------- the run
 
 
-def _print_facts(composed: Composed, parts: Parts, plan: Plan, trained: str) -> None:
-    """Print what was chosen for this run. trained: how many of the parameters are."""
+def _print_facts(composed: Composed, parts: Parts, plan: Plan, notes: Sequence[str]) -> None:
+    """Print what was chosen for this run. notes: further lines."""
     config: TrainConfig = composed.tree
     for note in parts.data.notes:
         print(note, flush=True)
@@ -234,7 +260,7 @@ def _print_facts(composed: Composed, parts: Parts, plan: Plan, trained: str) -> 
     cut = layers_per_stage(parts.model, plan.timetable.num_stages)
     if cut is not None:
         print("layers per stage:", *cut, flush=True)
-    print(trained, flush=True)
+    print(*notes, sep="\n", flush=True)
     note = note_on_microbatches(plan.timetable, plan.costs)
     if note:
         print(note, flush=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
+from zbpp.planning import takes_costs
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
 from zbpp.runtime.memory.sequence_slices import SequenceSlices
@@ -57,6 +58,14 @@ _OF_SWITCHES = (
     ("cuda_graphs", "tokens", "graphs have fixed shapes; leave one of them out"),
     ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
     ("slices", "replan", "its steps would be measured by the microbatch; write schedule.costs=costs.json"),
+    ("speeds", "even cut", "write model.layers_per_stage=auto, which chooses a cut for them"),
+    ("chosen cut", "costs", "the file's times are of another cut; leave it out"),
+    ("chosen cut", "recompute=auto", "write memory.recompute=none or block"),
+    (
+        "chosen cut",
+        "searched plan",
+        "write schedule=auto, which also chooses a schedule, or name a fixed one",
+    ),
     ("slices", "tokens", "leave schedule.slices out; in a loop of your own slices cut zbpp.per_microbatch"),
 )
 
@@ -67,9 +76,14 @@ def _of_extras() -> Iterator[tuple[str, str, str]]:
     yield from (("accumulate", other, instead) for other, instead in NOT_WITH_ACCUMULATION.items())
 
 
+def _null(value: object) -> object:
+    return "null" if value is None else value
+
+
 def _switches(config: TrainConfig) -> dict[str, str]:
     """The switches that are on, as one types them, by the names of extras and dimensions, or others."""
     memory, parallel, precision = config.memory, config.parallel, config.precision
+    schedule, cut = config.schedule, _null(config.model.get("layers_per_stage"))
     release, validation, clip = (
         memory.gradient_release,
         config.optimizer.validation,
@@ -109,5 +123,14 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "no costs": ("schedule.costs=null", config.schedule.costs is None),
         "slices": (f"schedule.slices={config.schedule.slices}", config.schedule.num_slices > 1),
         "lora": ("finetune.lora", config.finetune.adapters is not None),
+        "speeds": (f"parallel.speeds={parallel.speeds}", parallel.speeds is not None),
+        "even cut": (f"model.layers_per_stage={cut}", cut == "null"),
+        "chosen cut": (f"model.layers_per_stage={cut}", config.asks_for_cut),
+        "costs": (f"schedule.costs={schedule.costs}", schedule.costs is not None),
+        "recompute=auto": (recompute, memory.recompute == "auto"),
+        "searched plan": (
+            f"schedule={schedule.name}",
+            schedule.timetable is None and takes_costs(schedule.name),
+        ),
     }
     return {name: text for name, (text, is_on) in typed.items() if is_on}

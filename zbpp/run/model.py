@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.config import ConfigError, FinetuneConfig, instantiate_node, naming
+from zbpp.config import ConfigError, FinetuneConfig, TrainConfig, instantiate_node, naming
 from zbpp.error_text import kind_of
 from zbpp.job.errors import is_out_of_memory
 from zbpp.runtime.restored import Buffers, eval_mode
@@ -76,6 +77,13 @@ def layers_per_stage(model: Any, num_stages: int) -> list[int] | None:
     with naming("model"):
         counts: list[int] = model.layer_counts(num_stages)
     return counts
+
+
+def cut_that_may_change(config: TrainConfig, num_stages: int) -> list[int] | None:
+    """How many layers each stage gets; None if model.layers_per_stage can't change that."""
+    model = build_model(config.model, config.seed)
+    takes_it = "layers_per_stage" in inspect.signature(type(model)).parameters
+    return layers_per_stage(model, num_stages) if takes_it else None
 
 
 def keeps_documents_apart(model: Any, num_stages: int) -> bool:

@@ -149,7 +149,7 @@ def build_replan(
     config: TrainConfig, timetable: Timetable, loss_fn: Callable[..., Any], stages: Mapping[int, nn.Module]
 ) -> Replan | None:
     """The Replan that plans schedule.replan for the same cut after the first steps; None if it names none."""
-    name, limit = config.schedule.replan, config.memory.limit
+    name, limits = config.schedule.replan, config.memory.limits(timetable.num_ranks)
     if name is None:
         return None
 
@@ -164,8 +164,7 @@ def build_replan(
             stages_per_rank=timetable.num_stages // timetable.num_ranks,
         )
 
-    memory_limit = None if limit is None else limit * 2**30
-    return Replan(plan=plan_again, loss_fn=loss_fn, stages=stages, memory_limit=memory_limit)
+    return Replan(plan=plan_again, loss_fn=loss_fn, stages=stages, memory_limits=limits)
 
 
 def _check_replan(name: str | None) -> None:

@@ -36,7 +36,7 @@ class Replan:
     Make this object before the first step: it records the inputs of each stage.
 
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
-    stages: this rank's. memory_limit: bytes that each rank may hold, with weights, gradients and optimizer
+    stages: this rank's. memory_limits: bytes that each rank may hold, with weights, gradients and optimizer
     states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made;
     is_over: whether it was measured, too, so that nothing is left to do.
     """
@@ -44,7 +44,7 @@ class Replan:
     plan: Callable[[Costs, Sequence[float]], Timetable]
     loss_fn: Callable[..., Any]
     stages: Mapping[int, nn.Module]
-    memory_limit: float | None = None
+    memory_limits: Sequence[float] | None = None
     num_measured: int = 3
 
     def __post_init__(self) -> None:
@@ -94,7 +94,7 @@ class Replan:
         old = pipeline.timetable
         costs = self._costs(pipeline, timelines, target)
         held = simulate(old, costs).peak_memory
-        limits = held if self.memory_limit is None else [self.memory_limit] * old.num_ranks
+        limits = held if self.memory_limits is None else self.memory_limits
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.place)
         self._expected, self.is_done = simulate(new, costs).makespan, True
         if new == old:

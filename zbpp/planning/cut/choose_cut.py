@@ -8,7 +8,7 @@ enough: the time of the whole timetable is the judge.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NamedTuple, NoReturn
@@ -35,6 +35,18 @@ from zbpp.schedule.timetable import PlanError, Timetable
 Progress = Callable[[float, str], None]
 
 _NUMBERS = 4_000_000  # ends of actions that are computed at once
+_MOST_ORDERS = 100  # of ranks that are compared
+
+
+class CutTooLarge(PlanError):
+    """No cut is within the memory limits.
+
+    least: the cut that exceeds them least, and its makespan (ms). peaks: what it needs on each rank.
+    """
+
+    def __init__(self, text: str, least: ChosenCut, peaks: Sequence[float]) -> None:
+        super().__init__(text)
+        self.least, self.peaks = least, list(peaks)
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,8 @@ class ChosenCut:
     layers_per_stage: how many layers each stage has. schedule: a name that `plan` knows; zb_auto: the search
     has found the timetable. costs: of the stages, at their ranks' speeds. makespan, bound: ms; no timetable
     with this cut and placement takes less than the bound. even: the makespan (ms) of the best timetable for
-    a cut into stages of equal work, infinity if none fits. is_exact: whether every cut was compared under
+    a cut into stages of equal work, infinity if none fits. ideal: how long the work would take (ms) if no
+    rank were ever idle. is_exact: whether every cut was compared under
     every family; else a local search has compared some of them.
     """
 
@@ -56,6 +69,7 @@ class ChosenCut:
     makespan: float
     bound: float
     even: float
+    ideal: float
     is_exact: bool
 
 
@@ -133,6 +147,7 @@ def choose_cut(
     memory_limits: MemoryLimit = None,
     placements: Sequence[str] = PLACEMENTS,
     *,
+    timetables: Mapping[str, Timetable] | None = None,
     time_limit: float = 2.0,
     seed: int = 0,
     progress: Progress | None = None,
@@ -143,11 +158,13 @@ def choose_cut(
     too. A stage's costs are the sums over its layers; its messages take the comm of its last layer.
     speeds: of each rank of the pipeline, in order. memory_limits: of each rank, in the unit of the layers'
     saved, deferred and static; None: no limit.
+    timetables: those to choose from, by the name of their schedule, in place of the families with these
+    placements; slices of a sequence count as equally long.
     time_limit: seconds for `zb_auto`'s search of better timetables for the best cuts; 0: families alone.
     progress(share of the work that is done, what is being compared) is called now and then.
 
     Raises PlanError for what is out of range, for fewer layers than stages, and if no cut is within the
-    limits (the message says what the cut needs that exceeds them least).
+    limits (CutTooLarge: its message says what the cut needs that exceeds them least).
     """
     check_count("num_microbatches", num_microbatches)
     _check_speeds(speeds)
@@ -156,9 +173,11 @@ def choose_cut(
         raise PlanError(f"placements={placements!r}: write some of {', '.join(PLACEMENTS)}")
     model, limits = Layers(layers, speeds), limits_per_rank(memory_limits, len(speeds))
     deadline = Deadline(time_limit)
+    if timetables is None:
+        timetables = dict(_families(len(speeds), num_microbatches, placements))
     judges = [
         _Judge(name, timetable, model, limits)
-        for name, timetable in _families(len(speeds), num_microbatches, placements)
+        for name, timetable in timetables.items()
         if timetable.num_stages <= len(model)
     ]
     if not judges:
@@ -172,22 +191,77 @@ def choose_cut(
             progress(number / len(judges), judge.schedule)
         compared.append(judge.best_cut())
     best = _searched(compared, model, limits, deadline.part(0.5), seed)
+    is_exact = all(judge.compares_all for judge in judges)
     if best is None:
-        _refuse(min(compared, key=lambda each: each.worth), model, limits)
+        least = min(compared, key=lambda each: each.worth)
+        _refuse(_chosen(least, model, None, math.inf, is_exact), limits)
     even = _searched([judge.even_cut() for judge in judges], model, limits, deadline.part(1.0), seed)
-    costs = model.stage_costs(best.cut, best.timetable.rank_of)
-    problem = Problem(best.timetable.rank_of, num_microbatches, costs, memory_limits)
+    return _chosen(best, model, memory_limits, math.inf if even is None else _makespan(even, model), is_exact)
+
+
+def _chosen(
+    best: _Candidate, model: Layers, memory_limits: MemoryLimit, even: float, is_exact: bool
+) -> ChosenCut:
+    timetable, costs = best.timetable, model.stage_costs(best.cut, best.timetable.rank_of)
+    counts = timetable.num_microbatches, timetable.num_slices
+    problem = Problem(timetable.rank_of, counts[0], costs, memory_limits, num_slices=counts[1])
     return ChosenCut(
         layers_per_stage=best.cut,
-        placement=placement_of(best.timetable),
+        placement=placement_of(timetable),
         schedule=best.schedule,
-        timetable=best.timetable,
+        timetable=timetable,
         costs=costs,
-        makespan=best.worth,
+        makespan=_makespan(best, model),
         bound=bound_of(problem).value,
-        even=math.inf if even is None else even.worth,
-        is_exact=all(judge.compares_all for judge in judges),
+        even=even,
+        ideal=counts[0] * sum(model.work) / float(model.speeds.sum()),
+        is_exact=is_exact,
     )
+
+
+def _makespan(candidate: _Candidate, model: Layers) -> float:
+    costs = model.stage_costs(candidate.cut, candidate.timetable.rank_of)
+    return simulate(candidate.timetable, costs).makespan
+
+
+def better_order(
+    chosen: ChosenCut, layers: Sequence[Costs], speeds: Sequence[float], memory_limits: MemoryLimit = None
+) -> tuple[tuple[int, ...], ChosenCut] | None:
+    """Another order of the ranks, and the cut for it, with the timetable of `chosen` in less time.
+
+    The other arguments are those of which `choose_cut` has made `chosen`. Returns the ranks in the best
+    order, as they are numbered in `speeds`, with the best cut; None if no order is 1 % better. Only
+    ranks of different speed or limit change places. Pipelines with more than 100 such orders are left alone.
+    """
+    pairs = [*zip(speeds, limits_per_rank(memory_limits, len(speeds)), strict=True)]
+    kinds = {pair: sum(each == pair for each in pairs) for pair in pairs}
+    number = math.factorial(len(pairs)) // math.prod(map(math.factorial, kinds.values()))
+    if number == 1 or number > _MOST_ORDERS:
+        return None
+    best: tuple[tuple[int, ...], ChosenCut] | None = None
+    fastest = chosen.makespan * 0.99
+    for order in _orders(range(len(pairs)), pairs):
+        with suppress(PlanError):
+            found = choose_cut(
+                layers,
+                [speeds[rank] for rank in order],
+                chosen.timetable.num_microbatches,
+                None if memory_limits is None else [pairs[rank][1] for rank in order],
+                timetables={chosen.schedule: chosen.timetable},
+                time_limit=0,
+            )
+            if found.makespan < fastest:
+                best, fastest = (order, found), found.makespan
+    return best
+
+
+def _orders(ranks: Sequence[int], kinds: Sequence[object]) -> Iterator[tuple[int, ...]]:
+    """The orders of these ranks; of orders that differ by ranks of one kind, one."""
+    if not ranks:
+        yield ()
+    for first in {kinds[rank]: rank for rank in reversed(ranks)}.values():
+        rest = [rank for rank in ranks if rank != first]
+        yield from ((first, *others) for others in _orders(rest, kinds))
 
 
 def _check_speeds(speeds: Sequence[float]) -> None:
@@ -227,14 +301,12 @@ def _searched(
     return min(found, key=lambda each: each.order, default=None)
 
 
-def _refuse(least: _Candidate, model: Layers, limits: Sequence[float]) -> NoReturn:
-    """Raise the PlanError for limits that no cut is within."""
-    costs = model.stage_costs(least.cut, least.timetable.rank_of)
-    peaks = simulate(least.timetable, costs).peak_memory
-    check_fits(
-        f"{least.schedule} with {list(least.cut)} layers per stage, the least,",
-        peaks,
-        limits,
-        costs.memory_unit,
-    )
+def _refuse(least: ChosenCut, limits: Sequence[float]) -> NoReturn:
+    """Raise the error for limits that no cut is within."""
+    peaks = simulate(least.timetable, least.costs).peak_memory
+    what = f"{least.schedule} with {list(least.layers_per_stage)} layers per stage, the least,"
+    try:
+        check_fits(what, peaks, limits, least.costs.memory_unit)
+    except PlanError as error:
+        raise CutTooLarge(str(error), least, peaks) from None
     raise AssertionError("the judge and the simulator disagree about memory")

@@ -102,11 +102,12 @@ class CutTiming:
         self._levels = [_levels_of(timetable, rank) for rank in range(timetable.num_ranks)]
 
     def makespans(self, cuts: Numbers) -> Floats:
-        """The makespan (ms) of each cut."""
+        """The makespan (ms) of each cut; the slices of a sequence take equally long."""
         rank_of, layers = self.timetable.rank_of, self._layers
-        by_op = [layers.of_stages(name, cuts, rank_of) for name in _BY_OP]
+        share = 1 / self.timetable.num_slices  # of a unit
+        by_op = [share * layers.of_stages(name, cuts, rank_of) for name in _BY_OP]
         durations = np.stack(by_op, axis=1).reshape(-1, len(cuts))  # by kind and cut
-        comm = layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
+        comm = share * layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
         arrivals = np.where(self._has_sender[:, None], comm, 0.0)
         makespans: Floats = self._paths.ends(durations[self._kinds], arrivals).max(axis=0)
         return makespans
@@ -118,7 +119,7 @@ class CutTiming:
             self._layers.of_stages(name, cuts, rank_of) for name in ("saved", "deferred", "static")
         )
         for own, (held, pending) in zip(self._stages_of_ranks(), self._levels, strict=True):
-            levels = held @ saved[own] + pending @ deferred[own]
+            levels = (held @ saved[own] + pending @ deferred[own]) / self.timetable.num_slices
             peaks.append(levels.max(axis=0) + static[own].sum(axis=0))
         return np.array(peaks)
 
@@ -130,7 +131,7 @@ _BY_OP = tuple({Op.F: "f", Op.B: "b", Op.W: "w", Op.BW: "bw"}[op] for op in Op)
 
 
 def _levels_of(timetable: Timetable, rank: int) -> tuple[Floats, Floats]:
-    """How many microbatches a rank's stages hold from F to B, and from B to W, at different times."""
+    """How many units a rank's stages hold from F to B, and from B to W, at different times."""
     row, own = timetable.rows[rank], [*timetable.stages_of(rank)]
     on_stage = row.stages[:, None] == np.array(own)
     saved = (row.ops == Op.F) * 1 - ((row.ops == Op.B) | (row.ops == Op.BW)) * 1
