@@ -161,9 +161,11 @@ def _export_merged(
         )
     from zbpp.models.hf.export import write_merged
 
+    options: dict[str, Any] = {"dtype": dtype, "file_size": file_size}
     with TemporaryDirectory() as adapter:
         _export_adapter(run, Path(adapter), config, lora, None)
-        write_merged(folder, Path(base), Path(adapter), dtype=dtype, file_size=file_size)
+        quantization = build_model(config["model"]).quantization
+        write_merged(folder, Path(base), Path(adapter), quantization=quantization, **options)
 
 
 def _adapters(run: Path) -> dict[str, Tensor]:

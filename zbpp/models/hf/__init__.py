@@ -3,6 +3,7 @@
 model        HuggingFace: what a config names
 config       the config, checked
 load         the weights in a folder
+quantize     a base of 4 or 8 bits per weight
 dtypes       the dtypes that from_pretrained(dtype=) gives the tensors
 shrink       a small copy of the config, to try a cut on
 calls        how the small model calls its layers, and which stage uses which parameter

@@ -23,6 +23,8 @@ from zbpp.models.hf.shrink import build_on_meta
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from zbpp.models.hf.quantize import Quantization
+
 _log = logging.getLogger(__name__)
 
 _GENERATION = "generation_config.json"
@@ -71,18 +73,31 @@ def write_folder(
 
 
 def write_merged(
-    folder: Path, base: Path, adapter: Path, *, dtype: torch.dtype | None, file_size: str
+    folder: Path,
+    base: Path,
+    adapter: Path,
+    *,
+    dtype: torch.dtype | None,
+    file_size: str,
+    quantization: Quantization | None = None,
 ) -> None:
     """Write the model in the folder `base` with a LoRA adapter merged into its weights, by peft.
 
-    dtype: of the numbers; None: those of `base`. The whole model is in memory, in float32.
+    dtype: of the numbers; None: those of `base`. quantization: of the base that the adapter was trained on;
+    it is merged into the dequantized weights. The whole model is in memory, in float32.
     """
     import peft
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # The run's config names the folder, and somebody else may have written that config.
     own: Any = {"local_files_only": True, "trust_remote_code": False}
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, use_safetensors=True, **own)
+    read: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True}
+    if quantization is not None:
+        read |= {"dtype": quantization.dtype, "quantization_config": quantization.config}
+    model = AutoModelForCausalLM.from_pretrained(base, **read, **own)
+    if quantization is not None:
+        _log.warning("the adapter is merged into the weights that %s has made of the base", quantization.kind)
+        model = model.dequantize(torch.float32).float()  # type: ignore[no-untyped-call]  # the library's
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     _forget_unmade_layers(merged.config, merged)
     config = AutoConfig.from_pretrained(base, **own)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
+from zbpp.models.hf.quantize import QuantizedInParts
 from zbpp.models.hf.ties import aliases_of, assign
 
 if TYPE_CHECKING:
@@ -59,10 +60,13 @@ class FolderWeights:
         """Whether the folder has values for this tensor, under this name or one that is tied to it."""
         return bool(self._givers(name))
 
-    def load(self, model: PreTrainedModel, names: Collection[str], dtype: torch.dtype) -> None:
+    def load(
+        self, model: PreTrainedModel, names: Collection[str], dtype: torch.dtype, quantizer: Any = None
+    ) -> None:
         """Read the tensors of these names into an untied model; nothing else is read.
 
-        Names that a tie joins get one Parameter. Raises ValueError if the files hold different values for
+        Names that a tie joins get one Parameter. quantizer: the library's; it quantizes each tensor once it
+        is read. Raises ValueError if the files hold different values for
         the names of a tie.
         """
         files = _opened(self._folder)
@@ -72,7 +76,7 @@ class FolderWeights:
         read = {each[0] for each in givers.values()}
         before = dict(model.named_parameters(remove_duplicate=False))
         own = {name: files[name] for name, target in self._targets.items() if target in read}
-        _loaded(model, own, dtype, "cpu")
+        _loaded(model, own, dtype, "cpu", quantizer)
         for name, parameter in before.items():
             if not parameter.requires_grad:
                 model.get_parameter(name).requires_grad_(False)
@@ -146,7 +150,13 @@ def _targets(names: Iterable[str], model: PreTrainedModel, expected: dict[str, T
     return found
 
 
-def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dtype, device: str) -> Any:
+def _loaded(
+    model: PreTrainedModel,
+    tensors: Mapping[str, Any],
+    dtype: torch.dtype,
+    device: str,
+    quantizer: Any = None,
+) -> Any:
     """Let the library convert tensors of files, and set them in a model; its account of them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -156,8 +166,11 @@ def _loaded(model: PreTrainedModel, tensors: Mapping[str, Any], dtype: torch.dty
     for each in table:
         if hasattr(each, "force_cpu"):  # it would take values out of meta tensors
             each.force_cpu = False
-    options = LoadStateDictConfig(dtype=dtype, device_map={"": device}, weight_mapping=table)
-    with _one_after_the_other():
+    options = LoadStateDictConfig(
+        dtype=dtype, device_map={"": device}, weight_mapping=table, hf_quantizer=quantizer
+    )
+    in_parts: AbstractContextManager[Any] = QuantizedInParts() if quantizer else nullcontext()  # type: ignore[no-untyped-call]  # torch's
+    with _one_after_the_other(), in_parts:
         return convert_and_load_state_dict_in_model(model, dict(tensors), options)[0]
 
 

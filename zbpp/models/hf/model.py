@@ -25,6 +25,7 @@ from zbpp.models.hf.cut import Cut
 from zbpp.models.hf.experts import hold_exchanges, report_balance
 from zbpp.models.hf.load import FolderWeights
 from zbpp.models.hf.parallel import parallelize_stage
+from zbpp.models.hf.quantize import KINDS, Quantization
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.ties import aliases_of
 from zbpp.models.layers import check_head, check_positive, token_loss
@@ -48,8 +49,9 @@ class HuggingFace:
     Or path: a folder with config.json, which replaces `config`, and safetensors. Each stage reads its own
     tensors only. overrides: values for keys of that config.json. dtype: what parameters are read as; bfloat16
     goes with precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are
-    refused. head: see HEADS in layers.py; auto is whole where logits are more than the product of a head
-    without bias.
+    refused. quantize: nf4, fp4 or int8, in which linear layers hold their weights, which are frozen then: see
+    quantize.py. quantize_options: values for keys of transformers' BitsAndBytesConfig. head: see HEADS in
+    layers.py; auto is whole where logits are more than the product of a head without bias.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
     embeddings, or the library ties other parameters, a stage has copies of parameters of earlier stages.
@@ -65,6 +67,8 @@ class HuggingFace:
         overrides: Mapping[str, Any] | None = None,
         dtype: str = "float32",
         strict: bool = True,
+        quantize: str | None = None,
+        quantize_options: Mapping[str, Any] | None = None,
         vocab_size: int | None = None,
         sequence_length: int | None = None,
         head: str = "auto",
@@ -83,6 +87,9 @@ class HuggingFace:
         _check_sources(path, overrides, dtype)
         self.path = None if path is None else Path(path)
         self._dtype = _DTYPES[dtype]
+        self.quantization = _quantization(
+            quantize, quantize_options or {}, path, self._dtype, is_strict=strict
+        )
         self._weights: FolderWeights | None = None
         if self.path is None:
             self._library_config = read_config(config or {}, sizes)
@@ -110,7 +117,9 @@ class HuggingFace:
         is_real = torch.get_default_device().type != "meta"  # else somebody looks for shared parameters only
         if index == num_stages - 1 and is_real and self._head == "auto" and not cut.head:
             _log.warning("%s: head=whole, since %s", self._kind, cut.no_head)
-        stage = build_stage(self._config, cut, index, self._seed, self._weights, self._dtype, self._head)
+        quantization = self.quantization if is_real else None
+        given = self._seed, self._weights, self._dtype, self._head, quantization
+        stage = build_stage(self._config, cut, index, *given)
         stage.try_parts = partial(_try_parts, stage.library_model.config, cut)
         hold_exchanges(stage)
         if asks_for_balance(self._library_config):
@@ -139,6 +148,15 @@ class HuggingFace:
     def layer_counts(self, num_stages: int) -> list[int]:
         """How many layers each stage gets. Raises ValueError if they can't be split that way."""
         return list(map(len, self._cut(num_stages).layers))
+
+    def check_pipeline(self, pipeline: Any) -> None:
+        """See zbpp/stage_api.py: quantized weights are trained with adapters alone."""
+        is_trained = any(each.requires_grad for each in pipeline.parameters())
+        if self.quantization is not None and not any(pipeline.place.gather(is_trained)):
+            raise ValueError(
+                f"quantize={self.quantization.kind} freezes all weights, and nothing is left to train: "
+                "write finetune.lora (in your own loop: FineTuned(model, lora=...))"
+            )
 
     @by_last_stage
     @mean_over_tokens
@@ -194,6 +212,24 @@ def _try_parts(config: PretrainedConfig, cut: Cut, *, is_sliced: bool, context: 
     from zbpp.models.hf.trial import Parts, try_parts  # lazily: it imports transformers
 
     try_parts(config, cut, Parts(is_sliced, context))
+
+
+def _quantization(
+    kind: str | None,
+    options: Mapping[str, Any],
+    path: str | None,
+    dtype: torch.dtype,
+    *,
+    is_strict: bool,
+) -> Quantization | None:
+    """Raises ValueError for arguments that don't fit each other."""
+    if kind is None:
+        if options:
+            raise ValueError(f"quantize_options go with quantize: write one of {', '.join(KINDS)}")
+        return None
+    if path is None or not is_strict:
+        raise ValueError(f"quantize={kind} goes with path and strict=true: it quantizes what a folder holds")
+    return Quantization(kind, options, dtype)
 
 
 def _check_sources(path: str | None, overrides: Mapping[str, Any] | None, dtype: str) -> None:

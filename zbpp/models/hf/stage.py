@@ -242,7 +242,7 @@ class Stage(nn.Module):
 
     def _like(self) -> Tensor:
         """A plain tensor of the stage's dtype and device; its parameters may be sharded over a mesh."""
-        parameter = next(self.parameters())
+        parameter = next(each for each in self.parameters() if each.is_floating_point())
         return torch.empty(0, dtype=parameter.dtype, device=parameter.device)
 
     def _layers(self, received: tuple[Tensor, ...]) -> list[Any]:

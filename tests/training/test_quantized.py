@@ -1,0 +1,212 @@
+"""Adapters on a quantized base, against transformers, bitsandbytes and peft in one process."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from helpers.hf_folders import saved
+from helpers.processes import run_ranks
+from zbpp import Pipeline, backward_input, plan
+from zbpp.training.fine_tuned import FineTuned
+
+transformers = pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+bnb = pytest.importorskip("bitsandbytes")
+
+from zbpp.models.hf import HuggingFace  # noqa: E402  # after the check for its library
+
+pytestmark = [
+    # peft reads what transformers has renamed
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+
+KINDS = {
+    "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
+    "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
+    "int8": {"load_in_8bit": True},
+}
+NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LORA = {"r": 3, "lora_alpha": 6, "target_modules": NAMES, "init_lora_weights": False}
+VOCAB, TIME, ROWS, M, STEPS = 40, 16, 4, 2, 3
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A folder with the weights of a model."""
+    folder = tmp_path_factory.mktemp("base")
+    saved("llama", folder)
+    return str(folder)
+
+
+def reference(base, kind, dtype=torch.float32, **options):
+    """The library's own quantized model of a folder."""
+    config = transformers.BitsAndBytesConfig(**KINDS[kind], **options)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        base, dtype=dtype, quantization_config=config, use_cache=False
+    )
+
+
+def whole_state(stage):
+    """All tensors of a stage, with those of its quantized weights, which its state_dict leaves out."""
+    state = {}
+    for name, module in stage.named_modules():
+        module._save_to_state_dict(state, f"{name}.".lstrip("."), False)
+    return state
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "options"),
+    [
+        ("nf4", torch.float32, {"bnb_4bit_use_double_quant": True}),
+        ("nf4", torch.bfloat16, {"llm_int8_skip_modules": ["lm_head", "model.layers.*.mlp"]}),
+        ("fp4", torch.float32, {}),
+        ("int8", torch.bfloat16, {}),
+    ],
+)  # fmt: skip
+def test_stages_have_the_weights_that_from_pretrained_quantizes(kind, dtype, options, base):
+    name = str(dtype).removeprefix("torch.")
+    model = HuggingFace(path=base, quantize=kind, quantize_options=options, dtype=name)
+    expected = reference(base, kind, dtype, **options).state_dict()
+    found = {}
+    for index in range(2):
+        stage = model.build_stage(index, 2)
+        assert not any(each.requires_grad for each in stage.parameters())
+        found |= whole_state(stage)
+    assert found.keys() == expected.keys()
+    assert all(each.dtype == expected[name].dtype for name, each in found.items())
+    assert all(torch.equal(each, expected[name]) for name, each in found.items())
+    quantized = {name for name, each in found.items() if each.dtype in (torch.uint8, torch.int8)}
+    assert any("q_proj" in name for name in quantized)
+    assert any("mlp" in name for name in quantized) is ("llm_int8_skip_modules" not in options)
+
+
+# ---------------------------------------------------------------- split and training
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_the_split_has_the_gradients_of_plain_autograd_to_the_last_bit(kind, base):
+    model = FineTuned(HuggingFace(path=base, quantize=kind), lora=LORA)
+    stage = model.build_stage(1, 2)
+    x = torch.randn(2, TIME, 32, generator=torch.Generator().manual_seed(0))
+    trained = {name: each for name, each in stage.named_parameters() if each.requires_grad}
+    assert len(trained) == 2 * 2 * len(NAMES)
+
+    def output():
+        given = x.clone().requires_grad_()
+        return stage(given), given
+
+    logits, given = output()
+    ones = torch.linspace(-1, 1, logits.numel()).view_as(logits)
+    expected = torch.autograd.grad(logits, [given, *trained.values()], ones)
+    logits, given = output()
+    (of_input,), weight_grads = backward_input(logits, ones, [given])
+    assert all(each.grad is None for each in trained.values())
+    weight_grads.accumulate()
+    assert torch.equal(of_input, expected[0])
+    assert all(torch.equal(one.grad, two) for one, two in zip(trained.values(), expected[1:], strict=True))
+
+
+def batch(step):
+    tokens = torch.randint(VOCAB, (ROWS, TIME + 1), generator=torch.Generator().manual_seed(step))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def by_peft(base, kind, adapters):
+    """The losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
+    model = peft.get_peft_model(reference(base, kind), peft.LoraConfig(**LORA)).train()
+    own = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
+    trained = {name: each for name, each in own.items() if each.requires_grad}
+    assert trained.keys() == adapters.keys()
+    with torch.no_grad():
+        for name, each in trained.items():
+            each.copy_(adapters[name])
+    optimizer = torch.optim.SGD(trained.values(), lr=0.02, momentum=0.9)
+    losses = []
+    for step in range(STEPS):
+        tokens, target = batch(step)
+        loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), target.flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, {name: each.detach() for name, each in trained.items()}
+
+
+def on_two_ranks(rank, base):
+    found = {}
+    for kind, num_slices in (("nf4", 1), ("nf4", 4), ("int8", 1)):
+        model = FineTuned(HuggingFace(path=base, quantize=kind), lora=LORA)
+        timetable = plan("zb_v", 2, M, num_slices=num_slices)
+        bounds = range(0, TIME + 1, TIME // num_slices) if num_slices > 1 else ()
+        with Pipeline(model, timetable, slice_bounds=bounds) as pipeline:
+            first = copy.deepcopy(pipeline.state_dict())
+            trained = [each for each in pipeline.parameters() if each.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.02, momentum=0.9)
+            losses = []
+            for step in range(STEPS):
+                tokens, target = batch(step)
+                optimizer.zero_grad()
+                losses.append([each.item() for each in pipeline.step(tokens, target=target)])
+                optimizer.step()
+            found[kind, num_slices] = losses, first, copy.deepcopy(pipeline.state_dict())
+    return found
+
+
+def test_a_pipeline_trains_adapters_on_a_quantized_base_as_peft_does(base):
+    ranks = run_ranks(on_two_ranks, 2, base)
+    for case in ranks[0]:
+        losses, first, last = zip(*(each[case] for each in ranks), strict=True)
+        adapters = first[0] | first[1]
+        expected, expected_last = by_peft(base, case[0], adapters)
+        means = [sum(one or two) / M for one, two in zip(*losses, strict=True)]
+        assert means == pytest.approx(expected, rel=1e-6)
+        assert (last[0] | last[1]).keys() == expected_last.keys()
+        for name, each in expected_last.items():
+            assert not torch.equal(each, adapters[name])
+            assert ((last[0] | last[1])[name] - each).abs().max() <= 1e-6, name
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+MISTAKES = [
+    ({"quantize": "nf5"}, "quantize=nf5: write one of nf4, fp4, int8"),
+    ({"quantize": "nf4", "path": None, "config": {"model_type": "llama"}}, "quantize=nf4 goes with path and"),
+    ({"quantize": "int8", "strict": False}, "goes with path and strict=true"),
+    ({"quantize_options": {"llm_int8_threshold": 1.0}}, "quantize_options go with quantize"),
+    (
+        {"quantize": "nf4", "quantize_options": {"bnb_4bit_use_double_quants": True}},
+        "bnb_4bit_use_double_quants does not go with quantize=nf4.*did you mean bnb_4bit_use_double_quant?",
+    ),
+    (
+        {"quantize": "int8", "quantize_options": {"bnb_4bit_use_double_quant": True}},
+        "does not go with quantize=int8, which takes llm_int8_threshold, llm_int8_skip_modules",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "message"), MISTAKES)
+def test_mistakes_are_one_line(options, message, base):
+    with pytest.raises(ValueError, match=message) as caught:
+        HuggingFace(**{"path": base, **options})
+    assert "\n" not in str(caught.value)
+
+
+def test_a_quantized_base_is_trained_with_adapters_alone(base):
+    for model in (
+        HuggingFace(path=base, quantize="nf4"),
+        FineTuned(HuggingFace(path=base, quantize="nf4"), train=["*norm*"]),
+    ):
+        with pytest.raises(ValueError, match="quantize=nf4 freezes all weights.*write finetune.lora"):
+            Pipeline(model, "1f1b", num_microbatches=2)
+
+
+def test_a_tied_head_is_not_quantized(tmp_path):
+    saved("llama", tmp_path, tie_word_embeddings=True)
+    stage = HuggingFace(path=str(tmp_path), quantize="nf4").build_stage(1, 2)
+    assert dict(stage.named_parameters())["lm_head.weight"].dtype is torch.float32
+    options = {"llm_int8_skip_modules": ["q_proj"]}
+    with pytest.raises(ValueError, match="lm_head.weight to be quantized, which is tied .*: add lm_head to"):
+        HuggingFace(path=str(tmp_path), quantize="nf4", quantize_options=options).build_stage(1, 2)

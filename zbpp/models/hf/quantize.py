@@ -1,0 +1,150 @@
+"""A frozen base whose linear layers hold 4 or 8 bits per weight, by bitsandbytes, as the library makes it.
+
+The library's quantizer replaces the linear layers of the model, which is on the meta device, and quantizes
+each weight as it is read from the folder. So a stage has the weights that
+from_pretrained(quantization_config=) has, bit for bit. The cut is tried on a small copy that is not
+quantized: it depends on names and on calls of layers, which quantization leaves as they are.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from types import MethodType
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from zbpp.error_text import did_you_mean
+from zbpp.models.hf.ties import aliases_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_OF_4_BITS = ("bnb_4bit_use_double_quant", "bnb_4bit_compute_dtype", "llm_int8_skip_modules")
+KINDS = {"nf4": _OF_4_BITS, "fp4": _OF_4_BITS, "int8": ("llm_int8_threshold", "llm_int8_skip_modules")}
+"""The values of `quantize`, and the keys of the library's BitsAndBytesConfig that go with each."""
+
+_AT_ONCE = 1 << 19  # numbers that are quantized at once
+
+
+class Quantization:
+    """How the linear layers of a model are quantized.
+
+    kind: see KINDS. options: values for keys of BitsAndBytesConfig; the layers compute in the dtype of their
+    inputs unless bnb_4bit_compute_dtype names one. dtype: in which weights are read. Raises ValueError for
+    other keys, and without bitsandbytes.
+    """
+
+    def __init__(self, kind: str, options: Mapping[str, Any], dtype: torch.dtype) -> None:
+        _check(kind, options)
+        self.kind, self.dtype = kind, dtype
+        library = importlib.import_module("transformers")
+        quantizers = importlib.import_module("transformers.quantizers")
+
+        bits: dict[str, Any] = {"load_in_8bit": True}
+        if kind != "int8":
+            bits = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
+        self.config = library.BitsAndBytesConfig(**bits, **options)
+        self.quantizer: Any = quantizers.AutoHfQuantizer.from_config(self.config, pre_quantized=False)
+        self._has_compute_dtype = options.get("bnb_4bit_compute_dtype") is not None
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Replace linear layers of a model on the meta device by layers that will be quantized.
+
+        Raises ValueError for a tied layer that would be quantized.
+        """
+        tied = aliases_of(model)
+        self.quantizer.preprocess_model(model, device_map={"": "cpu"})
+        if lost := sorted(tied.keys() - aliases_of(model).keys()):
+            raise ValueError(
+                f"quantize_options.llm_int8_skip_modules leaves {lost[0]} to be quantized, which is tied to "
+                f"{tied[lost[0]]}: add {lost[0].rpartition('.')[0]} to it"
+            )
+        for layer in quantized_layers(model):
+            if isinstance(layer, _bitsandbytes().Linear8bitLt):
+                layer._apply = MethodType(_apply_to_8_bits, layer)
+            elif not self._has_compute_dtype:
+                layer.compute_dtype, layer.compute_type_is_set = None, True
+
+    def freeze(self, stage: nn.Module) -> None:
+        """Let a stage train, and save, nothing of the base. peft asks the stage which adapters it takes."""
+        stage.requires_grad_(False)
+        name = "is_loaded_in_8bit" if self.config.load_in_8bit else "is_loaded_in_4bit"
+        setattr(stage, name, True)
+        stage.register_state_dict_post_hook(_save_trained)
+        stage.register_load_state_dict_post_hook(_need_trained)
+
+
+def _check(kind: str, options: Mapping[str, Any]) -> None:
+    if kind not in KINDS:
+        raise ValueError(f"quantize={kind}: write one of {', '.join(KINDS)}")
+    for name in options:
+        if name not in KINDS[kind]:
+            raise ValueError(
+                f"quantize_options.{name} does not go with quantize={kind}, which takes "
+                f"{', '.join(KINDS[kind])}{did_you_mean(name, KINDS[kind])}"
+            )
+    if find_spec("bitsandbytes") is None:
+        raise ValueError(f"quantize={kind}, but the package is not installed: pip install 'zbpp[quantize]'")
+
+
+def _bitsandbytes() -> Any:
+    return importlib.import_module("bitsandbytes.nn")
+
+
+def quantized_layers(model: nn.Module) -> Iterator[Any]:
+    """The layers of bitsandbytes in a model."""
+    kinds = _bitsandbytes().Linear4bit, _bitsandbytes().Linear8bitLt
+    return (each for each in model.modules() if isinstance(each, kinds))
+
+
+def _apply_to_8_bits(layer: Any, function: Any, recurse: bool = True) -> Any:
+    """`nn.Module._apply`: the statistics, which are no buffers, follow the weight to its device."""
+    nn.Module._apply(layer, function, recurse)
+    for owner in (layer.weight, layer.state):
+        if owner.CB is not None:
+            owner.CB, owner.SCB = layer.weight.data, owner.SCB.to(layer.weight.device)
+    return layer
+
+
+def _trained(stage: nn.Module) -> set[str]:
+    return {name for name, each in stage.named_parameters() if each.requires_grad}
+
+
+def _save_trained(stage: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Leave the base out of a state_dict: it is in the folder."""
+    trained = {f"{prefix}{name}" for name in _trained(stage)}
+    for name in [each for each in state if each.startswith(prefix) and each not in trained]:
+        del state[name]
+
+
+def _need_trained(stage: nn.Module, keys: Any) -> None:
+    """Miss nothing of the base in a state_dict that is loaded."""
+    trained = _trained(stage)
+    keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+
+
+class QuantizedInParts(TorchDispatchMode):
+    """Within it a large weight is quantized some rows at a time, to the same values.
+
+    At once the CPU's kernels would take three times the memory of a weight.
+    """
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if str(function) not in _BY_ROWS:
+            return function(*args, **(kwargs or {}))
+        weight, *options = args
+        if weight.numel() <= _AT_ONCE or weight[0].numel() % _BLOCK:
+            return function(*args, **(kwargs or {}))
+        parts = weight.split(max(1, _AT_ONCE // weight[0].numel()))
+        found = [function(each, *options, **(kwargs or {})) for each in parts]
+        values, statistics, *rest = zip(*found, strict=True)
+        return (torch.cat(values), torch.cat(statistics), *(each[0] for each in rest))
+
+
+_BY_ROWS = ("bitsandbytes.quantize_4bit.default", "bitsandbytes.int8_vectorwise_quant.default")
+_BLOCK = 64  # numbers that share a statistic, in one of 4 bits
