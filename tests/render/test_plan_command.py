@@ -168,6 +168,23 @@ def test_every_row_of_choose_can_be_typed(output):
         assert name.startswith("zb_auto") or float(said) == float(makespan)
 
 
+def test_choose_says_how_many_layers_each_stage_should_have(output):
+    """The speeds are 1 : 3, so an even cut takes twice the time of one that gives a rank a quarter."""
+    asked = ["--choose", "--layers", 8, "--speeds", "1,3", "-n", 2, "--microbatches", 16]
+    text = output(*asked)
+    pattern = r"cut for ranks of speed 1, 3: ([\d,]+) layers per stage, schedule=(\w+) \("
+    counts, name = re.match(pattern, text).groups()
+    assert sum(map(int, counts.split(","))) == 8
+    even, best = (float(re.search(rf"{words} ([\d.]+)", text)[1]) for words in ("even cut:", "step / ideal:"))
+    assert even >= 2
+    assert best < 1.1
+    run = "num_microbatches=16 model.layers_per_stage=auto parallel.speeds=[1,3]"
+    assert text.endswith(f"zbpp train -n 2 schedule={name} {run}\n")
+    narrow = output(*asked, "--memory-limit", "2,1.5")
+    limited = float(re.search(r"step / ideal: ([\d.]+)", narrow)[1])
+    assert best < limited  # the fast rank holds less than its part
+
+
 def test_a_memory_limit_has_the_unit_of_the_costs(output, capsys, tmp_path):
     costs = {"saved": 2**30, "deferred": 2**29, "memory_unit": "bytes"}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
@@ -258,6 +275,17 @@ FILES = {
         ("--choose --memory-limit 0.5", "the memory limit 0.5 on rank 0 can't hold one microbatch"),
         ("zb_h1 --placement v", "zb_h1 places its stages as 'one', not 'v'"),
         ("zb_h1 --html no/such/folder.html", "no/such/folder.html: No such file or directory"),
+        ("--choose --layers 8 --speeds 1,2", "--speeds has 2 numbers for 4 ranks: write one for each"),
+        ("--choose --layers 8 --speeds 1,1,1,0", "speeds=[1.0, 1.0, 1.0, 0.0]: write a number above 0"),
+        ("--choose --layers 8 --f 1,2,3", "f has 3 numbers for 8 layers: write one for each"),
+        (
+            "--choose --layers 3",
+            "no schedule of placements=['one', 'looped', 'v'] can run 3 layers on 4 ranks",
+        ),
+        (
+            "--choose --layers 8 --memory-limit 0.1",
+            "1f1b with [1, 1, 2, 4] layers per stage, the least, needs",
+        ),
         ("zb_1p --slices 2", "zb_1p has no slices, and num_slices=2"),
         (
             "zb_h1 --slices 2,4",
@@ -302,6 +330,10 @@ def test_errors_are_one_line_and_no_traceback(tmp_path, monkeypatch, capsys, arg
             "zb_h1 --lengths x --text",
             "--text doesn't go with --lengths: the timetable is the same",
         ),
+        (
+            "--choose --speeds 1,1,2,2",
+            "--speeds chooses how many layers each rank gets: add --layers 32, say",
+        ),
         ("--choose --text", "--text doesn't go with --choose; it goes with SCHEDULE and with --timetable"),
         ("--timetable x --ranks 4", "--ranks doesn't go with --timetable; it goes with SCHEDULE"),
         ("--cluster a100 --memory-limit 3GiB", "--memory-limit doesn't go with --cluster; it goes with"),
@@ -320,7 +352,7 @@ def test_help_has_examples_that_run(output, capsys, tmp_path, monkeypatch):
         main(["--help"])
     text = capsys.readouterr().out
     examples = re.findall(r"^  zbpp plan (.*?)(?: > mine\.txt)?(?:  .*)?$", text, re.MULTILINE)
-    assert len(examples) == text.count("  zbpp plan ") == 11
+    assert len(examples) == text.count("  zbpp plan ") == 12
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.txt").write_text(str(plan("zb_h1", 4, 8)))
     (tmp_path / "tokens.txt").write_text("300\n120\n\n900\n0\n")

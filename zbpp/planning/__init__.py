@@ -19,11 +19,17 @@ options          the objectives, the tolerances, and the check of a count
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
 from zbpp.planning.choose import Answer, PlanningRequest, choose
-from zbpp.planning.cut import ChosenCut, CutTooLarge, better_order, choose_cut
+from zbpp.planning.cut import (
+    ChosenCut,
+    CutTooLarge,
+    better_order,
+    choose_cut,
+    timetables_of_families,
+)
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
-from zbpp.planning.rank_costs import About, RankCosts, about_in_words, read_costs
+from zbpp.planning.rank_costs import About, RankCosts, about_in_words, layers_of, read_costs
 from zbpp.planning.slices import balanced_bounds, balanced_shares
 
 __all__ = [
@@ -46,6 +52,7 @@ __all__ = [
     "choose",
     "choose_cut",
     "compare",
+    "layers_of",
     "lower_bound",
     "order_bound",
     "order_microbatches",
@@ -55,4 +62,5 @@ __all__ = [
     "read_costs",
     "read_memory_limit",
     "takes_costs",
+    "timetables_of_families",
 ]

@@ -75,6 +75,33 @@ class RankCosts(CostNumbers):
         )
 
 
+def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
+    """The costs of each layer of this model. A number is divided evenly among the layers, except for comm.
+
+    A list has a number for each layer, or for each of fewer, equal parts of the model. Raises PlanError.
+    """
+    if costs.lengths or costs.slice_bounds or costs.quadratic is not None:
+        raise PlanError(
+            "a cut is chosen for whole, equal microbatches: leave lengths and slices out of the costs"
+        )
+    numbers: dict[str, Sequence[float]] = {}
+    for name in ("f", "b", "w", "bw", "comm", "saved", "deferred", "static"):
+        value = getattr(costs, name)
+        if isinstance(value, Sequence):
+            if not value or num_layers % len(value):
+                raise PlanError(
+                    f"{name} has {len(value)} numbers for {num_layers} layers: write one for each"
+                )
+            parts = num_layers // len(value)
+            numbers[name] = [each if name == "comm" else each / parts for each in value for _ in range(parts)]
+        elif value is not None:
+            numbers[name] = [value if name == "comm" else value * num_ranks / num_layers] * num_layers
+    unit: dict[str, Any] = {"memory_unit": costs.memory_unit}
+    return [
+        Costs(**{name: each[layer] for name, each in numbers.items()}, **unit) for layer in range(num_layers)
+    ]
+
+
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:
     if isinstance(value, int | float):
         return value if is_message else value * num_ranks / num_stages

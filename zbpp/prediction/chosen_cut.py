@@ -8,19 +8,20 @@ limit, and the cut is chosen again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from zbpp.config import NUM_MICROBATCHES, ConfigError, TrainConfig, with_values
-from zbpp.planning import ChosenCut, CutTooLarge, better_order, choose_cut, plan
+from zbpp.planning import ChosenCut, CutTooLarge, better_order, choose_cut, plan, timetables_of_families
+from zbpp.planning.placement import PLACEMENTS
 from zbpp.prediction.measured_stages import with_recompute
 from zbpp.prediction.predictor import Predictor, as_typed, limit_that_holds
 from zbpp.render import render_cut
 from zbpp.run.cut import Changes, speeds_of, uncut
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.run.plan import build_timetable
-from zbpp.schedule import Costs, Op
+from zbpp.schedule import Costs, Op, Timetable
 from zbpp.schedule.costs import BYTES
 from zbpp.schedule.interpret.stage_bytes import StageBytes
 
@@ -33,6 +34,7 @@ class CutChoice:
 
     changes: the keys that give the run this cut. found: the cut of `layers`, which are the model's layers,
     and its head as one more if a stage may have that alone. left: how many bytes they may fill on each rank.
+    timetables: those that were compared.
     """
 
     changes: Changes
@@ -40,6 +42,7 @@ class CutChoice:
     layers: Sequence[Costs]
     speeds: Sequence[float]
     left: Sequence[float] | None
+    timetables: Mapping[str, Timetable]
 
     @property
     def title(self) -> str:
@@ -49,14 +52,15 @@ class CutChoice:
 
     def text(self) -> str:
         """What was chosen, what it brings, and whether another order of the ranks would bring more."""
-        better = better_order(self.found, self.layers, self.speeds, self.left)
+        better = better_order(self.found, self.layers, self.speeds, self.left, self.timetables)
         return render_cut(self.found, self.title, self.speeds, better)
 
 
 def chosen_cut(config: TrainConfig, num_ranks: int, predictor: Predictor | None = None) -> CutChoice:
     """Choose the cut for parallel.speeds and memory.limit.
 
-    A named schedule stays, and schedule=auto leaves the choice between all families. Raises ConfigError if no
+    A named schedule stays, and schedule=auto leaves the choice between all families; without memory.limit,
+    between those that hold no more activations than 1F1B. Raises ConfigError if no
     cut is within the limits (with those that would do), and PlanError as `choose_cut` does.
     """
     return _Choice(config, num_ranks, predictor or Predictor()).made()
@@ -70,12 +74,13 @@ class _Choice:
         self._speeds = speeds_of(config, num_ranks)
         self._limits = config.memory.limits(num_ranks)
         number = NUM_MICROBATCHES if config.num_microbatches is None else config.num_microbatches
-        self._options: dict[str, Any] = {"time_limit": 0}
         if schedule.replan is None:
             timetable = build_timetable(schedule, num_ranks, config.num_microbatches)
-            number, self._options["timetables"] = timetable.num_microbatches, {schedule.name: timetable}
-        elif schedule.placement is not None:
-            self._options["placements"] = [schedule.placement]
+            number, self._timetables = timetable.num_microbatches, {schedule.name: timetable}
+        else:
+            placements = PLACEMENTS if schedule.placement is None else (schedule.placement,)
+            is_limited = self._limits is not None
+            self._timetables = timetables_of_families(num_ranks, number, placements, is_limited=is_limited)
         self._number = number
         self._layers, self._is_head_alone = _layers(config, num_ranks, number, predictor)
 
@@ -106,7 +111,8 @@ class _Choice:
         )
 
     def _found(self, limits: Sequence[float] | None) -> ChosenCut:
-        return choose_cut(self._layers, self._speeds, self._number, limits, **self._options)
+        options: dict[str, Any] = {"timetables": self._timetables, "time_limit": 0}
+        return choose_cut(self._layers, self._speeds, self._number, limits, **options)
 
     def _chosen(self, found: ChosenCut, left: Sequence[float] | None) -> CutChoice:
         *others, last = found.layers_per_stage
@@ -114,7 +120,14 @@ class _Choice:
         if self._config.schedule.replan is not None:
             changes |= {"schedule.name": found.schedule}
             changes |= {"schedule.placement": None, "schedule.stages_per_rank": None}
-        return CutChoice(changes=changes, found=found, layers=self._layers, speeds=self._speeds, left=left)
+        return CutChoice(
+            changes=changes,
+            found=found,
+            layers=self._layers,
+            speeds=self._speeds,
+            left=left,
+            timetables=self._timetables,
+        )
 
 
 def _layers(

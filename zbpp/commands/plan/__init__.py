@@ -16,14 +16,28 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from zbpp.commands.plan.arguments import CHOOSE, CLUSTER, COST_OPTIONS, Inputs, make_parser, parsed
 from zbpp.commands.plan.cluster import on_paper
 from zbpp.commands.plan.lengths import Orders, ordered, render_orders, timelines_of
-from zbpp.planning import SCHEDULES, Answer, PlanningRequest, balanced_shares, choose, compare, takes_costs
+from zbpp.planning import (
+    SCHEDULES,
+    Answer,
+    PlanningRequest,
+    balanced_shares,
+    better_order,
+    choose,
+    choose_cut,
+    compare,
+    layers_of,
+    takes_costs,
+    timetables_of_families,
+)
 from zbpp.ranges import ConfigError
 from zbpp.render import (
     render_choice,
+    render_cut,
     render_figures,
     render_page,
     render_picture,
@@ -71,6 +85,8 @@ def _answer(form: str, options: argparse.Namespace) -> str:
         if form == CLUSTER:
             return on_paper(options, progress)
         inputs = Inputs.read(options)
+        if form == CHOOSE and options.layers is not None:
+            return _cut(options, inputs, progress)
         if form == CHOOSE:
             return _choice(options, inputs, progress)
         if options.lengths:
@@ -203,6 +219,33 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
     timelines = {each.title: each.timeline for each in answer.ranked}
     texts = [*inputs.notes, _commands(options, answer), render_choice(answer)]
     return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
+
+
+def _cut(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> str:
+    """How many layers each stage should have, and how to train so."""
+    speeds, num_ranks = options.speeds or [1.0] * options.ranks, options.ranks
+    if len(speeds) != num_ranks:
+        raise PlanError(f"--speeds has {len(speeds)} numbers for {num_ranks} ranks: write one for each")
+    counts = num_ranks, options.microbatches
+    layers, limit = layers_of(inputs.costs, options.layers, num_ranks), inputs.memory_limit
+    timetables = {
+        name if num_slices == 1 else f"{name} schedule.slices={num_slices}": each
+        for num_slices in inputs.slices
+        for name, each in timetables_of_families(
+            *counts, num_slices=num_slices, is_limited=limit is not None
+        ).items()
+    }
+    run: dict[str, Any] = {"timetables": timetables, "time_limit": 0, "progress": progress}
+    found = choose_cut(layers, speeds, counts[1], limit, **run)
+    title = f"{_shell_word([*found.layers_per_stage])} layers per stage, schedule={found.schedule}"
+    text = render_cut(found, title, speeds, better_order(found, layers, speeds, limit, timetables))
+    command = (
+        f"zbpp train -n {num_ranks} schedule={found.schedule} num_microbatches={counts[1]} "
+        f"model.layers_per_stage=auto parallel.speeds=[{_shell_word(speeds)}]"
+    )
+    about = f"To train with it (add your model=, data= and other keys):\n  {command}"
+    timelines = {found.schedule: simulate(found.timetable, found.costs)}
+    return "\n\n".join([*inputs.notes, text, about, *_draw(options, timelines, inputs, [text])])
 
 
 def _commands(options: argparse.Namespace, answer: Answer) -> str:

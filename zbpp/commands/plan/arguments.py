@@ -33,6 +33,7 @@ number of stages its entries are divided or added up. --costs reads the file tha
 examples:
   zbpp plan zb_h1 --ranks 4 --microbatches 8           the staircase and its figures
   zbpp plan --choose --ranks 4 --microbatches 8 --memory-limit 4      which one, and how to train with it
+  zbpp plan --choose --layers 32 --speeds 1,1,2,2      how many layers each stage should have
   zbpp plan all --ranks 8 --microbatches 24 --f 18.5 --b 18.1 --w 9.3 --comm 0.6 --time-limit 2
   zbpp plan zb_auto --placement v --f 10 --b 12 --w 7 --time-limit 2  a plan for these costs
   zbpp plan 1f1b zb_h1 zb_v --html compare.html --picture compare.png  to zoom into, in any browser
@@ -61,7 +62,7 @@ _SEARCH = {"ranks", "microbatches", "time_limit"}
 READ = {
     NAMED: {"schedules", "placement", "form", "lengths", "slices", *_SEARCH, *_COSTS, *_DRAWN},
     TIMETABLE: {"timetable", "form", "slices", *_COSTS, *_DRAWN},
-    CHOOSE: {"choose", "slices", *_SEARCH, *_COSTS, *_DRAWN},
+    CHOOSE: {"choose", "slices", "layers", "speeds", *_SEARCH, *_COSTS, *_DRAWN},
     CLUSTER: {"schedules", "cluster", "model", "batch", "degrees", "sequence", "head_at_once"},
 }
 """The options that each form of the command reads; a form is named by the words that choose it."""
@@ -145,7 +146,8 @@ def _read_costs(options: argparse.Namespace) -> tuple[RankCosts, About]:
         costs, about = read_costs(options.costs)
     except FileNotFoundError:
         raise PlanError(f"--costs {options.costs}: there is no such file; zbpp measure writes one") from None
-    for name, value in costs.numbers.items() if options.timetable is None else ():
+    is_of_ranks = options.timetable is None and options.layers is None
+    for name, value in costs.numbers.items() if is_of_ranks else ():
         length = len(value) if isinstance(value, Sequence) else 1
         if length > 1 and options.ranks > 0 and length % options.ranks:
             raise PlanError(
@@ -183,6 +185,8 @@ def parsed(argv: Sequence[str] | None) -> tuple[str, argparse.Namespace]:
         parser.error(f"--{options.form} doesn't go with --lengths: the timetable is the same in every order")
     if options.lengths and options.slices:
         parser.error("--slices doesn't go with --lengths, which orders whole microbatches")
+    if options.speeds and options.layers is None:
+        parser.error("--speeds chooses how many layers each rank gets: add --layers 32, say")
     if options.microbatches is None and not options.lengths:
         options.microbatches = _MICROBATCHES
     return chosen[0], options
@@ -217,6 +221,10 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
     )
     group.add_argument("--lengths", metavar="FILE", help=lengths)
     group.add_argument("--choose", action="store_true", help="rank all schedules, best first")
+    layers = "with --choose: how many layers each stage should have, of so many"
+    group.add_argument("--layers", type=int, metavar="L", help=layers)
+    speeds = "with --layers: of each rank, such as 1,1,2,2 (default: all alike)"
+    group.add_argument("--speeds", type=_list_of_numbers, metavar="N,N,...", help=speeds)
     read = "read a timetable: text ('-': stdin), or torch's .csv"
     group.add_argument("--timetable", metavar="FILE", help=read)
     group.add_argument("-n", "--ranks", type=int, default=4, metavar="P", help="default 4")

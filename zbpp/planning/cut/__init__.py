@@ -5,6 +5,12 @@ cut_timing    the makespans and the memory of many cuts at once
 cuts          all cuts, or those that a local search visits
 """
 
-from zbpp.planning.cut.choose_cut import ChosenCut, CutTooLarge, better_order, choose_cut
+from zbpp.planning.cut.choose_cut import (
+    ChosenCut,
+    CutTooLarge,
+    better_order,
+    choose_cut,
+    timetables_of_families,
+)
 
-__all__ = ["ChosenCut", "CutTooLarge", "better_order", "choose_cut"]
+__all__ = ["ChosenCut", "CutTooLarge", "better_order", "choose_cut", "timetables_of_families"]

@@ -174,7 +174,7 @@ def choose_cut(
     model, limits = Layers(layers, speeds), limits_per_rank(memory_limits, len(speeds))
     deadline = Deadline(time_limit)
     if timetables is None:
-        timetables = dict(_families(len(speeds), num_microbatches, placements))
+        timetables = timetables_of_families(len(speeds), num_microbatches, placements, is_limited=True)
     judges = [
         _Judge(name, timetable, model, limits)
         for name, timetable in timetables.items()
@@ -225,14 +225,24 @@ def _makespan(candidate: _Candidate, model: Layers) -> float:
 
 
 def better_order(
-    chosen: ChosenCut, layers: Sequence[Costs], speeds: Sequence[float], memory_limits: MemoryLimit = None
+    chosen: ChosenCut,
+    layers: Sequence[Costs],
+    speeds: Sequence[float],
+    memory_limits: MemoryLimit = None,
+    timetables: Mapping[str, Timetable] | None = None,
+    *,
+    time_limit: float = 10.0,
 ) -> tuple[tuple[int, ...], ChosenCut] | None:
-    """Another order of the ranks, and the cut for it, with the timetable of `chosen` in less time.
+    """Another order of the ranks with which a step takes less time, and the cut for it.
 
-    The other arguments are those of which `choose_cut` has made `chosen`. Returns the ranks in the best
-    order, as they are numbered in `speeds`, with the best cut; None if no order is 1 % better. Only
-    ranks of different speed or limit change places. Pipelines with more than 100 such orders are left alone.
+    The other arguments are those of which `choose_cut` has made `chosen`; of the timetables those with its
+    placement are tried. Returns the ranks in the best order, as they are numbered in `speeds`, with the best
+    cut; None if no order is 1 % better. Only ranks of different speed or limit change places. Pipelines with
+    more than 100 such orders are left alone, and no order is tried when `time_limit` (s) is over.
     """
+    families = timetables or {chosen.schedule: chosen.timetable}
+    alike = {name: each for name, each in families.items() if placement_of(each) == chosen.placement}
+    deadline = Deadline(time_limit)
     pairs = [*zip(speeds, limits_per_rank(memory_limits, len(speeds)), strict=True)]
     kinds = {pair: sum(each == pair for each in pairs) for pair in pairs}
     number = math.factorial(len(pairs)) // math.prod(map(math.factorial, kinds.values()))
@@ -241,13 +251,15 @@ def better_order(
     best: tuple[tuple[int, ...], ChosenCut] | None = None
     fastest = chosen.makespan * 0.99
     for order in _orders(range(len(pairs)), pairs):
+        if deadline.over:
+            break
         with suppress(PlanError):
             found = choose_cut(
                 layers,
                 [speeds[rank] for rank in order],
                 chosen.timetable.num_microbatches,
                 None if memory_limits is None else [pairs[rank][1] for rank in order],
-                timetables={chosen.schedule: chosen.timetable},
+                timetables=alike,
                 time_limit=0,
             )
             if found.makespan < fastest:
@@ -270,15 +282,33 @@ def _check_speeds(speeds: Sequence[float]) -> None:
         raise PlanError(f"speeds={speeds!r}: write a number above 0 for each rank")
 
 
-def _families(
-    num_ranks: int, num_microbatches: int, placements: Sequence[str]
-) -> Iterator[tuple[str, Timetable]]:
-    """The timetables with these placements, of the families that can run so many microbatches."""
+def timetables_of_families(
+    num_ranks: int,
+    num_microbatches: int,
+    placements: Sequence[str] = PLACEMENTS,
+    num_slices: int = 1,
+    *,
+    is_limited: bool,
+) -> dict[str, Timetable]:
+    """The timetables with these placements, by name, of the families that can run so many microbatches.
+
+    is_limited: whether memory limits say what is too large. Else nobody has said that ranks can hold more
+    activations than under 1F1B, and families that hold more are left out.
+    """
+    found = {}
     for name in FAMILIES:
         with suppress(PlanError):
-            timetable = plan(name, num_ranks, num_microbatches)
-            if placement_of(timetable) in placements:
-                yield name, timetable
+            timetable = plan(name, num_ranks, num_microbatches, num_slices=num_slices)
+            if placement_of(timetable) in placements and (is_limited or _holds_no_more_than_1f1b(timetable)):
+                found[name] = timetable
+    return found
+
+
+def _holds_no_more_than_1f1b(timetable: Timetable) -> bool:
+    """Whether no rank holds more activations than there are ranks, each of a microbatch on a rank's share."""
+    share = timetable.num_ranks / timetable.num_stages
+    costs = Costs(saved=share, deferred=share / 2)
+    return max(simulate(timetable, costs).peak_memory) <= ceiling(timetable.num_ranks)
 
 
 def _searched(
