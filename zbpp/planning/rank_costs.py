@@ -96,10 +96,11 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
             numbers[name] = [each if name == "comm" else each / parts for each in value for _ in range(parts)]
         elif value is not None:
             numbers[name] = [value if name == "comm" else value * num_ranks / num_layers] * num_layers
-    unit: dict[str, Any] = {"memory_unit": costs.memory_unit}
-    return [
-        Costs(**{name: each[layer] for name, each in numbers.items()}, **unit) for layer in range(num_layers)
-    ]
+    made = []
+    for layer in range(num_layers):
+        own: dict[str, Any] = {name: each[layer] for name, each in numbers.items()}
+        made.append(Costs(**own, memory_unit=costs.memory_unit))
+    return made
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:
