@@ -288,6 +288,15 @@ def test_a_key_that_a_class_does_not_take_is_refused_before_any_work_with_the_ne
     assert "\n" not in str(caught.value)
 
 
+def test_zbpp_measure_takes_what_is_fine_tuned():
+    """It left finetune.* out, and measured the W of a model that is trained as a whole."""
+    pytest.importorskip("peft")
+    lora = ["finetune.lora.r=2", "finetune.lora.target_modules=[query]"]
+    assert typed(*lora, name="measure").finetune == typed(*lora).finetune
+    with pytest.raises(configs.ConfigError, match=r"finetune.lora.r is not set"):
+        typed(*lora[1:], name="measure")
+
+
 def numeric_fields(kind, prefix=""):
     """The dotted keys of all numbers below a config class, from its type hints alone."""
     for name, hint in get_type_hints(kind).items():

@@ -91,6 +91,18 @@ def test_another_cut_lowers_the_highest_peak():
     assert cut.step > own.step  # the last stage is heavier than a quarter
 
 
+def test_with_frozen_weights_it_proposes_more_stages_and_slices_and_prints_the_share_of_w():
+    """It proposed schedules that delay W, of which there is next to nothing."""
+    frozen = composed(*MLP, "model.num_layers=8", "finetune.train=[layer_7*]")
+    rows = [each.get("schedule.name") for each in Switches(frozen).choices()]
+    assert rows.count("interleaved_1f1b") == 1
+    assert {"schedule.name": "zb_v", "schedule.slices": 4} in [*Switches(frozen).choices()]
+    assert "interleaved_1f1b" not in [
+        each.get("schedule.name") for each in Switches(composed(*MLP)).choices()
+    ]
+    assert any(part.startswith("W is ") for part in memory_text(frozen))
+
+
 class Choosy(Mlp):
     """A model that looks at its numbers, which fake tensors don't have."""
 

@@ -127,6 +127,13 @@ def test_choose_proposes_slices_where_attention_is_known(output, tmp_path):
     assert "1f1b --slices 4" in text
 
 
+def test_choose_proposes_slices_and_says_why_where_w_is_short(output):
+    text = output("--choose", "--f", 10, "--b", 12, "--w", 0.5, "--microbatches", 4, "--time-limit", 0)
+    assert re.match(r"the best plan is \w+ --slices 8\.", text)
+    assert "W is 2.22 % of the work of F, B and W: delaying it gains next to nothing" in text
+    assert "W is" not in output("--choose", "--time-limit", 0)
+
+
 CHOOSE = ["--choose", "--ranks", "4", "--microbatches", "8"]
 LONG_B = ["--f", "10", "--b", "16", "--w", "8", "--comm", "2"]
 

@@ -16,7 +16,7 @@ from zbpp.benchmark import bench as benches
 from zbpp.benchmark import measurement, report
 from zbpp.benchmark.length_costs import fit_lengths
 from zbpp.benchmark.workload import Workload
-from zbpp.config import BenchConfig, ConfigError, JobConfig, MeasureConfig, naming
+from zbpp.config import BenchConfig, ConfigError, FinetuneConfig, JobConfig, MeasureConfig, naming
 from zbpp.job.world import world
 from zbpp.planning import plan
 from zbpp.run.data import build_data
@@ -56,7 +56,7 @@ def measure(config: MeasureConfig) -> Summary:
     """
     sizes = config.num_ranks, config.num_microbatches
     timetable = plan(config.schedule.name, *sizes, **config.schedule.options)
-    with _job(config) as (workload, folder), naming("model"):
+    with _job(config, config.finetune) as (workload, folder), naming("model"):
         _check_fit(workload, timetable)
         if config.lengths and workload.data.unit != "tokens":
             raise ConfigError(
@@ -94,9 +94,11 @@ def _in_two_parts(
 
 
 @contextmanager
-def _job(config: JobConfig) -> Iterator[tuple[Workload, RunFolder | None]]:
+def _job(
+    config: JobConfig, finetune: FinetuneConfig | None = None
+) -> Iterator[tuple[Workload, RunFolder | None]]:
     """The workload, and on rank 0 the folder for the results."""
-    model = build_model(config.model, config.seed)
+    model = build_model(config.model, config.seed, finetune)
     data = build_data(config.data, config.num_microbatches * config.microbatch_size, config.seed)
     rank_0 = os.environ["RANK"] == "0"
     with (
@@ -132,7 +134,7 @@ def _about(config: JobConfig, workload: Workload) -> Summary:
         "num_ranks": config.num_ranks,
         "num_microbatches": config.num_microbatches,
         "microbatch_size": config.microbatch_size,
-        "model": type(workload.model).__name__,
+        "model": config.model["_target_"].rpartition(".")[2],
         "emulated": workload.is_emulated,
         "load_average": os.getloadavg()[0],
         **machine(workload.here.device),

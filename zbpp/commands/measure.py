@@ -10,6 +10,7 @@ With lengths=[0.25,0.5] rows are measured at a quarter and a half of their token
 then the part that grows with the length, and "quadratic" the part that grows with its square: attention.
 "shape" is the microbatch of length 1, rows and tokens of a row.
 static is held all the time: weights, buffers, gradients, and two states per weight, as AdamW has them.
+finetune.* keys are those of zbpp train: with adapters, or frozen weights, W is short.
 Starts its own ranks, without torchrun. -n N is short for num_ranks=N. The schedule decides how many stages
 the model is cut into.
 """
@@ -39,7 +40,7 @@ def _measure(composed: Composed) -> None:
     schedule = config.schedule
     # Before any rank starts: a folder, a cut and a schedule that can't be used.
     check_free(config.run_dir, overwrite=config.overwrite)
-    check_layers(build_model(config.model, config.seed), schedule, config.num_ranks)
+    check_layers(build_model(config.model, config.seed, config.finetune), schedule, config.num_ranks)
     plan(schedule.name, config.num_ranks, config.num_microbatches, **schedule.options, time_limit=0)
     print(_table(on_ranks(config.num_ranks, measure_on_rank, config)))
     print(f"written to {config.run_dir}/costs.json")

@@ -12,7 +12,14 @@ folder       where the YAML files are
 """
 
 from zbpp.config.batching import BatchingConfig, batching_of, without_batching
-from zbpp.config.commands import BenchConfig, ExplainConfig, JobConfig, MeasureConfig, ScheduleConfig
+from zbpp.config.commands import (
+    BenchConfig,
+    ExplainConfig,
+    FinetuneConfig,
+    JobConfig,
+    MeasureConfig,
+    ScheduleConfig,
+)
 from zbpp.config.compose import (
     Composed,
     command,
@@ -30,7 +37,6 @@ from zbpp.config.folder import config_folder
 from zbpp.config.instantiate import check_node, instantiate_node, naming, partial_of_node
 from zbpp.config.train import (
     NUM_MICROBATCHES,
-    FinetuneConfig,
     LoggerConfig,
     MemoryConfig,
     OptimizerConfig,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -10,6 +12,7 @@ from omegaconf import MISSING, DictConfig
 
 from zbpp.config.batching import refuse_tokens
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
+from zbpp.signatures import check_arguments
 
 PRECISIONS = ("float32", "bfloat16", "float64")
 DEVICES = ("auto", "cpu", "cuda", "xpu", "npu")  # npu: Ascend
@@ -69,6 +72,54 @@ class ScheduleConfig(Checked):
         """The arguments of `plan` that stand in the config, apart from the name and the costs."""
         names = ("stages_per_rank", "placement", "memory_limit")
         return {name: getattr(self, name) for name in names}
+
+
+@dataclass(kw_only=True)
+class FinetuneConfig(Checked):
+    """Which parameters are trained, by patterns of their names in the whole model; or LoRA."""
+
+    prefix: ClassVar[str] = "finetune."
+    freeze: list[str] = field(
+        default_factory=list, metadata={"help": "parameters that are not trained, as [model.embed*]"}
+    )
+    train: list[str] = field(default_factory=list, metadata={"help": "the parameters that alone are trained"})
+    lora: Any = field(
+        default_factory=open_node,
+        metadata={"help": "peft's LoraConfig, by its own keys: finetune.lora.r=8 ..."},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.adapters is None:
+            return
+        if importlib.util.find_spec("peft") is None:
+            raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
+        lora_config = importlib.import_module("peft").LoraConfig
+        check_arguments("finetune.lora", lora_config, self.adapters, {"rank": "r"})
+        if self.adapters.get("r") is None:
+            raise ConfigError(
+                "finetune.lora.r is not set: write the adapters' rank, such as finetune.lora.r=8"
+            )
+        if not self.adapters.get("target_modules"):
+            raise ConfigError(
+                "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
+                "such as [q_proj,v_proj]"
+            )
+        if self.freeze or self.train:
+            raise ConfigError(
+                "finetune.lora trains its adapters alone, and freezes all else: leave finetune.freeze and "
+                "finetune.train out"
+            )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a part of the model is frozen."""
+        return bool(self.freeze or self.train or self.lora)
+
+    @property
+    def adapters(self) -> dict[str, Any] | None:
+        """The arguments of peft's LoraConfig; None: no LoRA."""
+        return dict(self.lora) if self.lora else None
 
 
 @dataclass(kw_only=True)
@@ -134,6 +185,7 @@ class MeasureConfig(JobConfig):
         metadata={"help": "shares of a row, as [0.25,0.5]: costs then grow with a microbatch's length"},
     )
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    finetune: FinetuneConfig = field(default_factory=FinetuneConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -5,7 +5,6 @@ A node of type Any passes its keys on: to the class that `_target_` names, or to
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import math
 from collections.abc import Mapping, Sequence
@@ -13,9 +12,17 @@ from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
 from zbpp.config.batching import BatchingConfig, batching_of
-from zbpp.config.commands import COMPILE, DEVICES, LONGEST, PRECISIONS, RunConfig, ScheduleConfig, open_node
+from zbpp.config.commands import (
+    COMPILE,
+    DEVICES,
+    LONGEST,
+    PRECISIONS,
+    FinetuneConfig,
+    RunConfig,
+    ScheduleConfig,
+    open_node,
+)
 from zbpp.ranges import Checked, ConfigError, described, filled, one_of, ranged
-from zbpp.signatures import check_arguments
 
 NUM_MICROBATCHES = 8  # where neither the config nor a plan's file says how many
 _MIXED = ("mixed_bfloat16", "mixed_float16")
@@ -200,49 +207,6 @@ def _positive_numbers(given: Any, *, may_be_one: bool = False) -> list[float] | 
     are_numbers = all(isinstance(each, int | float) and type(each) is not bool for each in numbers)
     are_positive = are_numbers and all(0 < each < math.inf for each in numbers)
     return numbers if numbers and are_positive else None
-
-
-@dataclass(kw_only=True)
-class FinetuneConfig(Checked):
-    """Which parameters are trained, by patterns of their names in the whole model; or LoRA."""
-
-    prefix: ClassVar[str] = "finetune."
-    freeze: list[str] = field(
-        default_factory=list, metadata={"help": "parameters that are not trained, as [model.embed*]"}
-    )
-    train: list[str] = field(default_factory=list, metadata={"help": "the parameters that alone are trained"})
-    lora: Any = field(
-        default_factory=open_node,
-        metadata={"help": "peft's LoraConfig, by its own keys: finetune.lora.r=8 ..."},
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.adapters is None:
-            return
-        if importlib.util.find_spec("peft") is None:
-            raise ConfigError("finetune.lora, but the package is not installed: pip install 'zbpp[peft]'")
-        lora_config = importlib.import_module("peft").LoraConfig
-        check_arguments("finetune.lora", lora_config, self.adapters, {"rank": "r"})
-        if self.adapters.get("r") is None:
-            raise ConfigError(
-                "finetune.lora.r is not set: write the adapters' rank, such as finetune.lora.r=8"
-            )
-        if not self.adapters.get("target_modules"):
-            raise ConfigError(
-                "finetune.lora.target_modules is not set: write the names of the modules that get adapters, "
-                "such as [q_proj,v_proj]"
-            )
-        if self.freeze or self.train:
-            raise ConfigError(
-                "finetune.lora trains its adapters alone, and freezes all else: leave finetune.freeze and "
-                "finetune.train out"
-            )
-
-    @property
-    def adapters(self) -> dict[str, Any] | None:
-        """The arguments of peft's LoraConfig; None: no LoRA."""
-        return dict(self.lora) if self.lora else None
 
 
 @dataclass(kw_only=True)

@@ -40,6 +40,13 @@ class RankCosts(CostNumbers):
             )
         object.__setattr__(self, "shape", given)
 
+    @property
+    def work(self) -> tuple[float, float, float]:
+        """F, B and W of a microbatch of length 1 on a mean rank, or stage (ms)."""
+        parts = [self] if self.quadratic is None else [self, self.quadratic]
+        f, b, w = (sum(_mean(getattr(part, name)) for part in parts) for name in ("f", "b", "w"))
+        return f, b, w
+
     def of_tokens(self, numbers: Sequence[float]) -> RankCosts:
         """The costs of microbatches with these numbers of tokens.
 
@@ -101,6 +108,10 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
         own: dict[str, Any] = {name: each[layer] for name, each in numbers.items()}
         made.append(Costs(**own, memory_unit=costs.memory_unit))
     return made
+
+
+def _mean(value: PerStage) -> float:
+    return statistics.fmean(value) if isinstance(value, Sequence) else value
 
 
 def _fitted(value: PerStage, num_stages: int, num_ranks: int, is_message: bool) -> PerStage:

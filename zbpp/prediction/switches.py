@@ -23,7 +23,7 @@ from zbpp.prediction.cut import lightest_cut
 from zbpp.prediction.measured_stages import with_recompute
 from zbpp.prediction.predictor import Prediction, Predictor, as_typed
 from zbpp.prediction.programs import step_programs
-from zbpp.render import in_bytes, render_limit, render_memory, render_switches
+from zbpp.render import in_bytes, render_limit, render_memory, render_short_w, render_switches
 from zbpp.run.checks import check_together
 from zbpp.run.cut import check_cut
 from zbpp.run.model import cut_that_may_change
@@ -134,6 +134,10 @@ class Switches:
             own = config.schedule.name
             cut = {} if self.chosen is None else {"schedule.replan": None, "model.layers_per_stage": "auto"}
             yield from ({"schedule.name": name, **cut} for name in SCHEDULES if name != own)
+            if config.finetune.is_on:  # W is short: these shorten the step, and delaying W does not
+                yield {"schedule.name": "interleaved_1f1b", "schedule.stages_per_rank": 4, **cut}
+                if config.schedule.slices is None:
+                    yield {"schedule.name": "zb_v", "schedule.slices": 4, **cut}
         if memory.recompute == "none" and config.compile == "none":
             names = ["block"] if memory.limit is None else ["block", "auto"]
             yield from ({"memory.recompute": name} for name in names)
@@ -192,6 +196,9 @@ def memory_text(config: TrainConfig) -> Iterator[str]:
     limits = config.memory.limits(len(own.prediction.ranks))
     yield render_memory(own.prediction.ranks, own.prediction.how)
     yield render_switches([_cells(each, own) for each in (own, *others)])
+    f, b, w = (sum(getattr(each, op) for each in own.prediction.measured.products) for op in ("f", "b", "w"))
+    if note := render_short_w(f, b, w):
+        yield note
     if limits is not None:
         yield render_limit(own.prediction.ranks, limits)
         if not own.fits(limits):

@@ -13,7 +13,7 @@ choice.py      which schedule to use: an answer of `choose`
 cut.py         which layers go to which stage: an answer of `choose_cut`
 """
 
-from zbpp.render.choice import render_choice
+from zbpp.render.choice import render_choice, render_short_w
 from zbpp.render.curves import render_curves
 from zbpp.render.cut import render_cut
 from zbpp.render.hang import render_hang
@@ -43,6 +43,7 @@ __all__ = [
     "render_memory",
     "render_page",
     "render_picture",
+    "render_short_w",
     "render_switches",
     "render_table",
     "render_text",

@@ -11,6 +11,7 @@ from zbpp.render.style import peak_text
 from zbpp.render.table import aligned, decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES
 
+_SHORT_W = 0.1  # as a share of F, B and W
 _MULTIPLES = (1.0, 1.25, 1.5, 2.0)  # of the memory limit
 
 
@@ -18,6 +19,17 @@ def render_choice(answer: Answer) -> str:
     """The question, a table of the plans that fit, those that don't, and bounds for other limits."""
     sections = [_question(answer), _ranked(answer), _too_large(answer), _refused(answer), _bounds(answer)]
     return "\n\n".join(filter(None, sections))
+
+
+def render_short_w(f: float, b: float, w: float) -> str:
+    """A line on a W that is at most a tenth of the work, as with adapters; "" for any other."""
+    share = w / (f + b + w) if f + b + w else 1.0
+    if share > _SHORT_W:
+        return ""
+    return (
+        f"W is {percent(share)} of the work of F, B and W: delaying it gains next to nothing; a V, more "
+        "stages per rank and slices (schedule.slices) shorten the step"
+    )
 
 
 def _question(answer: Answer) -> str:

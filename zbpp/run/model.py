@@ -39,14 +39,15 @@ def build_model(node: dict[str, Any], seed: int = 0, finetune: FinetuneConfig | 
 
 def _fine_tuned(model: Any, options: FinetuneConfig, seed: int) -> Any:
     """The model with frozen parameters or adapters; itself where nothing of it is fine-tuned."""
-    lora = options.adapters
-    if not (options.freeze or options.train or lora):
+    if not options.is_on:
         return model
     from zbpp.training.fine_tuned import FineTuned
 
     with naming("finetune"):
         try:
-            return FineTuned(model, freeze=options.freeze, train=options.train, lora=lora, seed=seed)
+            return FineTuned(
+                model, freeze=options.freeze, train=options.train, lora=options.adapters, seed=seed
+            )
         except TypeError as error:  # peft, of a key that it does not know
             raise ConfigError(f"finetune.lora: {error}") from error
 

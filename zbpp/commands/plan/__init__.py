@@ -41,6 +41,7 @@ from zbpp.render import (
     render_figures,
     render_page,
     render_picture,
+    render_short_w,
     render_table,
     render_text,
 )
@@ -217,7 +218,8 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
     )
     answer = choose(request, progress)
     timelines = {each.title: each.timeline for each in answer.ranked}
-    texts = [*inputs.notes, _commands(options, answer), render_choice(answer)]
+    short = [note] if (note := render_short_w(*inputs.costs.work)) else []
+    texts = [*inputs.notes, _commands(options, answer), *short, render_choice(answer)]
     return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
 
 

@@ -19,6 +19,7 @@ from zbpp.planning import (
     read_costs,
     read_memory_limit,
 )
+from zbpp.render import render_short_w
 from zbpp.schedule import PlanError
 from zbpp.schedule.slice_bounds import checked_bounds
 
@@ -114,10 +115,11 @@ def _sliced(costs: RankCosts, options: argparse.Namespace) -> tuple[RankCosts, t
     """The costs with the bounds of --slices, and the numbers of slices.
 
     One number: so many slices that take equally long. Several from 0 on: their bounds. Several for --choose:
-    the numbers of slices to try; without --slices it tries some where attention's part of the time is known.
-    Raises PlanError.
+    the numbers of slices to try; without --slices it tries some where attention's part of the time is known,
+    or where W is so short that slices bring the most. Raises PlanError.
     """
-    given: list[float] = options.slices or ([] if not options.choose or costs.quadratic is None else _TRIED)
+    is_told = costs.quadratic is not None or (render_short_w(*costs.work) and options.layers is None)
+    given: list[float] = options.slices or (_TRIED if options.choose and is_told else [])
     if not given:
         return costs, (1,)
     are_counts = all(each >= 1 and each.is_integer() for each in given)
