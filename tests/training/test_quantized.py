@@ -1,21 +1,28 @@
 """Adapters on a quantized base, against transformers, bitsandbytes and peft in one process."""
 
 import copy
+import json
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from helpers.configs import composed
 from helpers.hf_folders import saved
 from helpers.processes import run_ranks
 from zbpp import Pipeline, backward_input, plan
-from zbpp.training.fine_tuned import FineTuned
+from zbpp.commands import export
+from zbpp.config import ConfigError
+from zbpp.run.checks import check_together
+from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.training.fine_tuned import FineTuned, save_adapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
 bnb = pytest.importorskip("bitsandbytes")
 
-from zbpp.models.hf import HuggingFace  # noqa: E402  # after the check for its library
+from zbpp.models.hf import HuggingFace, load, quantize  # noqa: E402  # after the check for its library
 
 pytestmark = [
     # peft reads what transformers has renamed
@@ -80,6 +87,48 @@ def test_stages_have_the_weights_that_from_pretrained_quantizes(kind, dtype, opt
     quantized = {name for name, each in found.items() if each.dtype in (torch.uint8, torch.int8)}
     assert any("q_proj" in name for name in quantized)
     assert any("mlp" in name for name in quantized) is ("llm_int8_skip_modules" not in options)
+
+
+class Reading(LiveTensors):
+    """Counts bytes, but for the tensors of files, and the numbers that a kernel of bitsandbytes gets."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if str(func).startswith("bitsandbytes."):
+            self.largest = max(self.largest, args[0].numel())
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_reading_a_stage_holds_its_quantized_weights_and_one_tensor(kind, tmp_path, monkeypatch):
+    """A kernel takes several times the memory of what it gets, so it gets a large tensor in parts."""
+    saved("llama", tmp_path, hidden_size=256, intermediate_size=4096, num_hidden_layers=2, vocab_size=64)
+    model, reading, read = HuggingFace(path=str(tmp_path), quantize=kind), Reading(), load._loaded
+
+    def watched(*args):
+        with reading:
+            return read(*args)
+
+    monkeypatch.setattr(load, "_loaded", watched)
+    stage = model.build_stage(0, 1)
+    own = sum(each.nbytes for each in whole_state(stage).values())
+    assert reading.highest <= own + 256 * 4096 * 4
+    assert 0 < reading.largest <= quantize._AT_ONCE < 256 * 4096
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("nf4", {"bnb_4bit_use_double_quant": True}), ("fp4", {}), ("int8", {})]
+)
+def test_fake_tensors_take_the_bytes_of_quantized_ones(kind, options, base):
+    model = HuggingFace(path=base, quantize=kind, quantize_options=options)
+    real = whole_state(model.build_stage(0, 2))
+    tables = "quant_map", "quant_state", "weight_format"  # some bytes per layer
+    expected = sum(each.nbytes for name, each in real.items() if not any(word in name for word in tables))
+    with FakeTensorMode():
+        stage = model.build_stage(0, 2)
+        held = [*stage.parameters(), *(each for name, each in stage.named_buffers() if "statistics" in name)]
+        assert sum(each.nbytes for each in held) == expected
 
 
 # ---------------------------------------------------------------- split and training
@@ -171,6 +220,7 @@ def test_a_pipeline_trains_adapters_on_a_quantized_base_as_peft_does(base):
 # ---------------------------------------------------------------- what is refused
 
 
+ADAPTERS = ["finetune.lora.r=2", "finetune.lora.target_modules=[q_proj]"]
 MISTAKES = [
     ({"quantize": "nf5"}, "quantize=nf5: write one of nf4, fp4, int8"),
     ({"quantize": "nf4", "path": None, "config": {"model_type": "llama"}}, "quantize=nf4 goes with path and"),
@@ -210,3 +260,34 @@ def test_a_tied_head_is_not_quantized(tmp_path):
     options = {"llm_int8_skip_modules": ["q_proj"]}
     with pytest.raises(ValueError, match="lm_head.weight to be quantized, which is tied .*: add lm_head to"):
         HuggingFace(path=str(tmp_path), quantize="nf4", quantize_options=options).build_stage(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("further", "message"),
+    [
+        ([], "model.quantize=nf4 doesn't go with training all weights: .*write finetune.lora"),
+        ([*ADAPTERS, "parallel.shard=2"], "quantize=nf4 doesn't go with parallel.shard=2"),
+        ([*ADAPTERS, "compile=layer"], "quantize=nf4 doesn't go with compile=layer"),
+        ([*ADAPTERS, "memory.offload_weights=true"], "quantize=nf4 doesn't go with memory.offload_weights"),
+    ],
+)
+def test_a_run_that_a_quantized_base_does_not_go_with_is_refused_before_it_is_read(further, message):
+    config = composed("model=huggingface", "model.path=nowhere", "model.quantize=nf4", *further)
+    with pytest.raises(ConfigError, match=message):
+        check_together(config)
+
+
+def test_merging_writes_the_dequantized_weights_with_the_adapter(base, tmp_path, caplog):
+    run, lora = tmp_path / "run", {**LORA, "target_modules": ["q_proj"]}
+    node = {"_target_": "zbpp.models.hf.HuggingFace", "path": base, "quantize": "nf4"}
+    model = FineTuned(HuggingFace(path=base, quantize="nf4"), lora=lora)
+    tokens, _ = batch(0)
+    with Pipeline(model, "1f1b", num_microbatches=2) as pipeline:
+        save_adapter(run / "adapter", pipeline, lora, base=base)
+        expected = pipeline.predict(tokens)
+    (run / "config.yaml").write_text(json.dumps({"model": node, "finetune": {"lora": lora}}))
+    assert export.main([str(run), str(tmp_path / "merged"), "--merge"]) == 0
+    assert "merged into the weights that nf4 has made of the base" in caplog.text
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
+    torch.testing.assert_close(merged(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert not hasattr(merged.config, "quantization_config")

@@ -65,6 +65,8 @@ def build_stage(
     if files is not None:
         own = [name for name in model.state_dict() if is_own(name) and files.holds(name)]
         files.load(model, own, dtype, None if quantization is None else quantization.quantizer)
+    elif quantization is not None:
+        quantization.leave_empty(model)
     stage = _stage(model, cut, index, head)
     if quantization is not None:
         quantization.freeze(stage)

@@ -51,10 +51,10 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     _check_kind(given, str(path))
-    if given.get("quantization_config"):
+    if quantized := given.get("quantization_config"):
         raise ValueError(
-            f"{path} describes quantized weights, which can't be trained: write the folder of the original "
-            "model, or save a dequantized copy"
+            f"{path} describes quantized weights ({quantized.get('quant_method')}), which can't be read: write "
+            "the folder of the original model, with quantize=nf4, fp4 or int8 to train adapters on fewer bits"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)

@@ -151,12 +151,16 @@ class HuggingFace:
 
     def check_pipeline(self, pipeline: Any) -> None:
         """See zbpp/stage_api.py: quantized weights are trained with adapters alone."""
-        is_trained = any(each.requires_grad for each in pipeline.parameters())
-        if self.quantization is not None and not any(pipeline.place.gather(is_trained)):
+        if self.quantization is None:
+            return
+        kind, is_trained = self.quantization.kind, any(each.requires_grad for each in pipeline.parameters())
+        if not any(pipeline.place.gather(is_trained)):
             raise ValueError(
-                f"quantize={self.quantization.kind} freezes all weights, and nothing is left to train: "
-                "write finetune.lora (in your own loop: FineTuned(model, lora=...))"
+                f"quantize={kind} freezes all weights, and nothing is left to train: write finetune.lora (in "
+                "your own loop: FineTuned(model, lora=...))"
             )
+        if "shard" in pipeline.place.groups:
+            raise ValueError(f"quantize={kind} doesn't go with shards of weights: write replicate=")
 
     @by_last_stage
     @mean_over_tokens

@@ -15,11 +15,12 @@ from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from zbpp.error_text import did_you_mean
 from zbpp.models.hf.ties import aliases_of
+from zbpp.models.hf.values import no_fake_mode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -58,7 +59,8 @@ class Quantization:
         Raises ValueError for a tied layer that would be quantized.
         """
         tied = aliases_of(model)
-        self.quantizer.preprocess_model(model, device_map={"": "cpu"})
+        with no_fake_mode():  # the model's tensors are on the meta device, and of no such mode
+            self.quantizer.preprocess_model(model, device_map={"": "cpu"})
         if lost := sorted(tied.keys() - aliases_of(model).keys()):
             raise ValueError(
                 f"quantize_options.llm_int8_skip_modules leaves {lost[0]} to be quantized, which is tied to "
@@ -69,6 +71,12 @@ class Quantization:
                 layer._apply = MethodType(_apply_to_8_bits, layer)
             elif not self._has_compute_dtype:
                 layer.compute_dtype, layer.compute_type_is_set = None, True
+
+    def leave_empty(self, model: PreTrainedModel) -> None:
+        """Give layers whose tensors have no values, as in a prediction of memory, what they would hold."""
+        for layer in quantized_layers(model):
+            if not layer.weight.is_meta:
+                _leave_empty(layer, self.config)
 
     def freeze(self, stage: nn.Module) -> None:
         """Let a stage train, and save, nothing of the base. peft asks the stage which adapters it takes."""
@@ -126,6 +134,40 @@ def _need_trained(stage: nn.Module, keys: Any) -> None:
     """Miss nothing of the base in a state_dict that is loaded."""
     trained = _trained(stage)
     keys.missing_keys[:] = [name for name in keys.missing_keys if name in trained]
+
+
+# ---- Layers without values: bitsandbytes can't make its weights of fake tensors.
+
+
+def _leave_empty(layer: Any, config: Any) -> None:
+    (rows, columns), is_int8 = layer.weight.shape, config.load_in_8bit
+    blocks = -(-rows * columns // _BLOCK)
+    packed = torch.empty(rows, columns, dtype=torch.int8)
+    num_bytes = 4 * rows
+    if not is_int8:
+        packed = torch.empty(-(-rows * columns // 2), 1, dtype=torch.uint8)
+        num_bytes = blocks + 4 * -(-blocks // 256) if config.bnb_4bit_use_double_quant else 4 * blocks
+    layer.weight = nn.Parameter(packed, requires_grad=False)
+    layer.weight.quant_type = config.bnb_4bit_quant_type  # peft asks for it, and for the next
+    layer.weight.compress_statistics = config.bnb_4bit_use_double_quant
+    layer.register_buffer("statistics", torch.empty(num_bytes, dtype=torch.uint8), persistent=False)
+    vars(layer).pop("_apply", None)
+    product: Any = _EmptyProduct
+    layer.forward = lambda x: product.apply(x, (rows, columns), layer.bias, is_int8)
+
+
+class _EmptyProduct(torch.autograd.Function):
+    """The memory of bitsandbytes's products: a dequantized weight for a moment; of 8 bits also the input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: tuple[int, int], bias: Tensor | None, keeps_x: bool) -> Tensor:
+        ctx.shape, ctx.kept = shape, x if keeps_x else None
+        return nn.functional.linear(x, x.new_empty(shape), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        (grad,) = grads
+        return grad @ grad.new_empty(ctx.shape), None, None, None
 
 
 class QuantizedInParts(TorchDispatchMode):
