@@ -53,8 +53,8 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
     _check_kind(given, str(path))
     if quantized := given.get("quantization_config"):
         raise ValueError(
-            f"{path} describes quantized weights ({quantized.get('quant_method')}), which can't be read: write "
-            "the folder of the original model, with quantize=nf4, fp4 or int8 to train adapters on fewer bits"
+            f"{path} describes quantized weights ({quantized.get('quant_method')}), which can't be read: "
+            "write the folder of the original model, with quantize=nf4, fp4 or int8 to train adapters on it"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
