@@ -13,6 +13,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -32,7 +33,7 @@ class FakeTensors(TorchDispatchMode):
         self._fake = FakeTensorMode()
         self._values = WeakTensorKeyDictionary()
         # Module.to would swap a fake parameter, which torch refuses: its own mode has a weak reference.
-        self._to = patch.object(torch.utils, "swap_tensors", _set_data)
+        self._to = patch.object(torch.utils, "swap_tensors", _convert)
 
     def __enter__(self) -> Self:
         self._to.__enter__()
@@ -101,8 +102,12 @@ class FakeTensors(TorchDispatchMode):
                 del self._values[each]
 
 
-def _set_data(parameter: Tensor, converted: Tensor) -> None:
-    parameter.data = converted.data
+def _convert(parameter: Tensor, converted: Tensor) -> None:
+    """swap_tensors, but a fake parameter that stays a plain one gets the other's data."""
+    if isinstance(converted, FakeTensor):
+        parameter.data = converted.data
+    else:  # it becomes a DTensor
+        swap_tensors(parameter, converted)
 
 
 def _is_small(tensor: Tensor) -> bool:
