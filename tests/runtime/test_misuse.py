@@ -99,6 +99,16 @@ def test_what_a_module_has_and_a_pipeline_has_not_says_what_to_write(name):
         made.num_step  # noqa: B018  # the look-up is what fails
 
 
+def test_a_property_of_a_pipeline_that_fails_raises_its_own_error(monkeypatch):
+    def fail(pipeline):
+        raise AttributeError("the cause")
+
+    made = pipeline()
+    monkeypatch.setattr(zbpp.Pipeline, "count", property(fail))
+    with pytest.raises(AttributeError, match="^the cause"):
+        made.count  # noqa: B018  # the look-up is what fails
+
+
 @pytest.mark.parametrize("bound", [-1, float("nan"), "1", None, True])
 def test_a_bound_of_a_norm_is_a_number_that_is_not_negative(bound):
     made = pipeline()

@@ -3,12 +3,14 @@
 import re
 from collections import OrderedDict
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
+from helpers.peft_loop import trained_by_peft
 from helpers.processes import run_ranks
 from helpers.split import assert_close
 from zbpp import Pipeline, PostValidation, make_mesh, plan
@@ -94,23 +96,8 @@ def whole_peft(base, options=LORA):
 
 def by_peft(base, adapters, lora=LORA):
     """Losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
-    model = whole_peft(base, lora)
-    own = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
-    trained = {name: each for name, each in own.items() if each.requires_grad}
-    assert trained.keys() == adapters.keys()
-    with torch.no_grad():
-        for name, each in trained.items():
-            each.copy_(adapters[name])
-    optimizer = torch.optim.AdamW(trained.values(), lr=0.01)
-    losses = []
-    for step in range(STEPS):
-        tokens, target = batch(step)
-        loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), target.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: each.detach() for name, each in trained.items()}
+    optimizer = partial(torch.optim.AdamW, lr=0.01)
+    return trained_by_peft(whole_peft(base, lora), adapters, optimizer, map(batch, range(STEPS)))
 
 
 def adapters_of(pipeline):

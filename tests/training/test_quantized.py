@@ -2,14 +2,15 @@
 
 import copy
 import json
+from functools import partial
 
 import pytest
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from helpers.configs import composed
 from helpers.hf_folders import saved
+from helpers.peft_loop import trained_by_peft
 from helpers.processes import run_ranks
 from zbpp import Pipeline, backward_input, plan
 from zbpp.commands import export
@@ -165,22 +166,8 @@ def batch(step):
 def by_peft(base, kind, adapters):
     """The losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
     model = peft.get_peft_model(reference(base, kind), peft.LoraConfig(**LORA)).train()
-    own = {name.removeprefix("base_model.model."): each for name, each in model.named_parameters()}
-    trained = {name: each for name, each in own.items() if each.requires_grad}
-    assert trained.keys() == adapters.keys()
-    with torch.no_grad():
-        for name, each in trained.items():
-            each.copy_(adapters[name])
-    optimizer = torch.optim.SGD(trained.values(), lr=0.02, momentum=0.9)
-    losses = []
-    for step in range(STEPS):
-        tokens, target = batch(step)
-        loss = nn.functional.cross_entropy(model(tokens).logits.flatten(0, 1), target.flatten())
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
-    return losses, {name: each.detach() for name, each in trained.items()}
+    optimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+    return trained_by_peft(model, adapters, optimizer, map(batch, range(STEPS)))
 
 
 def on_two_ranks(rank, base):

@@ -401,6 +401,8 @@ class Pipeline:
 
         @hiding_own_frames
         def __getattr__(self, name: str) -> NoReturn:
+            if hasattr(type(self), name):  # a property has failed: raise its own error
+                object.__getattribute__(self, name)
             raise AttributeError(f"Pipeline has no {name}{_OF_MODULE if hasattr(nn.Module, name) else ''}")
 
     # ---- Extras
