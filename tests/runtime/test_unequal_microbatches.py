@@ -4,6 +4,7 @@ The reference is plain autograd on one process: one microbatch after another, on
 """
 
 import random
+import re
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import NamedTuple
@@ -497,4 +498,5 @@ def test_a_layout_that_does_not_follow_from_the_others_is_refused_at_the_sender(
     )
     assert "the messages before promised (float64[2, 17," in sender
     assert "dynamic_shapes=True" in sender
-    assert "Recv" in receiver
+    # Whichever instruction notices first that the sender has left: it posts the message, or it waits for it.
+    assert re.search(r"(Post|Recv) x\(1,\d\) from 0", receiver)
