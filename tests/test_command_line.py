@@ -213,6 +213,8 @@ def test_a_mistake_ends_with_2_a_failure_with_1_and_a_bug_with_its_traceback(
     monkeypatch, capsys, error, status
 ):
     monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    # torch writes its rank before a traceback once this process has had a process group.
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
     with pytest.raises(SystemExit, match=f"^{status}$"), command_line._ended_in_order():
         raise error
     assert capsys.readouterr().err == f"error: {error}\n"

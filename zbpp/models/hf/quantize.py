@@ -69,7 +69,11 @@ class Quantization:
         for layer in quantized_layers(model):
             if isinstance(layer, _bitsandbytes().Linear8bitLt):
                 layer._apply = MethodType(_apply_to_8_bits, layer)
-            elif not self._has_compute_dtype:
+                continue
+            # On a CPU with bfloat16 the library packs the weight anew in the first forward of an evaluation,
+            # and rounds its statistics: training would go on with other weights.
+            layer.support_avx512bf16_for_cpu = False
+            if not self._has_compute_dtype:
                 layer.compute_dtype, layer.compute_type_is_set = None, True
 
     def leave_empty(self, model: PreTrainedModel) -> None:
