@@ -1,6 +1,7 @@
 """What the commands make of their arguments, their help, and a mistake in them: one line."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
