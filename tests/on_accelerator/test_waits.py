@@ -39,20 +39,39 @@ def test_within_a_step_of_a_known_or_a_new_size_the_host_never_waits_for_the_dev
 
 
 def waits_of_a_library_model(rank, device):
-    """The waits of the host within the fourth step of a Hugging Face model, given tokens alone."""
+    """{what the model is given: the host waits in its fourth step, how far losses are from the CPU's}"""
     from accelerator import reports
     from helpers.hf_folders import TOKENS, config_of
     from zbpp.models.hf import HuggingFace
 
-    config = config_of("gemma2", sliding_window=4, head_dim=8).to_dict()
-    model, timetable = HuggingFace(config=config), zbpp.plan("interleaved_1f1b", 1, 2, stages_per_rank=2)
-    tokens = TOKENS.to(device)
-    with zbpp.Pipeline(model, timetable, device=device) as pipeline:
-        for _ in range(4):
-            reports.waits.clear()
-            pipeline.step(tokens, target=tokens)
-        return [*reports.waits]
+    config, (rows, time) = config_of("gemma2", sliding_window=4, head_dim=8).to_dict(), TOKENS.shape
+    timetable = zbpp.plan("interleaved_1f1b", 1, 2, stages_per_rank=2)
+    padded = torch.ones_like(TOKENS)
+    padded[0, :3] = padded[-1, -2:] = 0
+    half = torch.arange(time // 2)
+    cases = {
+        "tokens alone": {},
+        "padding": {"attention_mask": padded},
+        "a mask of ones": {"attention_mask": torch.ones_like(TOKENS)},
+        "documents": {"position_ids": torch.cat([half, half]).expand(rows, -1).contiguous()},
+    }
+    found = {}
+    for name, given in cases.items():
+        losses = {}
+        for place in ("cpu", device):
+            moved = {key: value.to(place) for key, value in given.items()}
+            tokens, model = TOKENS.to(place), HuggingFace(config=config)
+            with zbpp.Pipeline(model, timetable, device=place) as pipeline:
+                for _ in range(4):
+                    reports.waits.clear()
+                    losses[place] = pipeline.step(tokens, target=tokens, **moved)
+                waits = [*reports.waits]
+        on_cpu, on_device = (torch.stack(each).cpu() for each in losses.values())
+        found[name] = waits, float((on_cpu - on_device).abs().max())
+    return found
 
 
-def test_the_host_never_waits_for_a_hugging_face_model_that_is_given_tokens_alone():
-    assert run_ranks(waits_of_a_library_model, 1, "cuda", device="cuda") == [[]]
+def test_the_host_never_waits_for_a_hugging_face_model():
+    (found,) = run_ranks(waits_of_a_library_model, 1, "cuda", device="cuda")
+    assert {name: waits for name, (waits, _) in found.items()} == {name: [] for name in found}
+    assert max(difference for _, difference in found.values()) < 1e-5

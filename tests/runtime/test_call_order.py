@@ -3,6 +3,7 @@
 import time
 from contextlib import suppress
 from itertools import product
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,8 +22,8 @@ M, SIZE = 2, 3
 
 
 def two_ranks():
-    store, cpu = dist.HashStore(), torch.device("cpu")
-    return [CallOrder(store, rank, {1 - rank}, cpu) for rank in range(2)]
+    store = dist.HashStore()
+    return [CallOrder(store, rank, {1 - rank}) for rank in range(2)]
 
 
 def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
@@ -30,32 +31,33 @@ def test_a_rank_that_is_a_call_behind_or_ahead_is_no_disagreement():
     for kind in ("step", "evaluate", "evaluate", "step"):
         first.begin(kind, None)
         second.begin(kind, 8)
+        first.check()
+        second.check()
     for _ in range(3):  # as a rank on CUDA may be
         first.begin("step", 8)
+    second.check()
     for _ in range(3):
         second.begin("step", None)
+        second.check()
 
 
-@pytest.mark.parametrize("first_comes_later", [True, False])
-def test_of_two_ranks_in_different_calls_the_later_is_told_at_once_and_the_earlier_by_check(
-    first_comes_later,
-):
+def test_two_ranks_in_different_calls_find_each_others():
     ranks = two_ranks()
-    later, earlier = ranks if first_comes_later else ranks[::-1]
     for each in ranks:
         each.begin("step", None)
-    earlier.begin("evaluate", None)
+    ranks[0].begin("evaluate", None)
+    ranks[1].begin("step", None)
     with pytest.raises(
-        AgreementError, match=r"is in evaluate\(\) while rank \d is in step\(\): every rank must"
+        AgreementError, match=r"rank 0 is in evaluate\(\) while rank 1 is in step\(\): every rank must"
     ):
-        later.begin("step", None)
+        ranks[1].check()
     with pytest.raises(AgreementError, match=r"is in step\(\) while rank \d is in evaluate\(\)"):
-        earlier.check()
+        ranks[0].check()
 
 
 def test_a_rank_that_waits_in_vain_says_how_many_calls_the_others_have_begun():
-    store, cpu = dist.HashStore(), torch.device("cpu")
-    first, second, third = (CallOrder(store, rank, {}, cpu, range(3)) for rank in range(3))
+    store = dist.HashStore()
+    first, second, third = (CallOrder(store, rank, {}, range(3)) for rank in range(3))
     for each in (first, second, third, first, third):
         each.begin("step", None)
     assert third.differences() == [
@@ -82,6 +84,22 @@ def test_the_rank_that_makes_one_step_more_is_told_what_the_other_one_has_made(r
     nothing, notes = run_ranks(uneven, 2, replicate)
     assert any(each.startswith("rank 0 has begun 1 calls of this pipeline, the last one ") for each in notes)
     assert nothing is None
+
+
+def reads_of_the_store(rank):
+    """How often steps and evaluations, the sizes of which change, read what another rank has called."""
+    pipeline = Pipeline({rank: nn.Linear(SIZE, SIZE)}, plan("zb_h1", 2, M), F.mse_loss)
+    with pipeline, patch.object(CallOrder, "_read", autospec=True) as read:
+        for rows in (M, M, 2 * M):
+            x = torch.ones(rows, SIZE)
+            pipeline.step(x, target=x)
+            pipeline.evaluate(x, target=x)
+        return read.call_count
+
+
+def test_calls_that_go_well_read_nothing_from_the_store():
+    """A read takes a round trip to the process that has the store."""
+    assert run_ranks(reads_of_the_store, 2) == [0, 0]
 
 
 CASES = {

@@ -113,9 +113,11 @@ class Batch:
         Only the owner of stage 0 knows the sizes. timetable: see Sizes. Raises ValueError if all microbatches
         are empty.
         """
-        kind, number, cutter = self.call.kind, self.num_microbatches, self._cutter
-        order = cutter.order if kind == "step" else None
-        mine = Sizes(kind, timetable, (), order or (), loss_scale=float(self.call.loss_scale))
+        call, number, cutter = self.call, self.num_microbatches, self._cutter
+        order = cutter.order if call.kind == "step" else None
+        mine = Sizes(
+            call.called, timetable, (), order or (), loss_scale=float(call.loss_scale), rows=self.rows
+        )
         if 0 not in self._seeds:
             return mine
         order = order or (*range(number),)

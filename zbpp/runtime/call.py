@@ -37,6 +37,11 @@ class Call(NamedTuple):
     returns_outputs: bool = False
     metrics: Metrics | None = None
 
+    @property
+    def called(self) -> str:
+        """What ranks compare: the name, or the kind."""
+        return self.name or self.kind
+
 
 def named_target(
     names: TargetNames, target: Any, kwargs: Mapping[str, Any], *, is_read: bool

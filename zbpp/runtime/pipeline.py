@@ -586,7 +586,7 @@ class Pipeline:
     def _wait_for_all(self) -> None:
         try:
             synchronize(self.device)
-            self._rank.extras.announce_close()
+            self._rank.tell_close()
             if self.timetable.num_ranks > 1:
                 gather(None, self.group)
         except Exception as error:

@@ -44,7 +44,7 @@ from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.results import Result
-from zbpp.runtime.sizes import Announcer, ways_of_sizes
+from zbpp.runtime.sizes import Announcer, Sizes, ways_of_sizes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
 from zbpp.runtime.weights import Count
@@ -283,6 +283,15 @@ class Rank:
         dimensions = self.place.divided_over(call.kind)
         batch.weigh(self.device, math.prod(dimensions.values()), partial(self._sum, [*dimensions]))
         return batch
+
+    def tell_close(self) -> None:
+        """Tell all ranks that no call follows. Collective.
+
+        Raises AgreementError if one of them is in a call.
+        """
+        self.extras.announce_close()
+        self._announcer.told(Sizes("close", self._lowering.number, (), ()))
+        self._announcer.end()
 
     def _sum(self, dimensions: Sequence[str], values: Tensor) -> None:
         """Sum the values, in place, over these dimensions of the mesh. Collective."""

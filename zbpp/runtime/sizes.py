@@ -1,14 +1,17 @@
-"""The sizes of a call's microbatches: the rank that has the inputs tells them to all ranks, once per call.
+"""What all ranks know of a call: the rank that has the inputs tells it, once per call.
+
+It is which call that is, in how many rows, under which timetable; the sizes of the microbatches, and which of
+them run in which order. A rank that is in another call, or was given other rows, raises AgreementError before
+it sends anything: else a batch to evaluate would be trained on.
 
 A size is the dtypes and shapes of the tensors that the first stage gets for a microbatch, and the dtypes that
-autocast computes in. Layouts of messages
-follow from it (layouts.py), and a microbatch without sequences is left out. The sizes go the way of the x's,
-one message to each rank before the first action of a call:
+autocast computes in. Layouts of messages follow from it (layouts.py), and a microbatch without sequences is
+left out. What is told goes the way of the x's, one message to each rank before the first action of a call:
 
     owner of stage 0  -->  owner of stage 1  -->  owner of stage 2  ...
 
-A rank gets them from the rank before its first stage. They go from host to host, on gloo: so a host waits
-until the one before it has begun the call, and for no device, which may still be several calls behind.
+A rank gets it from the rank before its first stage. It goes from host to host, on gloo: so a host waits until
+the one before it has begun the call, and for no device, which may still be several calls behind.
 """
 
 from __future__ import annotations
@@ -71,11 +74,12 @@ def is_empty(values: Any) -> bool:
 class Sizes(NamedTuple):
     """What all ranks know of one call.
 
-    call: its kind. timetable: a number that tells timetables apart. of: the size of each microbatch, in the
-    caller's order. order: the microbatches that run, in the order in which they go; the empty ones are not
-    among them. lengths: the tokens of each microbatch's sequences, in the caller's order, where slices cut
-    sequences of several lengths; else (). loss_scale: see Pipeline. given: fingerprints of the inputs and of
-    the target, in the first calls, on the ranks with the first and the last stage; else ().
+    call: its name, see Call.called. timetable: a number that tells timetables apart. of: the size of each
+    microbatch, in the caller's order. order: the microbatches that run, in the order in which they go; the
+    empty ones are not among them. lengths: the tokens of each microbatch's sequences, in the caller's order,
+    where slices cut sequences of several lengths; else (). loss_scale: see Pipeline. given: fingerprints of
+    the inputs and of the target, in the first calls, on the ranks with the first and the last stage; else ().
+    rows: of the batch; None if this rank was given none.
     """
 
     call: str
@@ -85,6 +89,7 @@ class Sizes(NamedTuple):
     lengths: tuple[int, ...] = ()
     loss_scale: float = 1.0
     given: tuple[Fingerprint | None, ...] = ()
+    rows: int | None = None
 
     @property
     def in_order(self) -> list[Size]:
@@ -112,23 +117,41 @@ class Sizes(NamedTuple):
         numbers = [number_of[each] for each in self.of] if len(different) > 1 else len(self.of)
         order = None if self.is_plain else self.order
         told = [self.call, self.timetable, different, numbers, order, self.lengths, self.loss_scale]
-        return json.dumps([*told, self.given]).encode()
+        return json.dumps([*told, self.given, self.rows]).encode()
 
     @classmethod
     def decoded(cls, data: bytes) -> Sizes:
         """The sizes that `encoded` has written."""
-        call, timetable, different, numbers, order, lengths, loss_scale, told = json.loads(data)
+        call, timetable, different, numbers, order, lengths, loss_scale, told, rows = json.loads(data)
         sizes = [Size(kind, tuple(own)) for kind, own in different]
         of = tuple(sizes * numbers if isinstance(numbers, int) else [sizes[each] for each in numbers])
         order = range(len(of)) if order is None else order
         given = tuple([None if each is None else Fingerprint(*each) for each in told])
-        return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale, given)
+        return cls(call, timetable, of, tuple(order), tuple(lengths), loss_scale, given, rows)
 
 
 def ways_of_sizes(rank_of: Sequence[int]) -> list[tuple[int, int]]:
     """(source, receiver) for each rank that gets the sizes from another one. rank_of: see Timetable."""
     firsts = [(rank_of.index(rank), rank) for rank in sorted({*rank_of})]
     return [(rank_of[stage - 1], rank) for stage, rank in firsts if stage]
+
+
+def refuse_another_call(mine: str, rank: int, other: str, other_rank: int) -> None:
+    """Raise AgreementError if this rank and another one are in different calls."""
+    if other != mine:
+        raise AgreementError(
+            f"rank {other_rank} is in {other}() while rank {rank} is in {mine}(): every rank must make the "
+            "same calls of a pipeline in the same order"
+        )
+
+
+def refuse_other_rows(call: str, mine: int | None, rank: int, other: int | None, other_rank: int) -> None:
+    """Raise AgreementError if two ranks were given batches of different sizes; None: it was given none."""
+    if None not in (mine, other) and mine != other:
+        raise AgreementError(
+            f"{call}() got {mine} rows on rank {rank} and {other} on rank {other_rank}: give inputs and "
+            "targets of one batch"
+        )
 
 
 class Announcer:
@@ -159,8 +182,8 @@ class Announcer:
         """The sizes of a call, as the rank that has the inputs tells them. Collective.
 
         mine: of this rank. The order is () if it was given none; the sizes are () if it has no inputs. Raises
-        AgreementError if the rank with the inputs is in another call, follows another timetable, has another
-        loss scale, or was given another order or, in the first calls, another batch.
+        AgreementError if the rank with the inputs is in another call, was given other rows, follows another
+        timetable, has another loss scale, or was given another order or, in the first calls, another batch.
         """
         data = mine.encoded() if self._groups and self._inbound is None else b""
         tag = _FIRST_TAG + self._num_calls % _NUM_TAGS * 2
@@ -179,8 +202,8 @@ class Announcer:
 
     def _check_agree(self, mine: Sizes, sizes: Sizes) -> None:
         rank, first = self._index, self._first
-        if sizes.call != mine.call:
-            raise AgreementError(f"rank {first} is in {sizes.call}() while rank {rank} is in {mine.call}()")
+        refuse_another_call(mine.call, rank, sizes.call, first)
+        refuse_other_rows(mine.call, mine.rows, rank, sizes.rows, first)
         if sizes.timetable != mine.timetable:
             raise AgreementError(
                 f"rank {first} follows another timetable than rank {rank}: call use_timetable on all "

@@ -30,6 +30,7 @@ NONE: Given = (None, None)
 Kind = tuple[int, bool]
 """(dimensions of the mask, 0 without one; whether there are positions)"""
 _FIND = "find_packed_sequence_indices"  # of transformers.masking_utils
+_IS_TRACING = "is_tracing"  # there: whether a tensor's values can't be read
 
 
 def kind_of(given: Given) -> Kind:
@@ -65,6 +66,18 @@ def as_one_document(*, asked: bool) -> AbstractContextManager[Any]:
     if not asked or torch.compiler.is_compiling():
         return nullcontext()
     return _finding_documents(lambda positions: None)
+
+
+def made_without_reading(given: Given) -> AbstractContextManager[Any]:
+    """Within the block the library makes its masks of those on a device, whatever their values.
+
+    It would look whether a mask is needed, and the host would wait for the device.
+    """
+    if all(each is None or each.device.type == "cpu" for each in given) or torch.compiler.is_compiling():
+        return nullcontext()
+    from transformers import masking_utils
+
+    return patch.object(masking_utils, _IS_TRACING, lambda _: True)
 
 
 def _finding_documents(find: Callable[[Tensor], Tensor | None]) -> AbstractContextManager[Any]:

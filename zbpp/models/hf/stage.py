@@ -43,6 +43,7 @@ from zbpp.models.hf.masks import (
     as_one_document,
     in_dtype,
     kind_of,
+    made_without_reading,
     merged,
     own_part,
     refuse,
@@ -161,7 +162,7 @@ class Stage(nn.Module):
         try:
             masks = whole_sequences(self._context, tokens, given, place)
             documents = as_one_document(asked=self._cut.one_document and not is_given)
-            with masks as batch, documents, made_as_of_real_tensors(tokens):
+            with masks as batch, documents, made_without_reading(given), made_as_of_real_tensors(tokens):
                 output = self._patched.run(
                     tokens,
                     layers,

@@ -1,22 +1,17 @@
-"""Whether the ranks of a pipeline call `step`, `evaluate` and `close` in one order, with batches of one size.
+"""What each rank has called, for the error of a rank whose peer has gone.
 
-    rank 0   evaluate()  step()
-    rank 1   step()      evaluate()    without this check: trains on the evaluation batch
+    rank 0   step()       CommunicationError: rank 1 has closed its links
+    rank 1   evaluate()   AgreementError: rank 0 is in step() while rank 1 is in evaluate()
 
-Calls are numbered. Before a rank sends or receives anything in a call, it writes into the job's store which
-call it makes, then reads what its neighbours wrote: ranks that it has a link with. Of two neighbours, the one
-that reads last reads after both have written: that rank sees a difference, sends nothing, and raises. A check
-of tags would not do, since NCCL ignores them. The check through the store costs one write per call and one
-read per neighbour and call, and nothing per message.
-
-On CUDA a step returns before its messages have arrived, so a rank may be several calls ahead of its
-neighbour. One entry covers a run of equal calls: kind, first and last number. Before the first call of
-another kind replaces the entry, the rank waits for its device: by then its neighbours have made all earlier
-calls.
+Ranks compare their calls by what the rank with the inputs tells (sizes.py). The rank that finds a difference
+raises AgreementError and closes its links; another one sees closed links alone. So each rank writes its
+calls, which are numbered, into the job's store. A write waits for nobody. A rank that fails reads what its
+neighbours wrote: ranks that it has a link with. One entry covers a run of equal calls: kind, first and last
+number.
 
 A rank that makes fewer calls than the others, and does not close the pipeline, lets them wait until the
-timeout: it may come yet. Then the
-error says how many calls each rank has begun, of all processes of the mesh.
+timeout: it may come yet. Then the error says how many calls each rank has begun, of all processes of the
+mesh.
 """
 
 from __future__ import annotations
@@ -26,16 +21,15 @@ from collections.abc import Collection
 from contextlib import suppress
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-from zbpp.devices import synchronize
-from zbpp.job.agreement import AgreementError, gather
+from zbpp.job.agreement import gather
 from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.batch import Batch
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.rank import Rank
+from zbpp.runtime.sizes import refuse_another_call, refuse_other_rows
 
 _MOST_SHOWN = 4
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)
@@ -61,40 +55,30 @@ class CallOrder:
         store: Store,
         rank: int,
         neighbours: Collection[int],
-        device: torch.device,
         everyone: Collection[int] = (),
     ) -> None:
-        self._store, self._me, self._neighbours, self._device = store, rank, sorted(neighbours), device
+        self._store, self._me, self._neighbours = store, rank, sorted(neighbours)
         self._everyone = sorted({*everyone, *neighbours} - {rank})
         self._current = _Announced(-1, -1, "nothing", None)
         self._write()
 
     def begin(self, kind: str, rows: int | None) -> None:
-        """Announce the next call. Raises AgreementError if a neighbour's call of this number is another."""
+        """Write down the next call."""
         number, first, previous, _ = self._current
-        if kind != previous:
-            first = number + 1
-            synchronize(self._device)
+        first = first if kind == previous else number + 1
         self._current = _Announced(number + 1, first, kind, rows)
         self._write()
-        self.check()
 
     def check(self) -> None:
         """Raise AgreementError if a neighbour is known to make another call than this rank's current one."""
         mine = self._current
         for rank in self._neighbours:
             number, first, kind, rows = self._read(rank)
-            # If the neighbour is not yet at this call, it compares when it gets there.
-            if int(number) >= mine.number >= int(first) and kind != mine.kind:
-                raise AgreementError(
-                    f"rank {rank} is in {kind}() while rank {self._me} is in {mine.kind}(): every rank "
-                    "must make the same calls of a pipeline in the same order"
-                )
-            if int(number) == mine.number and mine.rows is not None and rows not in ("None", str(mine.rows)):
-                raise AgreementError(
-                    f"{mine.kind}() got {mine.rows} rows on rank {self._me} and {rows} on rank {rank}: "
-                    "give inputs and targets of one batch"
-                )
+            # A neighbour that is not yet at this call compares when it gets there.
+            if int(number) >= mine.number >= int(first):
+                refuse_another_call(mine.kind, self._me, kind, rank)
+            if int(number) == mine.number and rows != "None":
+                refuse_other_rows(mine.kind, mine.rows, self._me, int(rows), rank)
 
     def differences(self) -> list[str]:
         """A sentence for each of the first ranks that have begun more or fewer calls than this one."""
@@ -118,7 +102,7 @@ class CallOrder:
 
 
 class SameCalls(Observer):
-    """Raises AgreementError where linked ranks make different calls."""
+    """Raises AgreementError where a rank fails because linked ranks make different calls."""
 
     name = "same_calls"
 
@@ -133,17 +117,18 @@ class SameCalls(Observer):
         me, in_job = dist.get_rank(), gather(dist.get_rank(), place.pipeline)
         neighbours = {in_job[each] for pair in pairs if rank.index in pair for each in pair} - {me}
         store = job_store(place.broadcast(rank.key))
-        self._order = CallOrder(store, me, neighbours, rank.device, place.gather(me))
+        self._order = CallOrder(store, me, neighbours, place.gather(me))
 
     def announce(self, batch: Batch) -> None:
         """See Extra."""
         if self._order is not None:
-            self._order.begin(batch.call.name or batch.call.kind, batch.rows)
+            self._order.begin(batch.call.called, batch.rows)
 
     def announce_close(self) -> None:
         """See Extra. A rank in another call would wait for one that has closed the pipeline."""
         if self._order is not None:
             self._order.begin("close", None)
+            self._order.check()
 
     def fail(self, error: BaseException) -> None:
         """A peer may have closed its links because it is in another call: raise that error instead.
