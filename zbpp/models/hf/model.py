@@ -179,7 +179,7 @@ class HuggingFace:
 
     def _cut(self, num_stages: int) -> Cut:
         if num_stages not in self._cuts:
-            self._cuts[num_stages] = _tried_cut(self._config, num_stages, self._layers_per_stage, self._seed)
+            self._cuts[num_stages] = tried_cut(self._config, num_stages, self._layers_per_stage, self._seed)
             if self._head == "recompute" and not self._cuts[num_stages].head:
                 raise ValueError(
                     f"{self._kind}: head=recompute can't be, since {self._cuts[num_stages].no_head}: write "
@@ -197,7 +197,7 @@ _tried: dict[tuple[Any, ...], Cut] = {}
 here what the first process has tried."""
 
 
-def _tried_cut(
+def tried_cut(
     config: PretrainedConfig, num_stages: int, layers_per_stage: Sequence[int] | None, seed: int
 ) -> Cut:
     """The cut of a model, tried on a small copy. Raises ValueError as `find_cut` does."""

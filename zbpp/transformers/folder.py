@@ -1,0 +1,54 @@
+"""A library's model of a folder, of which this rank reads its own tensors; all others are on the meta device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbpp.models.hf import HuggingFace
+from zbpp.models.hf.shrink import build_on_meta
+from zbpp.models.hf.ties import aliases_of, assign
+
+
+def read_own(
+    folder: str,
+    stages: Iterable[int],
+    num_stages: int,
+    layers_per_stage: list[int] | None = None,
+    **options: Any,
+) -> Any:
+    """The model in training mode, with the values of these stages.
+
+    options: of from_pretrained; dtype is taken. Raises ValueError for others, and as `HuggingFace` does.
+    """
+    dtype = str(options.pop("dtype", None) or "float32").removeprefix("torch.")
+    if others := [name for name, value in options.items() if value not in (None, False)]:
+        raise ValueError(
+            f"{others[0]}: a rank that reads its own tensors of a folder takes dtype alone: give "
+            "AutoModelForCausalLM.from_pretrained(...) instead of the folder"
+        )
+    cutter = HuggingFace(path=folder, dtype=dtype, layers_per_stage=layers_per_stage)
+    model: Any = build_on_meta(cutter.library_config())
+    model.config._name_or_path = folder
+    model.config.dtype = getattr(torch, dtype)
+    aliases = aliases_of(model)
+    for index in stages:
+        for owner, name, tensor in _tensors(cutter.build_stage(index, num_stages)):
+            place = model.get_submodule(owner)
+            (place._parameters if name in place._parameters else place._buffers)[name] = tensor
+    for alias, source in aliases.items():  # both names have the tensor that was read
+        found = [each for each in map(model.get_parameter, (source, alias)) if not each.is_meta]
+        for name in (alias, source) if found else ():
+            assign(model, name, found[0])
+    return model.train()
+
+
+def _tensors(stage: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """(name of the module, name in it, tensor) of the tensors of a stage that have values."""
+    for path, module in stage.named_modules():
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not tensor.is_meta:
+                yield path, name, tensor
