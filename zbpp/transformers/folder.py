@@ -1,8 +1,8 @@
-"""A library's model of a folder, of which this rank reads its own tensors; all others are on the meta device."""
+"""A library's model of a folder, of which a rank reads its own tensors; all others are on the meta device."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ def read_own(
     folder: str,
     stages: Iterable[int],
     num_stages: int,
-    layers_per_stage: list[int] | None = None,
+    layers_per_stage: Sequence[int] | None = None,
     **options: Any,
 ) -> Any:
     """The model in training mode, with the values of these stages.

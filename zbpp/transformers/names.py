@@ -1,4 +1,4 @@
-"""The names of the Trainer that a pipeline overrides or calls, and the versions of transformers that have them.
+"""The names of the Trainer that a pipeline overrides or calls, and the versions that have them.
 
 Most of them are no documented interface. So each is looked up before a Trainer is made, and a version that
 lacks one is refused.
@@ -43,6 +43,6 @@ def check_names(trainer: type) -> None:
         import transformers
 
         raise ValueError(
-            f"{trainer.__name__} of transformers {transformers.__version__} has no {', '.join(missing)}, which "
-            f"a pipeline needs: install transformers from {SEEN[0]} to {SEEN[-1]}"
+            f"{trainer.__name__} of transformers {transformers.__version__} has no {', '.join(missing)}, "
+            f"which a pipeline needs: install transformers from {SEEN[0]} to {SEEN[-1]}"
         )

@@ -56,7 +56,7 @@ class OwnModules:
 
 
 def _fitted(model: PreTrainedModel, cut: Cut) -> Cut:
-    """The cut of the plain model, with the names that the object's parameters have since peft wrapped some."""
+    """The cut of the plain model, by the names that the object's parameters have: peft has wrapped some."""
     owners = {name: cut.owners[_plain_name(name, cut.owners)] for name in names_above_layers(model, cut.path)}
     head = cut.head if cut.head and type(model.get_submodule(cut.head)) is nn.Linear else ""
     return cut._replace(owners=owners, head=head)

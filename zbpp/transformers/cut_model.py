@@ -1,0 +1,111 @@
+"""The user's model object, cut: the pipeline that trains it, and what this rank has of the whole model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.job.errors import communicating
+from zbpp.runtime import Pipeline
+from zbpp.schedule import Timetable
+from zbpp.transformers.stages import OwnModules, keep_only
+
+
+def base_of(model: Any) -> Any:
+    """The library's model inside a PeftModel, or the model itself."""
+    is_peft = hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+    return model.get_base_model() if is_peft else model
+
+
+class CutModel:
+    """A pipeline over all processes of the job, of the modules of a model object. Collective.
+
+    model: a PreTrainedModel or PeftModel, the same on all ranks; afterwards it has the tensors of this rank's
+    stages alone, and all others are on the meta device. loss: loss(logits, target); None: zbpp's own.
+    options: of Pipeline. Raises ValueError as `OwnModules` and Pipeline do.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        timetable: Timetable,
+        loss: Callable[[Tensor, Any], Tensor] | None,
+        device: torch.device,
+        layers_per_stage: Sequence[int] | None = None,
+        **options: Any,
+    ) -> None:
+        base = base_of(model)
+        self._prefix = "" if base is model else "base_model.model."
+        self.names = {id(each): name for name, each in model.named_parameters()}
+        stages = OwnModules(base, loss, layers_per_stage)
+        self._aliases = stages.tied()
+        self.pipeline = Pipeline(stages, timetable, device=device, **options)
+        keep_only(model, self.pipeline.parameters())
+        self.names |= {id(each): name for name, each in model.named_parameters()}
+        self.wrapped = Wrapped(model, self.pipeline)
+        self._is_alone = timetable.num_ranks == 1
+        limit = timedelta(seconds=options.get("timeout", 600.0))
+        self._group = None if self._is_alone else dist.new_group(backend="gloo", timeout=limit)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """This rank's part of what is saved, on the CPU: of a PeftModel, what is trained."""
+        state = {name: each for name, each in self.pipeline.state_dict().items() if name not in self._aliases}
+        if self._prefix:
+            trained = {name for name, each in self.pipeline.named_parameters() if each.requires_grad}
+            state = {name: each for name, each in state.items() if name in trained}
+        return {self._prefix + name: each.cpu() for name, each in state.items()}
+
+    def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
+        """The entries of all ranks, on rank 0; {} elsewhere. Of several of one name the first rank's counts."""
+        if self._is_alone:
+            return dict(mine)
+        rank = dist.get_rank()
+        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        with communicating(f"rank {rank}, gathering a checkpoint: all ranks must call save_model"):
+            dist.gather_object(dict(mine), parts, dst=0, group=self._group)
+        return {name: each for part in reversed(parts or []) for name, each in part.items()}
+
+    def from_last(self, value: Any) -> Any:
+        """What the last stage's rank has, on all ranks."""
+        if self._is_alone:
+            return value
+        values = [value]
+        with communicating(f"rank {dist.get_rank()}, waiting for the last stage's rank"):
+            dist.broadcast_object_list(values, src=self.pipeline.timetable.rank_of[-1], group=self._group)
+        return values[0]
+
+    def gather(self, numbers: Tensor) -> list[Tensor]:
+        """The tensors of all ranks, on every rank; they have one shape and dtype."""
+        everyone = [torch.empty_like(numbers) for _ in range(self.pipeline.timetable.num_ranks)]
+        if self._is_alone:
+            return [numbers]
+        with communicating(f"rank {dist.get_rank()}, gathering the loss of a step"):
+            dist.all_gather(everyone, numbers, group=self.pipeline.group)
+        return everyone
+
+
+class Wrapped(nn.Module):
+    """What the Trainer holds as the wrapped model: the user's model object. The pipeline runs its modules."""
+
+    def __init__(self, model: nn.Module, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.module = model
+        self._stages = tuple(pipeline.stages.values())
+
+    def train(self, mode: bool = True) -> Wrapped:
+        """Set the mode of the stages, too: they have copies of the modules above the layers."""
+        super().train(mode)
+        for each in self._stages:
+            each.train(mode)
+        return self
+
+    def forward(self, *_: Any, **__: Any) -> Any:
+        """Raises RuntimeError."""
+        raise RuntimeError(
+            "a model in a pipeline has no forward of its own: write trainer.predict or trainer.evaluate"
+        )

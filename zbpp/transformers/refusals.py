@@ -1,0 +1,131 @@
+"""What does not go with a pipeline, and what to write instead: one line for each, before anything is made."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from zbpp.error_text import kind_of
+from zbpp.models.hf import HuggingFace
+from zbpp.models.hf.config import asks_for_balance
+from zbpp.models.hf.shrink import build_on_meta
+from zbpp.transformers.cut_model import base_of
+
+_TRAINERS = {"_BaseTrainer", "SFTTrainer", "DPOTrainer"}  # of TRL
+
+_ARGUMENTS = {
+    "deepspeed": "the pipeline spreads the model over the ranks: leave deepspeed out",
+    "fsdp": "the pipeline spreads the model over the ranks: leave fsdp out",
+    "torch_compile": "leave it out",
+    "auto_find_batch_size": "all ranks would have to run out of memory together: write a batch size",
+    "use_liger_kernel": "it replaces the loss that the last stage computes: leave it out",
+    "parallelism_config": "the pipeline is the only parallelism here: leave it out",
+    "activation_offloading": "write in_pipeline(..., extras=[zbpp.ActivationOffload(...)])",
+    "fp16": "write bf16=True",
+    "fp16_full_eval": "write bf16=True, and no full_eval",
+    "bf16_full_eval": "write bf16=True, and no full_eval",
+    "predict_with_generate": "a pipeline does not generate: load the saved model in one process",
+    "enable_jit_checkpoint": "a signal comes to one rank, and all save together: leave it out",
+    "torch_empty_cache_steps": "a step has no moment without activations: leave it out",
+    "label_names": "the last stage takes labels: leave it out",
+}
+_OPTIMIZERS = ("lomo", "layerwise")
+_OFF_DEVICE = ("cpu", "meta")
+
+
+def check_trainer(trainer: type[Any]) -> None:
+    """Raise ValueError for a Trainer class of TRL that runs its model in other ways than once per batch."""
+    of_trl = {each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")}
+    if others := of_trl - _TRAINERS:
+        raise ValueError(
+            f"{min(others)} can't train in a pipeline: it generates, or runs the model on other batches "
+            "than a step's; SFTTrainer can"
+        )
+
+
+def check_arguments(args: Any) -> None:
+    """Raise ValueError for TrainingArguments that a pipeline can't do as the Trainer does."""
+    for name, advice in _ARGUMENTS.items():
+        if getattr(args, name, None):
+            raise ValueError(f"{name} does not go with in_pipeline: {advice}")
+    for name in ("DEEPSPEED", "FSDP", "MEGATRON_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name}", "false").lower() in ("true", "1"):
+            raise ValueError(
+                f"accelerate's {name} does not go with in_pipeline: start the script with torchrun"
+            )
+    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
+        raise ValueError(
+            "train_sampling_strategy=batch_rebalance deals batches out to data-parallel ranks, and a pipeline "
+            "is one: write group_by_length"
+        )
+    optimizer = str(getattr(args.optim, "value", args.optim))
+    if any(word in optimizer for word in _OPTIMIZERS):
+        raise ValueError(
+            f"optim={optimizer} updates inside backward, before the norm is known: write adamw_torch, or "
+            "another one that updates in step()"
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"one process has {args.n_gpu} GPUs: start one for each by torchrun --nproc-per-node {args.n_gpu}"
+        )
+
+
+def check_model(model: Any, model_init: Any = None) -> None:
+    """Raise ValueError for a model, as the user gives it, that can't be cut or should not be here whole."""
+    from transformers import PreTrainedModel
+
+    if model_init is not None:
+        raise ValueError("model_init makes models anew, which a pipeline has no way to: give model")
+    base = base_of(model)
+    if hasattr(model, "module") and not isinstance(base, PreTrainedModel):
+        raise ValueError(f"the model is in a {type(model).__name__}: give the model itself")
+    if not isinstance(base, PreTrainedModel):
+        raise ValueError(
+            f"in_pipeline takes a model of transformers, a PeftModel or a folder, not {kind_of(model)}"
+        )
+    if getattr(base, "is_quantized", False):
+        raise ValueError(
+            "the model is quantized, and its layers can't be left out: train adapters on a quantized base by "
+            "zbpp train, with model.quantize=nf4 (docs/huggingface.md)"
+        )
+    if device := next(
+        (each.device for each in model.parameters() if each.device.type not in _OFF_DEVICE), None
+    ):
+        raise ValueError(
+            f"the model is on {device} already, whole: leave device_map and .to() out, since each rank moves "
+            "its own stages"
+        )
+    _check_config(base)
+
+
+def _check_config(base: Any) -> None:
+    config = base.config
+    kind = type(build_on_meta(HuggingFace(config=config.to_dict()).library_config()))
+    if type(base) is not kind:
+        raise ValueError(
+            f"a pipeline trains causal language models: {kind.__name__}, not {type(base).__name__}"
+        )
+    if asks_for_balance(config):
+        raise ValueError(
+            "output_router_logits asks for a loss of all routers together, which no stage has: set "
+            "model.config.output_router_logits = False"
+        )
+    for name in ("output_hidden_states", "output_attentions"):
+        if getattr(config, name, False):
+            raise ValueError(
+                f"config.{name} asks for values of all layers, which no stage has: set it to False"
+            )
+
+
+def check_made_model(model: Any) -> None:
+    """Raise ValueError for what the model has become in the Trainer's constructor, or was made before."""
+    base = base_of(model)
+    own = vars(base).get("forward")
+    if own is not None and own.__func__.__code__.co_name != "_fused_forward":  # TRL's: see StandIn
+        raise ValueError("somebody has replaced the model's forward, which a pipeline would not call")
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "is_prompt_learning", False):
+            raise ValueError(
+                f"{config.peft_type.value} puts tokens before a batch in peft's forward, which a pipeline does "
+                "not call: write LoraConfig"
+            )

@@ -1,0 +1,277 @@
+"""in_pipeline: a subclass of a Trainer class that trains in a pipeline over all processes of the job.
+
+accelerate          one process, no DDP, no sharded sampler; rank 0 logs and saves      create_accelerator...
+create_optimizer    over the whole model, as ever; then the model is cut                create_optimizer
+wrap                the wrapped model is the rank's stages                              _wrap_model
+microbatches        the batches of a step are kept until its last one comes             get_batch_samples
+step                Pipeline.step of all of them; the loss goes to all ranks            training_step
+clipping            one norm over all ranks                                             accelerator.clip_grad_norm_
+evaluation          Pipeline.evaluate of a batch                                        prediction_step
+saving              see checkpoints.py
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from zbpp.planning import plan
+from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch
+from zbpp.schedule import Timetable
+from zbpp.transformers.batches import arguments, check_columns, checksum, num_targets, split, targets
+from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
+from zbpp.transformers.cut_model import CutModel
+from zbpp.transformers.folder import read_own
+from zbpp.transformers.losses import OwnLoss, has_own_loss
+from zbpp.transformers.names import check_names
+from zbpp.transformers.refusals import check_arguments, check_made_model, check_model, check_trainer
+
+Schedule = str | Callable[[int, int], Timetable]
+
+
+def in_pipeline(
+    trainer: type[Any],
+    schedule: Schedule = "zb_h1",
+    *,
+    layers_per_stage: Sequence[int] | None = None,
+    **options: Any,
+) -> type[Any]:
+    """A subclass of `trainer`, a transformers.Trainer, that trains in a pipeline over all processes.
+
+    It takes the arguments of `trainer`. model: a causal language model of transformers, or a PeftModel of
+    one, on the CPU and the same on all ranks; or a folder with weights, of which each rank reads its own
+    tensors. The microbatches of a step are the gradient_accumulation_steps batches of the TrainingArguments.
+
+    schedule: one of zbpp.SCHEDULES, or a function of (number of ranks, number of microbatches) that returns a
+    Timetable. layers_per_stage: how many layers each stage has; None: even. options: of zbpp.Pipeline, such
+    as timeout or extras.
+    Raises ValueError for a class that can't train in a pipeline, and for a version of transformers without
+    one of the names that are needed (names.py). The subclass raises ValueError, when it is made, for
+    arguments that don't go with a pipeline (refusals.py).
+    """
+    check_names(trainer)
+    check_trainer(trainer)
+    attributes = {"schedule": schedule, "layers_per_stage": layers_per_stage, "options": options}
+    if callable(schedule):
+        attributes["schedule"] = staticmethod(schedule)
+    return type(f"{trainer.__name__}InPipeline", (PipelineTrainer, trainer), attributes)
+
+
+class PipelineTrainer(Checkpoints):
+    """What `in_pipeline` puts before a Trainer class."""
+
+    schedule: Schedule = "zb_h1"
+    layers_per_stage: Sequence[int] | None = None
+    options: dict[str, Any] = {}  # noqa: RUF012  # never changed: a subclass has its own
+
+    def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
+        given = next(
+            (each for each in (*others, *more.values()) if hasattr(each, "per_device_train_batch_size")), None
+        )
+        if given is not None:
+            check_arguments(given)
+        if isinstance(model, str | Path):
+            model = self._read(str(model), given)
+        check_model(model, more.get("model_init"))
+        super().__init__(model, *others, **more)
+        check_arguments(self.args)
+        check_made_model(self.model)
+        self._own_loss = OwnLoss(self) if has_own_loss(self) else None
+
+    # ---- Making it
+
+    def _read(self, folder: str, args: Any) -> Any:
+        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        timetable = self._timetable(world, 1 if args is None else args.gradient_accumulation_steps)
+        options = getattr(args, "model_init_kwargs", None) or {}
+        return read_own(
+            folder, timetable.stages_of(rank), timetable.num_stages, self.layers_per_stage, **options
+        )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Tell accelerate that this is one data-parallel process: it shards no batches and wraps no model."""
+        from accelerate import PartialState
+        from accelerate.utils import DistributedType
+
+        state = PartialState()
+        state.distributed_type, state.num_processes = DistributedType.NO, 1
+        self.args.accelerator_config.dispatch_batches = False  # each rank reads a stream by itself
+        super().create_accelerator_and_postprocess()
+        self.accelerator.clip_grad_norm_ = self._clip
+        if dist.is_initialized():
+            self.accelerator.wait_for_everyone = dist.barrier  # else it would not wait
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """The stages are moved when the model is cut."""
+
+    def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
+        """The Trainer's own over the whole model, so that its groups are those of one process; then the cut."""
+        if self._groups is not None and self.optimizer is not None:
+            return self.optimizer
+        optimizer = super().create_optimizer()
+        raw = raw_optimizer(optimizer)
+        cut = self._made_cut()
+        try:
+            self._groups = [[cut.names[id(each)] for each in group["params"]] for group in raw.param_groups]
+        except KeyError:
+            raise ValueError(
+                "the optimizer has parameters that are not the model's: make it of model.parameters(), or "
+                "leave optimizers out"
+            ) from None
+        own = {id(each) for each in cut.pipeline.parameters()}
+        for group in raw.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in own]
+        return optimizer
+
+    def _made_cut(self) -> CutModel:
+        """The model, cut when this is called first. Collective."""
+        if self._cut is None:
+            self.model.config.use_cache = False
+            world = dist.get_world_size() if dist.is_initialized() else 1
+            timetable = self._timetable(world, self.args.gradient_accumulation_steps)
+            options = {"seed": self.args.seed, **self.options}
+            self._cut = CutModel(
+                self.model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
+            )
+        return self._cut
+
+    def _timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
+        if callable(self.schedule):
+            return self.schedule(num_ranks, num_microbatches)
+        return plan(self.schedule, num_ranks, num_microbatches)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self._made_cut().wrapped
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """The pipeline of this rank, made when it is asked for first. Collective then."""
+        return self._made_cut().pipeline
+
+    # ---- Training
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> tuple[list[Any], Any]:
+        """The microbatches of a step, which `training_step` is given one by one."""
+        samples, num_items = super().get_batch_samples(*args, **kwargs)
+        self._num_waiting = len(samples)
+        self._microbatches: list[Any] = []
+        return samples, num_items
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Zero for all microbatches of a step but the last one, which runs the step of all of them."""
+        self._microbatches.append(dict(self._prepare_inputs(inputs)))
+        if len(self._microbatches) < self._num_waiting:
+            return torch.zeros((), device=self.args.device)
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):  # a schedule-free optimizer has two modes
+            self.optimizer.train()
+        pipeline = self.pipeline
+        pipeline.num_steps = self.state.global_step  # seeds the random numbers of the step
+        pipeline.loss_scale = 1.0
+        if self._own_loss is None and num_items_in_batch is not None:
+            # For some models the Trainer counts labels before they are shifted.
+            pipeline.loss_scale = num_targets(self._microbatches) / float(num_items_in_batch)
+        args, target = self._arguments(
+            self._microbatches, pipeline.timetable.num_microbatches, num_items_in_batch
+        )
+        with self.accelerator.autocast():
+            losses = pipeline.step(*args, target=target)
+        return self._told(losses, self._microbatches) * pipeline.loss_scale
+
+    def _arguments(self, microbatches: list[Any], num_planned: int, num_items: Any) -> tuple[list[Any], Any]:
+        """Arguments of stage 0 and the target of the last stage."""
+        args = arguments(microbatches, num_planned)
+        if self._own_loss is None:
+            for each in microbatches:
+                check_columns(each)
+            return args, targets(microbatches, num_planned)
+        self._own_loss.begin_step(num_items, len(microbatches), num_planned)
+        pad = [None] * (num_planned - len(microbatches))
+        return args, per_microbatch([*microbatches, *pad])
+
+    def _told(self, losses: list[Tensor], batch: list[Any]) -> Tensor:
+        """The mean of the losses, which the last stage's rank has, on all ranks.
+
+        Raises RuntimeError, on all ranks, unless all ranks had the same batch.
+        """
+        loss = torch.stack(losses).double().mean() if losses else torch.zeros((), dtype=torch.float64)
+        loss = loss.to(self.args.device)
+        everyone = self._made_cut().gather(torch.stack([checksum(batch), loss.view(torch.int64)]))
+        if len({int(each[0]) for each in everyone}) > 1:
+            raise RuntimeError(
+                "the ranks of this pipeline were given different batches: give all ranks the same data, and "
+                "seed whatever draws from them alike"
+            )
+        last = everyone[self.pipeline.timetable.rank_of[-1]]
+        return last[1].view(torch.float64).float()
+
+    def _clip(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+        """Clip by the norm over all ranks; see accelerate's clip_grad_norm_."""
+        if norm_type != 2:
+            raise ValueError(f"the gradients of a pipeline are clipped by their 2-norm, not {norm_type}")
+        return clip_grad_norm_(self.pipeline, max_norm)
+
+    # ---- Evaluation
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """preprocess_logits_for_metrics is called before logits are sent to all ranks."""
+        self._made_cut()
+        self._preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        try:
+            return super().evaluation_loop(*args, **kwargs)
+        finally:
+            self.preprocess_logits_for_metrics = self._preprocess
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> tuple[Any, Any, Any]:
+        """Loss, logits and labels of a batch, on every rank."""
+        inputs = dict(self._prepare_inputs(inputs))
+        labels = inputs.get("labels")
+        num_items = None if labels is None else self._get_num_items_in_batch([inputs], self.args.device)
+        losses, logits = self._evaluated(inputs, num_items, returns_logits=not prediction_loss_only)
+        loss = None if labels is None else self._told(losses, [inputs])
+        if loss is not None and self._own_loss is None and num_items is not None:
+            loss *= num_targets([inputs]) / float(num_items)
+        if prediction_loss_only:
+            return loss, None, None
+        if logits is not None and self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        return loss, self._made_cut().from_last(logits), labels
+
+    def _evaluated(self, inputs: Any, num_items: Any, *, returns_logits: bool) -> tuple[list[Tensor], Any]:
+        """(losses, logits) of a batch, on the last stage's rank; ([], None) elsewhere."""
+        pipeline, own = self.pipeline, self._own_loss
+        num_planned, run = pipeline.timetable.num_microbatches, pipeline.evaluate
+        target = None
+        if own is not None or "labels" not in inputs:  # compute_loss is a function of the whole batch
+            parts, num_planned, run = [inputs], 1, pipeline.evaluate_as_one
+        else:
+            parts = split(inputs, num_planned)
+        if "labels" in inputs:
+            target = targets(parts, num_planned) if own is None else per_microbatch(parts)
+        if own is not None:
+            own.begin_evaluation(num_items)
+        args = arguments(parts, num_planned)
+        with self.accelerator.autocast():
+            found = run(*args, target=target, return_outputs=returns_logits)
+        return found if returns_logits else (found, None)
+
+    def log(self, *args: Any, **kwargs: Any) -> None:
+        """What TRL counts in compute_loss, the last stage's rank has: it goes to all ranks."""
+        if self._cut is not None and self._own_loss is not None and hasattr(self, "_metrics"):
+            counted = self._metrics, getattr(self, "_total_train_tokens", None)
+            self._metrics, self._total_train_tokens = self._cut.from_last(counted)
+        super().log(*args, **kwargs)
+
+    def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
+        """Raises ValueError."""
+        raise ValueError(
+            "hyperparameter_search makes models anew, which a pipeline has no way to: leave it out"
+        )
