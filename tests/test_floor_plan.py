@@ -71,6 +71,8 @@ MAY_IMPORT = {
     "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
     "zbpp/runtime/": _RUNTIME,
     "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
+    # transformers' Trainer on a Pipeline. Nothing imports it but users.
+    "zbpp/transformers/": {"models", "planning", "transformers"} | _RUNTIME,
     # torch's Schedule classes on a Pipeline. Nothing imports it but users.
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},

@@ -19,6 +19,7 @@
     parity_check does a trainer compute what one process computes? (parity.py: the entry for torchrun)
     commands     the command line, a file for each command
 
+    transformers      transformers.Trainer, and TRL's SFTTrainer, in a pipeline
     torch_pipelining  torch's Schedule classes on zbpp's Pipeline; torchtitan.py uses them
 
     launch       starts a job's ranks on this machine

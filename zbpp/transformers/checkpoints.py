@@ -79,8 +79,8 @@ class Checkpoints(_Trainer):
         sizes, own_sizes = [len(each["params"]) for each in saved], [len(each) for each in self._groups or []]
         if sizes != own_sizes:
             raise ValueError(
-                f"the checkpoint's optimizer has groups of {sizes} parameters, and this Trainer's {own_sizes}: "
-                "write the arguments of the run that saved it"
+                f"the checkpoint's optimizer has groups of {sizes} parameters, and this Trainer's "
+                f"{own_sizes}: write the arguments of the run that saved it"
             )
         states = whole["state"]
         return {

@@ -61,7 +61,7 @@ class CutModel:
         return {self._prefix + name: each.cpu() for name, each in state.items()}
 
     def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of all ranks, on rank 0; {} elsewhere. Of several of one name the first rank's counts."""
+        """The entries of all ranks, on rank 0; {} elsewhere. The first rank counts."""
         if self._is_alone:
             return dict(mine)
         rank = dist.get_rank()

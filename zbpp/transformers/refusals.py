@@ -55,7 +55,7 @@ def check_arguments(args: Any) -> None:
             )
     if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
         raise ValueError(
-            "train_sampling_strategy=batch_rebalance deals batches out to data-parallel ranks, and a pipeline "
+            "train_sampling_strategy=batch_rebalance deals batches out to data-parallel ranks; a pipeline "
             "is one: write group_by_length"
         )
     optimizer = str(getattr(args.optim, "value", args.optim))
@@ -126,6 +126,6 @@ def check_made_model(model: Any) -> None:
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "is_prompt_learning", False):
             raise ValueError(
-                f"{config.peft_type.value} puts tokens before a batch in peft's forward, which a pipeline does "
-                "not call: write LoraConfig"
+                f"{config.peft_type.value} puts tokens before a batch in peft's forward, which no pipeline "
+                "calls: write LoraConfig"
             )

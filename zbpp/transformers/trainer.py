@@ -1,20 +1,21 @@
 """in_pipeline: a subclass of a Trainer class that trains in a pipeline over all processes of the job.
 
-accelerate          one process, no DDP, no sharded sampler; rank 0 logs and saves      create_accelerator...
-create_optimizer    over the whole model, as ever; then the model is cut                create_optimizer
-wrap                the wrapped model is the rank's stages                              _wrap_model
-microbatches        the batches of a step are kept until its last one comes             get_batch_samples
-step                Pipeline.step of all of them; the loss goes to all ranks            training_step
-clipping            one norm over all ranks                                             accelerator.clip_grad_norm_
-evaluation          Pipeline.evaluate of a batch                                        prediction_step
-saving              see checkpoints.py
+accelerate    one process, no DDP, no sharded sampler; rank 0 logs and saves     create_accelerator...
+optimizer     over the whole model, as ever; then the model is cut               create_optimizer
+wrap          the wrapped model is the rank's stages                             _wrap_model
+microbatches  the batches of a step are kept until its last one comes            get_batch_samples
+step          Pipeline.step of all of them; the loss goes to all ranks           training_step
+clipping      one norm over all ranks                                            accelerator's clipping
+evaluation    Pipeline.evaluate of a batch                                       prediction_step
+saving        see checkpoints.py
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class PipelineTrainer(Checkpoints):
 
     schedule: Schedule = "zb_h1"
     layers_per_stage: Sequence[int] | None = None
-    options: dict[str, Any] = {}  # noqa: RUF012  # never changed: a subclass has its own
+    options: Mapping[str, Any] = MappingProxyType({})
+    _metrics: Any  # of TRL's classes alone
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
         given = next(
@@ -101,7 +103,8 @@ class PipelineTrainer(Checkpoints):
 
         state = PartialState()
         state.distributed_type, state.num_processes = DistributedType.NO, 1
-        self.args.accelerator_config.dispatch_batches = False  # each rank reads a stream by itself
+        config: Any = self.args.accelerator_config
+        config.dispatch_batches = False  # each rank reads a stream by itself
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = self._clip
         if dist.is_initialized():
@@ -111,7 +114,7 @@ class PipelineTrainer(Checkpoints):
         """The stages are moved when the model is cut."""
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
-        """The Trainer's own over the whole model, so that its groups are those of one process; then the cut."""
+        """The Trainer's own over the whole model, so with the groups of one process; then the cut."""
         if self._groups is not None and self.optimizer is not None:
             return self.optimizer
         optimizer = super().create_optimizer()
@@ -132,12 +135,13 @@ class PipelineTrainer(Checkpoints):
     def _made_cut(self) -> CutModel:
         """The model, cut when this is called first. Collective."""
         if self._cut is None:
-            self.model.config.use_cache = False
+            model: Any = self.model
+            model.config.use_cache = False
             world = dist.get_world_size() if dist.is_initialized() else 1
             timetable = self._timetable(world, self.args.gradient_accumulation_steps)
             options = {"seed": self.args.seed, **self.options}
             self._cut = CutModel(
-                self.model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
+                model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
             )
         return self._cut
 
@@ -169,8 +173,9 @@ class PipelineTrainer(Checkpoints):
         if len(self._microbatches) < self._num_waiting:
             return torch.zeros((), device=self.args.device)
         model.train()
-        if callable(getattr(self.optimizer, "train", None)):  # a schedule-free optimizer has two modes
-            self.optimizer.train()
+        to_train_mode = getattr(self.optimizer, "train", None)  # of a schedule-free optimizer
+        if callable(to_train_mode):
+            to_train_mode()
         pipeline = self.pipeline
         pipeline.num_steps = self.state.global_step  # seeds the random numbers of the step
         pipeline.loss_scale = 1.0
@@ -266,7 +271,7 @@ class PipelineTrainer(Checkpoints):
     def log(self, *args: Any, **kwargs: Any) -> None:
         """What TRL counts in compute_loss, the last stage's rank has: it goes to all ranks."""
         if self._cut is not None and self._own_loss is not None and hasattr(self, "_metrics"):
-            counted = self._metrics, getattr(self, "_total_train_tokens", None)
+            counted: Any = self._metrics, getattr(self, "_total_train_tokens", None)
             self._metrics, self._total_train_tokens = self._cut.from_last(counted)
         super().log(*args, **kwargs)
 
