@@ -1,0 +1,192 @@
+"""Wrong uses of in_pipeline: each is refused in one line, before anything is made, with what to write."""
+
+import types
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from helpers.hf_trainer import ARGUMENTS, Case, model_of, padded, rows
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
+
+from zbpp.transformers import in_pipeline, names  # noqa: E402  # after the check for its libraries
+
+
+def made(arguments=(), model=None, trainer=transformers.Trainer, **more):
+    """A Trainer in a pipeline of one process."""
+    args = transformers.TrainingArguments("unused", **{**ARGUMENTS, **dict(arguments)})
+    model = model_of(Case()) if model is None else model
+    return in_pipeline(trainer)(
+        model=model, args=args, train_dataset=rows(4, 1), data_collator=padded, **more
+    )
+
+
+ARGUMENTS_REFUSED = {
+    "torch_compile": True,
+    "auto_find_batch_size": True,
+    "use_liger_kernel": True,
+    "bf16_full_eval": True,
+    "fp16_full_eval": True,
+    "enable_jit_checkpoint": True,
+    "torch_empty_cache_steps": 2,
+    "label_names": ["targets"],
+    "train_sampling_strategy": "batch_rebalance",
+    "optim": "lomo",
+}
+
+
+@pytest.mark.parametrize("name", ARGUMENTS_REFUSED)
+def test_arguments(name):
+    with pytest.raises(ValueError, match=f"^{name}[^\n]*$"):
+        made({name: ARGUMENTS_REFUSED[name], "eval_strategy": "no", "save_strategy": "no"})
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "parallelism_config"])
+def test_arguments_that_the_library_checks_first(name):
+    """They want packages or GPUs, so they are set afterwards."""
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
+    setattr(args, name, True)
+    with pytest.raises(ValueError, match=f"^{name} does not go with in_pipeline: [^\n]*$"):
+        in_pipeline(transformers.Trainer)(model=model_of(Case()), args=args)
+
+
+def test_generation_in_an_evaluation():
+    args = transformers.Seq2SeqTrainingArguments(
+        "unused", use_cpu=True, report_to=[], predict_with_generate=True
+    )
+    with pytest.raises(ValueError, match="^predict_with_generate[^\n]*load the saved model in one process$"):
+        in_pipeline(transformers.Seq2SeqTrainer)(model=model_of(Case()), args=args)
+
+
+def test_a_launcher_that_asks_for_fsdp(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    with pytest.raises(ValueError, match="^accelerate's FSDP[^\n]*start the script with torchrun$"):
+        made()
+
+
+def classifier():
+    return transformers.LlamaForSequenceClassification(model_of(Case()).config)
+
+
+def replaced_forward():
+    model = model_of(Case())
+    model.forward = types.MethodType(lambda self, **inputs: type(self).forward(self, **inputs), model)
+    return model
+
+
+def with_config(**values):
+    model = model_of(Case())
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def prompt_tuning():
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
+    return peft.get_peft_model(model_of(Case()), config)
+
+
+def quantized():
+    model = model_of(Case())
+    model.is_quantized = True
+    return model
+
+
+MODELS = {
+    "LlamaForCausalLM, not LlamaForSequenceClassification": classifier,
+    "replaced the model's forward": replaced_forward,
+    "output_hidden_states": lambda: with_config(output_hidden_states=True),
+    "output_router_logits": lambda: with_config(output_router_logits=True),
+    "PROMPT_TUNING": prompt_tuning,
+    "not a torch.nn.Linear|not.*Linear": lambda: torch.nn.Linear(2, 2),
+    "in a DataParallel": lambda: torch.nn.DataParallel(model_of(Case())),
+    "quantized": quantized,
+    "has no config.json": lambda: "/nowhere",
+}
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("text", MODELS)
+def test_models(text):
+    with pytest.raises(ValueError, match=f"^[^\n]*({text})[^\n]*$"):
+        made({"eval_strategy": "no"}, model=MODELS[text]())
+
+
+def test_a_model_on_a_device_already():
+    model = model_of(Case())
+    device = types.SimpleNamespace(type="cuda")
+    model.parameters = lambda: iter([types.SimpleNamespace(device=device)])
+    with pytest.raises(ValueError, match="already, whole: leave device_map and .to"):
+        made(model=model)
+
+
+def test_model_init_and_a_search_which_make_models_anew():
+    with pytest.raises(ValueError, match="^model_init makes models anew"):
+        in_pipeline(transformers.Trainer)(model_init=model_of)
+    with pytest.raises(ValueError, match="^hyperparameter_search makes models anew"):
+        made({"eval_strategy": "no"}).hyperparameter_search()
+
+
+@contextmanager
+def cut_and_closed(trainer):
+    """The pipeline of one process has a group, which ends with it."""
+    try:
+        yield
+    finally:
+        if trainer._cut is not None:
+            trainer.pipeline.close()
+
+
+def test_an_optimizer_of_another_model():
+    optimizer = torch.optim.SGD(model_of(Case()).parameters(), lr=0.1)
+    trainer = made({"eval_strategy": "no"}, optimizers=(optimizer, None))
+    with cut_and_closed(trainer), pytest.raises(ValueError, match="parameters that are not the model's"):
+        trainer.train()
+
+
+class AsksForHiddenStates(transformers.Trainer):
+    """Its loss reads what no stage has."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs, output_hidden_states=True).hidden_states[0].sum()
+
+
+class RunsOtherTokens(transformers.Trainer):
+    """Its loss runs the model on other tokens than the batch's."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(input_ids=inputs["input_ids"].flip(1)).logits.sum()
+
+
+@pytest.mark.parametrize(
+    "trainer, text",
+    [(AsksForHiddenStates, "asks the model for output_hidden_states"), (RunsOtherTokens, "on other tokens")],
+)
+def test_a_compute_loss_that_reads_more_than_logits(trainer, text):
+    made_one = made({"eval_strategy": "no"}, trainer=trainer)
+    with cut_and_closed(made_one), pytest.raises(ValueError, match=text):
+        made_one.train()
+
+
+def test_a_trainer_of_trl_that_generates():
+    grpo = type("GRPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.grpo_trainer"})
+    with pytest.raises(ValueError, match="^GRPOTrainer can't train in a pipeline: [^\n]*SFTTrainer can$"):
+        in_pipeline(grpo)
+
+
+def test_a_version_of_transformers_that_lacks_a_name(monkeypatch):
+    monkeypatch.delattr(transformers.Trainer, "_wrap_model")
+    with pytest.raises(ValueError, match=r"^Trainer of transformers \S+ has no _wrap_model, [^\n]*install"):
+        in_pipeline(transformers.Trainer)
+
+
+def test_the_table_of_names_has_what_is_overridden():
+    from zbpp.transformers.trainer import PipelineTrainer
+
+    own = {*vars(PipelineTrainer), *vars(PipelineTrainer.__mro__[1])}
+    assert {name for name in own if hasattr(transformers.Trainer, name) and name[:2] != "__"} == {
+        *names.OVERRIDDEN
+    }
