@@ -2,9 +2,11 @@
 
 import re
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,6 +50,7 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+UNTIED_GPT2 = GPT2 | {"tie_word_embeddings": False}
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
 
 
@@ -356,31 +359,48 @@ def test_adapters_on_two_ranks_get_the_gradients_of_whole_sequences_from_slices(
 
 # ---------------------------------------------------------------- every option of peft's LoraConfig
 
-# The value that an option is tried with; (value, further options).
-SUPPORTED = {
-    "r": 2,
-    "target_modules": "model.layers.[02].self_attn.[kv]_proj",
-    "lora_alpha": 5,
-    "lora_dropout": 0.3,
-    "lora_bias": True,
-    "use_rslora": True,
-    "init_lora_weights": "gaussian",
-    "rank_pattern": {"layers.1.self_attn.q_proj": 1},
-    "alpha_pattern": {"down_proj": 3},
-    "exclude_modules": ["layers.1.self_attn.q_proj"],
-    "layers_to_transform": [1, 3],
-    "layers_pattern": ("layers", {"layers_to_transform": [2]}),
-    "fan_in_fan_out": (True, {"target_modules": ["c_attn"]}),
-    "task_type": "CAUSAL_LM",
-    "revision": "main",
-}
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
+class Case(NamedTuple):
+    """The value that an option is tried with, further options, and keys of the base's config."""
+
+    option: str
+    value: Any
+    further: Mapping[str, Any] = {}
+    config: Mapping[str, Any] = {}
+
+
+TRIED = [
+    Case("r", 2),
+    Case("target_modules", "model.layers.[02].self_attn.[kv]_proj"),
+    Case("target_modules", "all-linear"),
+    Case("target_modules", "all-linear", {"exclude_modules": ["layers.1.mlp.up_proj"]}, GPT2),
+    Case("lora_alpha", 5),
+    Case("lora_dropout", 0.3),
+    Case("lora_bias", True),
+    Case("use_rslora", True),
+    Case("use_dora", True),
+    Case("use_dora", True, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}, UNTIED_GPT2),
+    Case("bias", "all", {}, BIASES),
+    Case("bias", "lora_only", {}, BIASES),
+    Case("bias", "all", {"target_modules": "model.layers.0.self_attn.q_proj"}, BIASES),
+    Case("modules_to_save", ["lm_head", "embed_tokens", "norm"]),
+    Case("modules_to_save", ["lm_head", "layers.3.mlp"], {"target_modules": "all-linear", "bias": "all"}, BIASES),
+    Case("init_lora_weights", "gaussian"),
+    Case("rank_pattern", {"layers.1.self_attn.q_proj": 1}),
+    Case("alpha_pattern", {"down_proj": 3}),
+    Case("exclude_modules", ["layers.1.self_attn.q_proj"]),
+    Case("layers_to_transform", [1, 3]),
+    Case("layers_pattern", "layers", {"layers_to_transform": [2]}),
+    Case("fan_in_fan_out", True, {"target_modules": ["c_attn"]}, GPT2),
+    Case("task_type", "CAUSAL_LM"),
+    Case("revision", "main"),
+]  # fmt: skip
 REFUSED = {
-    "bias": "lora_only",
-    "modules_to_save": ["lm_head"],
     "trainable_token_indices": [1],
     "target_parameters": ["q_proj.weight"],
     "alora_invocation_tokens": [1],
-    "use_dora": True,
     "use_qalora": True,
     "qalora_group_size": 8,
     "ensure_weight_tying": True,
@@ -400,25 +420,26 @@ REFUSED = {
 
 def test_each_option_of_peft_is_tried_below():
     """An option that a new peft has fails this test: write it into one of the two tables."""
-    assert SUPPORTED.keys() | REFUSED.keys() >= {each.name for each in fields(peft.LoraConfig)}
-    assert not SUPPORTED.keys() & REFUSED.keys()
+    supported = {each.option for each in TRIED}
+    assert supported | REFUSED.keys() >= {each.name for each in fields(peft.LoraConfig)}
+    assert not supported & REFUSED.keys()
+
+
+@pytest.mark.parametrize("option", REFUSED)
+def test_an_option_that_is_not_as_in_peft_is_refused_by_name(option):
+    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
+    with pytest.raises(ValueError, match=rf"^lora\.{option}=.*: a pipeline can't"):
+        FineTuned(Toy(), lora=lora | {option: REFUSED[option]})
 
 
 @pytest.mark.filterwarnings("ignore:.lora_bias=True. was passed but the targeted layer")
-@pytest.mark.parametrize("option", [each.name for each in fields(peft.LoraConfig)])
-def test_an_option_trains_saves_and_loads_as_in_peft_or_is_refused_by_name(option, base, tmp_path):
-    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]}
-    if option in REFUSED:
-        with pytest.raises(ValueError, match=rf"^lora\.{option}=.*: a pipeline can't"):
-            FineTuned(Toy(), lora=lora | {option: REFUSED[option]})
-        return
-    value = SUPPORTED[option]
-    value, further = value if isinstance(value, tuple) else (value, {})
-    lora |= {option: value} | further
-    if option == "fan_in_fan_out":
-        base = saved(tmp_path / "gpt2", GPT2)
+@pytest.mark.parametrize("case", TRIED, ids=lambda case: f"{case.option}={case.value}")
+def test_an_option_trains_saves_and_loads_as_in_peft(case, base, tmp_path):
+    lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]} | {case.option: case.value} | case.further
+    if case.config:
+        base = saved(tmp_path / "base", CONFIG | case.config)
     losses, first, last, logits = by_pipeline(base, lora=lora, folder=tmp_path / "adapter")
-    if option != "lora_dropout":  # its random numbers are the pipeline's own
+    if case.option != "lora_dropout":  # its random numbers are the pipeline's own
         expected, expected_last = by_peft(base, first, lora)
         assert losses == pytest.approx(expected, rel=1e-9)
         for name, each in expected_last.items():
@@ -433,7 +454,7 @@ def test_an_option_trains_saves_and_loads_as_in_peft_or_is_refused_by_name(optio
     ("options", "words"),
     [
         ({"r": 2}, "target_modules is not set"),
-        ({"r": 2, "target_modules": "all-linear"}, "output layer"),
+        ({"r": 2, "target_modules": ["q_proj"], "bias": "some"}, "write one of none, all, lora_only"),
         ({"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "pissa"}, "base weights"),
     ],
 )

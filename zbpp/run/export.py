@@ -16,7 +16,7 @@ from torch import Tensor
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
 from zbpp.data.chat_template import template_text
 from zbpp.run.model import build_model
-from zbpp.training.fine_tuned import is_adapter, peft_name, write_adapter
+from zbpp.training.fine_tuned import FineTuned, peft_names, write_adapter
 from zbpp.training.weights import weights_of_run
 
 _log = logging.getLogger(__name__)
@@ -140,7 +140,9 @@ def _export_adapter(
             f"{run} has trained adapters of {kind}, whose modules have other names than in transformers: "
             f"only those of model=huggingface load in peft; the adapters are in {run / 'adapter'}"
         )
-    adapters = {name: each if dtype is None else each.to(dtype) for name, each in _adapters(run).items()}
+    adapters = {
+        name: each if dtype is None else each.to(dtype) for name, each in _adapters(run, config, lora).items()
+    }
     write_adapter(folder, adapters, lora, config["model"].get("path"))
 
 
@@ -168,7 +170,7 @@ def _export_merged(
         write_merged(folder, Path(base), Path(adapter), quantization=quantization, **options)
 
 
-def _adapters(run: Path) -> dict[str, Tensor]:
+def _adapters(run: Path, config: Mapping[str, Any], lora: Mapping[str, Any]) -> dict[str, Tensor]:
     """The adapter's tensors by peft's names."""
     if (run / "adapter").is_dir():
         from safetensors.torch import load_file
@@ -176,4 +178,6 @@ def _adapters(run: Path) -> dict[str, Tensor]:
         found: dict[str, Tensor] = load_file(run / "adapter" / "adapter_model.safetensors")
         return found
     saved = weights_of_run(run)
-    return {peft_name(name): saved.read(name) for name in saved.names if is_adapter(name)}
+    with torch.device("meta"):
+        names = peft_names(FineTuned(build_model(config["model"]), lora=lora).build_stage(0, 1))
+    return {of_peft: saved.read(name) for name, of_peft in names.items()}

@@ -6,6 +6,7 @@ import importlib
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -144,36 +145,24 @@ def _aliases(tied: Mapping[str, str]) -> dict[str, set[str]]:
 
 ADAPTER = "default"  # peft's name of a first adapter
 _INITIAL = (True, False, "gaussian")
+_BIASES = ("none", "all", "lora_only")
+_COPY = f".modules_to_save.{ADAPTER}."
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 
 
 def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
-    """Put LoRA layers into a stage, in place; all its other parameters are frozen.
+    """Put LoRA layers, and copies of modules to save, into a stage, in place; all else is frozen.
 
-    options: the arguments of peft's LoraConfig. A stage without a target is frozen as a whole. Raises
-    ValueError for options that peft refuses.
+    options: the arguments of peft's LoraConfig. A stage without a target is frozen as a whole, but for biases
+    that `bias` names. Raises ValueError for options that peft refuses.
     """
-    config = lora_config(options)
-    peft = importlib.import_module("peft")
-    layers = importlib.import_module("peft.tuners.lora.layer")
-    exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
+    peft, layers = importlib.import_module("peft"), importlib.import_module("peft.tuners.lora.layer")
     stage.requires_grad_(False)
-    # A stage may have modules of other stages without their parameters: these get no adapter.
-    targets = [
-        name
-        for name, module in stage.named_modules()
-        if name and exists(config, name) and any(True for _ in module.parameters())
-    ]
-    if not targets:
-        return
-    config.target_modules, config.exclude_modules, config.layers_to_transform = set(targets), None, None
-    for pattern in _PATTERNS:  # peft warns of keys that match nothing; those of other stages don't
-        of_all = getattr(config, pattern) or {}
-        setattr(config, pattern, {key: each for key, each in of_all.items() if _matches_one(key, targets)})
+    config = _config_of_stage(stage, lora_config(options))
     with torch.random.fork_rng([]):
         try:
             peft.inject_adapter_in_model(config, stage, adapter_name=ADAPTER)
-        except (ValueError, TypeError) as error:
+        except (ValueError, TypeError, RuntimeError) as error:
             raise ValueError(f"lora: {error}") from error
         for name, module in stage.named_modules():
             if isinstance(module, layers.LoraLayer):
@@ -185,6 +174,50 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
         adopt()
 
 
+def _config_of_stage(stage: nn.Module, config: Any) -> Any:
+    """peft's config with the names of this stage's modules, as peft would find them in the whole model."""
+    tuners = importlib.import_module("peft.tuners.tuners_utils")
+    no_target = importlib.import_module("peft.utils.constants").DUMMY_TARGET_MODULES
+    _resolve_by_library(config, getattr(stage, "library_model", stage))
+    # A stage may have modules of other stages without their parameters: these get no adapter.
+    own = [name for name, module in stage.named_modules() if name and any(True for _ in module.parameters())]
+    targets = [name for name in own if tuners.check_target_module_exists(config, name)]
+    config.modules_to_save = _saved_modules(stage, own, config.modules_to_save or ())
+    config.target_modules = set(targets) or no_target
+    config.exclude_modules = config.layers_to_transform = config.layers_pattern = None
+    for pattern in _PATTERNS:  # peft warns of keys that match nothing; those of other stages don't
+        of_all = getattr(config, pattern) or {}
+        setattr(config, pattern, {key: each for key, each in of_all.items() if _matches_one(key, targets)})
+    return config
+
+
+def _resolve_by_library(config: Any, model: nn.Module) -> None:
+    """Let peft write names for all-linear, and of experts; both take a look at the library's whole model."""
+    tuners = importlib.import_module("peft.tuners.tuners_utils")
+    conversion = importlib.import_module("peft.utils.transformers_weight_conversion")
+    given = config.target_modules
+    conversion.convert_peft_config_for_transformers(config, model, None)
+    if config.target_parameters:
+        raise ValueError(
+            f"lora.target_modules={given} hits experts, which get adapters of another kind from peft "
+            f"({', '.join(sorted(config.target_parameters))}), and a pipeline can't train these: write the "
+            "names of other modules, such as [q_proj,v_proj]"
+        )
+    tuners._maybe_include_all_linear_layers(config, model)
+
+
+def _saved_modules(stage: nn.Module, own: Iterable[str], names: Iterable[str]) -> list[str] | None:
+    """Those of a stage's modules that modules_to_save names. Raises ValueError for quantized ones."""
+    found = [name for name in own if any(map(name.endswith, names))]
+    for name in found:
+        if any(not each.is_floating_point() for each in stage.get_submodule(name).parameters()):
+            raise ValueError(
+                f"lora.modules_to_save hits {name}, whose weights are quantized and can't be trained: leave "
+                "it out, or add it to quantize_options.llm_int8_skip_modules"
+            )
+    return found or None
+
+
 # What a pipeline trains, saves and loads as peft does; tests/training/test_lora_options.py tries each option.
 _SUPPORTED = (
     "r",
@@ -193,6 +226,9 @@ _SUPPORTED = (
     "lora_dropout",
     "lora_bias",
     "use_rslora",
+    "use_dora",
+    "bias",
+    "modules_to_save",
     "init_lora_weights",
     "rank_pattern",
     "alpha_pattern",
@@ -215,11 +251,8 @@ def lora_config(options: Mapping[str, Any]) -> Any:
             "lora.target_modules is not set: write the names of the modules that get adapters, such as "
             "[q_proj,v_proj]"
         )
-    if isinstance(targets, str) and targets.lower() == "all-linear":
-        raise ValueError(
-            "lora.target_modules=all-linear asks for the whole model's output layer, which a stage does not "
-            "know: write the names, such as [q_proj,k_proj,v_proj,o_proj,gate_proj,up_proj,down_proj]"
-        )
+    if options.get("bias", "none") not in _BIASES:
+        raise ValueError(f"lora.bias={options['bias']}: write one of {', '.join(_BIASES)}")
     if options.get("init_lora_weights", True) not in _INITIAL:
         raise ValueError(
             f"lora.init_lora_weights={options['init_lora_weights']} computes values from the base weights: "
@@ -238,48 +271,62 @@ def _refuse_unsupported(options: Mapping[str, Any], defaults: Any) -> None:
 
 
 def check_no_tied_target(options: Mapping[str, Any], tied: Mapping[str, str]) -> None:
-    """Raise ValueError for a target module with a tied parameter. tied: {name: the name it is tied to}."""
+    """Raise ValueError for a target, or a module to save, with a tied parameter. tied: {name: another}."""
     exists = importlib.import_module("peft.tuners.tuners_utils").check_target_module_exists
     config = lora_config(options)
+    saved = tuple(config.modules_to_save or ())
     for pair in tied.items():
-        hit = next((name for name in pair if exists(config, name.rpartition(".")[0])), None)
-        if hit is not None:
-            raise ValueError(
-                f"finetune.lora.target_modules hits {hit.rpartition('.')[0]}, which has a tied parameter "
-                f"({' and '.join(pair)} are one tensor): leave this module out of target_modules"
-            )
+        for name in pair:
+            module = name.rpartition(".")[0]
+            is_saved = any(each.endswith(saved) for each in accumulate(module.split("."), "{}.{}".format))
+            if is_saved or exists(config, module):
+                option = "modules_to_save" if is_saved else "target_modules"
+                raise ValueError(
+                    f"finetune.lora.{option} hits {module}, which has a tied parameter "
+                    f"({' and '.join(pair)} are one tensor): leave this module out of {option}"
+                )
 
 
 def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
-    """Raise ValueError on all ranks for a target or a pattern that matches no module. Collective."""
-    own = {name.partition(".lora_")[0] for name, _ in pipeline.named_parameters() if ".lora_" in name}
-    adapted = set().union(*pipeline.place.gather(own))
-    targets = options["target_modules"]
+    """Raise ValueError on all ranks for a name or a pattern that matches no module. Collective."""
+    own = [name for name, _ in pipeline.named_parameters()]
+    adapted = _everywhere(pipeline, (name.partition(".lora_")[0] for name in own if ".lora_" in name))
+    targets, saved = options["target_modules"], options.get("modules_to_save") or []
     if isinstance(targets, str):
         missing = [] if adapted else [targets]
     else:
         missing = [each for each in targets if not any(_is_target(name, each) for name in adapted)]
-    if missing:
-        modules = {_unwrapped(name) for name, _ in pipeline.named_parameters()}
-        names = sorted({each.split(".")[-1] for part in pipeline.place.gather(modules) for each in part})
-        raise ValueError(
-            f"lora.target_modules: {', '.join(missing)} matches no module of the model; its modules with "
-            f"weights are {', '.join(names)}{did_you_mean(missing[0], names)}"
-        )
-
+    _refuse_missing(pipeline, "target_modules", missing)
+    copied = _everywhere(pipeline, (name.partition(_COPY)[0] for name in own if _COPY in name))
+    missing = [each for each in saved if not any(name.endswith(each) for name in copied)]
+    _refuse_missing(pipeline, "modules_to_save", missing)
     for pattern in _PATTERNS:
         for key in options.get(pattern) or ():
             if not _matches_one(key, adapted):
                 raise ValueError(f"lora.{pattern}: {key} matches none of {', '.join(sorted(adapted))}")
 
 
+def _everywhere(pipeline: Pipeline, own: Iterable[str]) -> set[str]:
+    return set().union(*pipeline.place.gather(set(own)))
+
+
+def _refuse_missing(pipeline: Pipeline, option: str, missing: Sequence[str]) -> None:
+    if not missing:
+        return
+    modules = _everywhere(pipeline, (_unwrapped(name) for name, _ in pipeline.named_parameters()))
+    names = sorted({each.split(".")[-1] for each in modules})
+    raise ValueError(
+        f"lora.{option}: {', '.join(missing)} matches no module of the model; its modules with "
+        f"weights are {', '.join(names)}{did_you_mean(missing[0], names)}"
+    )
+
+
 def _unwrapped(name: str) -> str:
     """The module that the model had, before peft wrapped it, for the parameter of this name."""
-    return (
-        name.partition(".lora_")[0]
-        if is_adapter(name)
-        else name.rpartition(".")[0].removesuffix(".base_layer")
-    )
+    for mark in (".lora_", _COPY, ".original_module."):
+        if mark in name:
+            return name.partition(mark)[0]
+    return name.rpartition(".")[0].removesuffix(".base_layer")
 
 
 def _matches_one(key: str, names: Iterable[str]) -> bool:
@@ -305,7 +352,7 @@ def save_adapter(
     folder)` loads them. base: the name or folder of the base model, for the config. The first process writes,
     and gets the adapters of its pipeline's other ranks.
     """
-    own = {peft_name(name): each for name, each in _adapters(pipeline, masters)}
+    own = {name: each for stage in pipeline.stages.values() for name, each in _adapter(stage, masters)}
     everywhere = gather(own, pipeline.group)
     if not pipeline.place.is_first or pipeline.rank != 0:
         return
@@ -320,6 +367,9 @@ def write_adapter(
 
     config = lora_config(options)
     config.inference_mode, config.base_model_name_or_path = True, base
+    if str(config.target_modules).lower() == "all-linear":  # peft, too, writes what it has found
+        found = {name.partition(".lora_")[0] for name in adapters if ".lora_" in name}
+        config.target_modules = {name.removeprefix(_PREFIX) for name in found}
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     unfinished = folder / "adapter_model.tmp"
@@ -327,20 +377,24 @@ def write_adapter(
     unfinished.replace(folder / "adapter_model.safetensors")
 
 
-def peft_name(name: str) -> str:
-    """What peft calls a tensor that has this name in a stage."""
-    return "base_model.model." + re.sub(rf"\.{ADAPTER}(?=\.|$)", "", name)
+_PREFIX = "base_model.model."  # of the names that peft writes
 
 
-def is_adapter(name: str) -> bool:
-    """Whether the tensor with this name in a stage is a part of an adapter."""
-    return ".lora_" in name
+def peft_names(stage: nn.Module) -> dict[str, str]:
+    """{name in a stage: in peft's files} of what peft saves of it; a stage may be on the meta device."""
+    state = stage.state_dict(keep_vars=True)
+    names = {id(each): name for name, each in state.items()}
+    saved = importlib.import_module("peft").get_peft_model_state_dict(
+        stage, state, adapter_name=ADAPTER, save_embedding_layers=False
+    )
+    return {names[id(each)]: f"{_PREFIX}{name}" for name, each in saved.items()}
 
 
-def _adapters(pipeline: Pipeline, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
-    """(name in its stage, values on the CPU) of each adapter here; its master's values if it has one."""
-    for stage in pipeline.stages.values():
-        for name, parameter in stage.named_parameters():
-            if is_adapter(name):
-                value = parameter if masters is None else masters.of(parameter)
-                yield name, whole_of(value.detach()).to("cpu", copy=True).contiguous()
+def _adapter(stage: nn.Module, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
+    """(peft's name, values on the CPU) of what peft saves of a stage; a master's values if there is one."""
+    state = stage.state_dict(keep_vars=True)
+    for name, of_peft in peft_names(stage).items():
+        value = state[name]
+        if masters is not None and isinstance(value, nn.Parameter):
+            value = masters.of(value)
+        yield of_peft, whole_of(value.detach()).to("cpu", copy=True).contiguous()
