@@ -23,6 +23,7 @@ from zbpp.training.fine_tuned import FineTuned, save_adapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+safe_open = pytest.importorskip("safetensors").safe_open
 
 from zbpp.models.hf import HuggingFace  # noqa: E402  # after the check for its library
 
@@ -50,6 +51,7 @@ GPT2 = {
     "embd_pdrop": 0.0,
     "attn_pdrop": 0.0,
 }
+BIASED = CONFIG | {"attention_bias": True, "mlp_bias": True}
 UNTIED_GPT2 = GPT2 | {"tie_word_embeddings": False}
 LORA = {"r": 3, "lora_alpha": 6, "target_modules": ["q_proj", "down_proj", "embed_tokens", "lm_head"]}
 
@@ -359,11 +361,9 @@ def test_adapters_on_two_ranks_get_the_gradients_of_whole_sequences_from_slices(
 
 # ---------------------------------------------------------------- every option of peft's LoraConfig
 
-BIASES = {"attention_bias": True, "mlp_bias": True}
-
 
 class Case(NamedTuple):
-    """The value that an option is tried with, further options, and keys of the base's config."""
+    """The value that an option is tried with, further options, and the base's config if it is another."""
 
     option: str
     value: Any
@@ -375,18 +375,18 @@ TRIED = [
     Case("r", 2),
     Case("target_modules", "model.layers.[02].self_attn.[kv]_proj"),
     Case("target_modules", "all-linear"),
-    Case("target_modules", "all-linear", {"exclude_modules": ["layers.1.mlp.up_proj"]}, GPT2),
+    Case("target_modules", "all-linear", {"exclude_modules": ["h.1.mlp.c_fc"], "fan_in_fan_out": True}, GPT2),
     Case("lora_alpha", 5),
     Case("lora_dropout", 0.3),
     Case("lora_bias", True),
     Case("use_rslora", True),
     Case("use_dora", True),
     Case("use_dora", True, {"target_modules": ["c_attn", "wte"], "fan_in_fan_out": True}, UNTIED_GPT2),
-    Case("bias", "all", {}, BIASES),
-    Case("bias", "lora_only", {}, BIASES),
-    Case("bias", "all", {"target_modules": "model.layers.0.self_attn.q_proj"}, BIASES),
+    Case("bias", "all", {}, BIASED),
+    Case("bias", "lora_only", {}, BIASED),
+    Case("bias", "all", {"target_modules": "model.layers.0.self_attn.q_proj"}, BIASED),
     Case("modules_to_save", ["lm_head", "embed_tokens", "norm"]),
-    Case("modules_to_save", ["lm_head", "layers.3.mlp"], {"target_modules": "all-linear", "bias": "all"}, BIASES),
+    Case("modules_to_save", ["lm_head", "3.mlp"], {"target_modules": "all-linear", "bias": "all"}, BIASED),
     Case("init_lora_weights", "gaussian"),
     Case("rank_pattern", {"layers.1.self_attn.q_proj": 1}),
     Case("alpha_pattern", {"down_proj": 3}),
@@ -437,7 +437,7 @@ def test_an_option_that_is_not_as_in_peft_is_refused_by_name(option):
 def test_an_option_trains_saves_and_loads_as_in_peft(case, base, tmp_path):
     lora = {"r": 3, "target_modules": ["q_proj", "down_proj"]} | {case.option: case.value} | case.further
     if case.config:
-        base = saved(tmp_path / "base", CONFIG | case.config)
+        base = saved(tmp_path / "base", case.config)
     losses, first, last, logits = by_pipeline(base, lora=lora, folder=tmp_path / "adapter")
     if case.option != "lora_dropout":  # its random numbers are the pipeline's own
         expected, expected_last = by_peft(base, first, lora)
@@ -446,6 +446,9 @@ def test_an_option_trains_saves_and_loads_as_in_peft(case, base, tmp_path):
             torch.testing.assert_close(last[name], each, rtol=1e-6, atol=1e-8, msg=name)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
     loaded = peft.PeftModel.from_pretrained(whole, tmp_path / "adapter", autocast_adapter_dtype=False)
+    with safe_open(tmp_path / "adapter/adapter_model.safetensors", "pt") as file:
+        by_library = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+        assert sorted(file.keys()) == sorted(by_library)
     with torch.no_grad():
         torch.testing.assert_close(loaded(batch(0)[0]).logits, logits, rtol=1e-10, atol=1e-12)
 

@@ -2,7 +2,9 @@
 
 import copy
 import json
+from collections.abc import Mapping
 from functools import partial
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -163,19 +165,54 @@ def batch(step):
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
-def by_peft(base, kind, adapters):
+class Case(NamedTuple):
+    """How a base is quantized, and the adapters on it."""
+
+    kind: str
+    num_slices: int = 1
+    lora: Mapping[str, Any] = {}
+
+    @property
+    def options(self):
+        return LORA | dict(self.lora)
+
+
+DAILY = [
+    Case("nf4"),
+    Case("nf4", 4),
+    Case("int8"),
+    Case(
+        "nf4", 1, {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["lm_head", "norm"]}
+    ),
+]
+EVERY_NIGHT = [
+    Case(kind, num_slices, lora)
+    for kind in KINDS
+    for num_slices in (1, 4)
+    for lora in (
+        {"target_modules": "all-linear"},
+        {"use_dora": True},
+        {"use_dora": True, "use_rslora": True, "target_modules": "all-linear"},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"bias": "all"},
+        {"bias": "lora_only", "target_modules": "all-linear"},
+    )
+]
+
+
+def by_peft(base, case, adapters):
     """The losses of peft's model in a plain loop, from these adapters; and its adapters at the end."""
-    model = peft.get_peft_model(reference(base, kind), peft.LoraConfig(**LORA)).train()
+    model = peft.get_peft_model(reference(base, case.kind), peft.LoraConfig(**case.options)).train()
     optimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
     return trained_by_peft(model, adapters, optimizer, map(batch, range(STEPS)))
 
 
-def on_two_ranks(rank, base):
-    found = {}
-    for kind, num_slices in (("nf4", 1), ("nf4", 4), ("int8", 1)):
-        model = FineTuned(HuggingFace(path=base, quantize=kind), lora=LORA)
-        timetable = plan("zb_v", 2, M, num_slices=num_slices)
-        bounds = range(0, TIME + 1, TIME // num_slices) if num_slices > 1 else ()
+def on_two_ranks(rank, base, cases):
+    found = []
+    for case in cases:
+        model = FineTuned(HuggingFace(path=base, quantize=case.kind), lora=case.options)
+        timetable = plan("zb_v", 2, M, num_slices=case.num_slices)
+        bounds = range(0, TIME + 1, TIME // case.num_slices) if case.num_slices > 1 else ()
         with Pipeline(model, timetable, slice_bounds=bounds) as pipeline:
             first = copy.deepcopy(pipeline.state_dict())
             trained = [each for each in pipeline.parameters() if each.requires_grad]
@@ -186,22 +223,32 @@ def on_two_ranks(rank, base):
                 optimizer.zero_grad()
                 losses.append([each.item() for each in pipeline.step(tokens, target=target)])
                 optimizer.step()
-            found[kind, num_slices] = losses, first, copy.deepcopy(pipeline.state_dict())
+            found.append((losses, first, copy.deepcopy(pipeline.state_dict())))
     return found
 
 
-def test_a_pipeline_trains_adapters_on_a_quantized_base_as_peft_does(base):
-    ranks = run_ranks(on_two_ranks, 2, base)
-    for case in ranks[0]:
-        losses, first, last = zip(*(each[case] for each in ranks), strict=True)
+def check_as_in_peft(base, cases):
+    ranks = run_ranks(on_two_ranks, 2, base, cases)
+    for case, *of_ranks in zip(cases, *ranks, strict=True):
+        losses, first, last = zip(*of_ranks, strict=True)
         adapters = first[0] | first[1]
-        expected, expected_last = by_peft(base, case[0], adapters)
+        expected, expected_last = by_peft(base, case, adapters)
         means = [sum(one or two) / M for one, two in zip(*losses, strict=True)]
-        assert means == pytest.approx(expected, rel=1e-6)
+        assert means == pytest.approx(expected, rel=1e-6), case
         assert (last[0] | last[1]).keys() == expected_last.keys()
         for name, each in expected_last.items():
-            assert not torch.equal(each, adapters[name])
-            assert ((last[0] | last[1])[name] - each).abs().max() <= 1e-6, name
+            assert not torch.equal(each, adapters[name]), (case, name)
+            assert ((last[0] | last[1])[name] - each).abs().max() <= 1e-6, (case, name)
+
+
+def test_a_pipeline_trains_adapters_on_a_quantized_base_as_peft_does(base):
+    check_as_in_peft(base, DAILY)
+
+
+@pytest.mark.nightly
+def test_every_option_of_adapters_on_a_quantized_base_trains_as_in_peft(tmp_path):
+    saved("llama", tmp_path, attention_bias=True, mlp_bias=True)
+    check_as_in_peft(str(tmp_path), EVERY_NIGHT)
 
 
 # ---------------------------------------------------------------- what is refused
