@@ -16,7 +16,7 @@ from torch import Tensor
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
 from zbpp.data.chat_template import template_text
 from zbpp.run.model import build_model
-from zbpp.training.fine_tuned import FineTuned, peft_names, write_adapter
+from zbpp.training.fine_tuned import inject, peft_names, write_adapter
 from zbpp.training.weights import weights_of_run
 
 _log = logging.getLogger(__name__)
@@ -178,6 +178,9 @@ def _adapters(run: Path, config: Mapping[str, Any], lora: Mapping[str, Any]) -> 
         found: dict[str, Tensor] = load_file(run / "adapter" / "adapter_model.safetensors")
         return found
     saved = weights_of_run(run)
+    from zbpp.models.hf.shrink import build_on_meta
+
+    whole = build_on_meta(_described(build_model(config["model"])))
     with torch.device("meta"):
-        names = peft_names(FineTuned(build_model(config["model"]), lora=lora).build_stage(0, 1))
-    return {of_peft: saved.read(name) for name, of_peft in names.items()}
+        inject(whole, lora, seed=0)
+    return {of_peft: saved.read(name) for name, of_peft in peft_names(whole).items()}

@@ -44,6 +44,7 @@ class FineTuned:
     ) -> None:
         if lora is not None:
             lora_config(lora)  # raises ValueError for options that a pipeline can't have
+            _check_quantized(lora, model)
         self.model, self._freeze, self._train = model, freeze, train
         self._lora, self._seed = lora, seed
 
@@ -259,6 +260,16 @@ def lora_config(options: Mapping[str, Any]) -> Any:
             "write true, false or gaussian"
         )
     return made(**options)
+
+
+def _check_quantized(options: Mapping[str, Any], model: Any) -> None:
+    """Raise ValueError for an option that peft has not for a quantized base."""
+    quantization = getattr(model, "quantization", None)
+    if options.get("use_dora") and getattr(quantization, "kind", None) == "int8":
+        raise ValueError(
+            "lora.use_dora=true doesn't go with quantize=int8: peft's layer loses the statistics of its "
+            "weight in the first forward; write nf4 or fp4"
+        )
 
 
 def _refuse_unsupported(options: Mapping[str, Any], defaults: Any) -> None:
