@@ -176,6 +176,27 @@ def test_a_pipeline_trains_adapters_as_peft_does(base, options):
         torch.testing.assert_close(last[name], each, rtol=1e-6, atol=1e-8, msg=name)
 
 
+@pytest.mark.parametrize(
+    "options", [{"init_lora_weights": False}, {"init_lora_weights": False, "use_dora": True}]
+)
+def test_constructed_values_do_not_depend_on_the_cut_but_on_the_seed(options, base):
+    """Of peft without an initialization; DoRA's magnitudes are the norms of the weights with the product."""
+
+    def adapters(num_stages, seed=0):
+        model = model_of(base, LORA | options, seed=seed)
+        stages = [model.build_stage(i, num_stages) for i in range(num_stages)]
+        return {n: p for stage in stages for n, p in stage.named_parameters()}
+
+    one, four, other = adapters(1), adapters(4), adapters(1, seed=1)
+    assert all(torch.equal(one[name], four[name]) for name in one)
+    assert not any(torch.equal(one[name], other[name]) for name in one if ".lora_" in name)
+    if "use_dora" in options:
+        name = "model.layers.2.mlp.down_proj"
+        a, b = (one[f"{name}.lora_{each}.default.weight"] for each in "AB")
+        norms = (one[f"{name}.base_layer.weight"] + 2 * b @ a).norm(dim=1)
+        torch.testing.assert_close(one[f"{name}.lora_magnitude_vector.default.weight"], norms)
+
+
 def test_initial_adapters_do_not_depend_on_the_cut_but_on_the_seed(base):
     def adapters(num_stages, seed=0):
         torch.manual_seed(num_stages)  # whatever was drawn before

@@ -168,11 +168,23 @@ def inject(stage: nn.Module, options: Mapping[str, Any], seed: int) -> None:
         for name, module in stage.named_modules():
             if isinstance(module, layers.LoraLayer):
                 torch.default_generator.manual_seed(seed_of(seed, "lora", name))
-                module.reset_lora_parameters(ADAPTER, config.init_lora_weights)
+                _draw(module, config)
     # A Hugging Face stage has its modules in its own tree and in the library's model, which it runs.
     adopt = getattr(stage, "adopt_modules", None)
     if adopt is not None:
         adopt()
+
+
+def _draw(layer: Any, config: Any) -> None:
+    """Draw the initial values of a LoRA layer as peft does."""
+    layer.reset_lora_parameters(ADAPTER, config.init_lora_weights)
+    if config.init_lora_weights is False:  # those of the constructors, which peft leaves as they are
+        for linear in (*layer.lora_A.values(), *layer.lora_B.values()):
+            linear.reset_parameters()
+        for table in (*layer.lora_embedding_A.values(), *layer.lora_embedding_B.values()):
+            nn.init.normal_(table)
+        if config.use_dora:  # magnitudes of the new products
+            layer.lora_variant[ADAPTER].init(layer, adapter_name=ADAPTER, config=config)
 
 
 def _config_of_stage(stage: nn.Module, config: Any) -> Any:
