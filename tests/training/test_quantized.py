@@ -21,6 +21,7 @@ from zbpp.config import ConfigError
 from zbpp.run.checks import check_together
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.training.fine_tuned import FineTuned, save_adapter
+from zbpp.training.measured_steps import trained_and_all
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
@@ -252,6 +253,16 @@ def test_every_option_of_adapters_on_a_quantized_base_trains_as_in_peft(tmp_path
     check_as_in_peft(str(tmp_path), EVERY_NIGHT)
 
 
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_parameters_are_counted_as_by_peft(kind, base):
+    """Not the bytes of packed weights."""
+    lora = {**LORA, "target_modules": "all-linear", "modules_to_save": ["lm_head"]}
+    whole = peft.get_peft_model(reference(base, kind), peft.LoraConfig(**lora))
+    model = FineTuned(HuggingFace(path=base, quantize=kind), lora=lora)
+    with Pipeline(model, "1f1b", num_microbatches=2) as pipeline:
+        assert trained_and_all(pipeline) == whole.get_nb_trainable_parameters()
+
+
 # ---------------------------------------------------------------- what is refused
 
 
@@ -286,6 +297,15 @@ def test_a_quantized_base_is_trained_with_adapters_alone(base):
     ):
         with pytest.raises(ValueError, match="quantize=nf4 freezes all weights.*write finetune.lora"):
             Pipeline(model, "1f1b", num_microbatches=2)
+
+
+def test_options_that_quantized_weights_do_not_have_are_refused_by_name(base):
+    lora = {"r": 2, "target_modules": ["q_proj"]}
+    with pytest.raises(ValueError, match=r"^lora.use_dora=true doesn't go with quantize=int8: .* write nf4"):
+        FineTuned(HuggingFace(path=base, quantize="int8"), lora={**lora, "use_dora": True})
+    model = FineTuned(HuggingFace(path=base, quantize="nf4"), lora={**lora, "modules_to_save": ["up_proj"]})
+    with pytest.raises(ValueError, match=r"^lora.modules_to_save hits model.layers.0.mlp.up_proj, whose"):
+        model.build_stage(0, 2)
 
 
 def test_a_tied_head_is_not_quantized(tmp_path):

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from zbpp.devices import is_accelerator, name_of
 from zbpp.job.agreement import gather
@@ -213,13 +214,19 @@ def parameters_in_all(pipeline: Pipeline) -> int:
 
 def trained_and_all(pipeline: Pipeline) -> tuple[int, int]:
     """How many of the model's parameters are trained, and how many there are. Collective over the job."""
-    sizes = [(local_of(each).numel(), each.requires_grad) for each in pipeline.counted_parameters()]
+    sizes = [(_numbers_in(each), each.requires_grad) for each in pipeline.counted_parameters()]
     own = sum(size for size, is_trained in sizes if is_trained), sum(size for size, _ in sizes)
     place = pipeline.place
     # Each replica counts its own, unless replicas share experts.
     copies = 1 if place.expert_groups else place.size(REPLICATE)
     trained, of_all = (sum(each) // copies for each in zip(*gather(own), strict=True))
     return trained, of_all
+
+
+def _numbers_in(parameter: Tensor) -> int:
+    """How many numbers this rank holds of it; bitsandbytes packs two of 4 bits into a byte."""
+    of_4_bits = type(parameter).__name__ == "Params4bit"
+    return 2 * parameter.nbytes if of_4_bits else local_of(parameter).numel()
 
 
 def parameters_of_a_token(pipeline: Pipeline) -> int | None:
