@@ -8,6 +8,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from helpers.configs import composed
+from helpers.hf_folders import saved
 from models.test_hf import CONFIGS, config_of
 from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.stage_memory import FAKE, REAL, measure_stages
@@ -18,6 +19,16 @@ BY_DAY = ("gpt2", "deepseek_v3")  # a model that reads its tokens; experts
 ROUNDING = 1000  # bytes: a scalar more or less, while one action runs
 
 
+def measured_twice(config, timetable):
+    """On fake tensors, and on real ones."""
+    fake = measure_stages(config, timetable)
+    assert fake.how == FAKE
+    with patch("zbpp.prediction.stage_memory.FakeTensors.__enter__", side_effect=RuntimeError("none here")):
+        real = measure_stages(config, timetable)
+    assert real.how.startswith(REAL)
+    return fake, real
+
+
 @pytest.mark.parametrize(
     "kind", [kind if kind in BY_DAY else pytest.param(kind, marks=pytest.mark.nightly) for kind in CONFIGS]
 )
@@ -25,13 +36,34 @@ def test_a_hugging_face_model_runs_on_fake_tensors_and_takes_what_real_ones_take
     config = composed(*OVERRIDES)
     config.model["config"] = {**config_of(kind), "vocab_size": 256}
     timetable = build_timetable(config.schedule, 2, config.num_microbatches)
-    fake = measure_stages(config, timetable)
-    assert fake.how == FAKE
-    with patch("zbpp.prediction.stage_memory.FakeTensors.__enter__", side_effect=RuntimeError("none here")):
-        real = measure_stages(config, timetable)
-    assert real.how.startswith(REAL)
+    fake, real = measured_twice(config, timetable)
     for one, other in zip(fake.stages, real.stages, strict=True):
         assert replace(one, rises=()) == replace(other, rises=())
+        assert one.rises == pytest.approx(other.rises, abs=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        ["model.quantize=nf4", "finetune.lora.target_modules=all-linear", "finetune.lora.use_dora=true",
+         "finetune.lora.modules_to_save=[lm_head]"],
+        *(pytest.param([f"finetune.lora.{each}"], marks=pytest.mark.nightly)
+          for each in ("use_dora=true", "modules_to_save=[embed_tokens,norm]", "bias=all", "bias=lora_only")),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_adapters_run_on_fake_tensors_and_take_what_real_ones_take(given, tmp_path):
+    for name in ("peft", "bitsandbytes"):
+        pytest.importorskip(name)
+    saved("llama", tmp_path, attention_bias=True, vocab_size=256, max_position_embeddings=256)
+    adapters = ["finetune.lora.r=2", "finetune.lora.target_modules=[q_proj,down_proj]"]
+    config = composed(*OVERRIDES, f"model.path={tmp_path}", *adapters, *given)
+    timetable = build_timetable(config.schedule, 2, config.num_microbatches)
+    fake, real = measured_twice(config, timetable)
+    for one, other in zip(fake.stages, real.stages, strict=True):
+        # the real weights don't show bitsandbytes's statistics, which are no buffers
+        assert 0 <= one.weights - other.weights <= 1000
+        assert replace(one, rises=(), weights=0) == replace(other, rises=(), weights=0)
         assert one.rises == pytest.approx(other.rises, abs=ROUNDING)
 
 

@@ -156,6 +156,8 @@ def _leave_empty(layer: Any, config: Any) -> None:
     layer.weight.compress_statistics = config.bnb_4bit_use_double_quant
     layer.register_buffer("statistics", torch.empty(num_bytes, dtype=torch.uint8), persistent=False)
     vars(layer).pop("_apply", None)
+    # peft's DoRA dequantizes a weight: with these two names the layer does that itself.
+    vars(layer)["W_q"], layer.dequantize = layer.weight, lambda: torch.empty(rows, columns)
     product: Any = _EmptyProduct
     layer.forward = lambda x: product.apply(x, (rows, columns), layer.bias, is_int8)
 

@@ -11,7 +11,7 @@ from typing import Any, Self
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils import swap_tensors
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,9 +34,12 @@ class FakeTensors(TorchDispatchMode):
         self._values = WeakTensorKeyDictionary()
         # Module.to would swap a fake parameter, which torch refuses: its own mode has a weak reference.
         self._to = patch.object(torch.utils, "swap_tensors", _convert)
+        # copy.deepcopy of a module would ask a fake parameter for its address.
+        self._copy = patch.object(FakeTensor, "__deepcopy__", _copied, create=True)
 
     def __enter__(self) -> Self:
         self._to.__enter__()
+        self._copy.__enter__()
         self._fake.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]  # torch's
         return self
@@ -44,6 +47,7 @@ class FakeTensors(TorchDispatchMode):
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch's
         self._fake.__exit__(*error)
+        self._copy.__exit__(*error)
         self._to.__exit__(*error)
 
     def faked(self, value: Any) -> Any:
@@ -108,6 +112,13 @@ def _convert(parameter: Tensor, converted: Tensor) -> None:
         parameter.data = converted.data
     else:  # it becomes a DTensor
         swap_tensors(parameter, converted)
+
+
+def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Tensor:
+    copy: Tensor = tensor.detach().clone()
+    if isinstance(tensor, nn.Parameter):
+        copy = nn.Parameter(copy, tensor.requires_grad)
+    return memo.setdefault(id(tensor), copy)
 
 
 def _is_small(tensor: Tensor) -> bool:
