@@ -244,18 +244,24 @@ def test_a_folder_with_files_is_not_written_to(tmp_path, capsys):
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.filterwarnings("ignore:fan_in_fan_out is set to False:UserWarning")
-@pytest.mark.parametrize(("kind", "target"), [("llama", "q_proj"), ("gpt2", "c_attn")])
-def test_a_lora_run_becomes_the_folder_that_peft_loads_or_a_merged_model(kind, target, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("llama", {"target_modules": "all-linear", "use_dora": True, "modules_to_save": ["norm", "lm_head"]}),
+        ("gpt2", {"target_modules": ["c_attn"], "bias": "lora_only"}),
+    ],
+)
+def test_a_lora_run_becomes_the_folder_that_peft_loads_or_a_merged_model(kind, options, tmp_path, capsys):
     """From the end of the run and from a checkpoint; gpt2's layers keep their weights transposed."""
     peft = pytest.importorskip("peft")
     base, run = tmp_path / "base", tmp_path / "run"
     saved(kind, base)
     (base / "tokenizer_config.json").write_text("{}")
-    lora = {"r": 2, "lora_alpha": 7, "use_rslora": True, "target_modules": [target]}
+    lora = {"r": 2, "lora_alpha": 7, "use_rslora": True, **options}
     node = {**MODELS["a folder"], "path": str(base)}
     model = FineTuned(instantiate_node("model", node), lora=lora)
     with Pipeline(model, plan("interleaved_1f1b", 1, 2, stages_per_rank=2)) as pipeline:
-        optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad], lr=1.0)
+        optimizer = torch.optim.SGD([p for p in pipeline.parameters() if p.requires_grad], lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             pipeline.step(TOKENS, target=TOKENS.roll(-1, 1))

@@ -183,4 +183,4 @@ def _adapters(run: Path, config: Mapping[str, Any], lora: Mapping[str, Any]) -> 
     whole = build_on_meta(_described(build_model(config["model"])))
     with torch.device("meta"):
         inject(whole, lora, seed=0)
-    return {of_peft: saved.read(name) for name, of_peft in peft_names(whole).items()}
+    return {of_peft: saved.read(name) for of_peft, name in peft_names(whole).items()}

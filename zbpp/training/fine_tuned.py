@@ -404,19 +404,19 @@ _PREFIX = "base_model.model."  # of the names that peft writes
 
 
 def peft_names(stage: nn.Module) -> dict[str, str]:
-    """{name in a stage: in peft's files} of what peft saves of it; a stage may be on the meta device."""
+    """{name in peft's files: in the stage} of what peft saves of it; a stage may be on the meta device."""
     state = stage.state_dict(keep_vars=True)
     names = {id(each): name for name, each in state.items()}
     saved = importlib.import_module("peft").get_peft_model_state_dict(
         stage, state, adapter_name=ADAPTER, save_embedding_layers=False
     )
-    return {names[id(each)]: f"{_PREFIX}{name}" for name, each in saved.items()}
+    return {f"{_PREFIX}{name}": names[id(each)] for name, each in saved.items()}
 
 
 def _adapter(stage: nn.Module, masters: MasterWeights | None) -> Iterator[tuple[str, Tensor]]:
     """(peft's name, values on the CPU) of what peft saves of a stage; a master's values if there is one."""
     state = stage.state_dict(keep_vars=True)
-    for name, of_peft in peft_names(stage).items():
+    for of_peft, name in peft_names(stage).items():
         value = state[name]
         if masters is not None and isinstance(value, nn.Parameter):
             value = masters.of(value)
