@@ -1,0 +1,164 @@
+"""What a script may ask of the Trainer, in a pipeline against one process: a case a row."""
+
+import numpy as np
+import pytest
+import torch
+
+from helpers.hf_trainer import Case, assert_same, trained
+from helpers.processes import run_ranks
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("peft")
+
+pytestmark = pytest.mark.nightly
+
+ROUNDED = {"rel": 2e-3, "weights": 3e-3}  # 16 bits
+
+
+def lora(model):
+    return _adapted(model, target_modules=["q_proj", "v_proj"])
+
+
+def dora(model):
+    """With magnitudes, on all linear layers, and a head that is trained whole."""
+    return _adapted(model, target_modules="all-linear", use_dora=True, modules_to_save=["lm_head"])
+
+
+def frozen(model):
+    """The first stage has nothing to train."""
+    model.model.embed_tokens.requires_grad_(False)
+    model.model.layers[:2].requires_grad_(False)
+    return model
+
+
+def _adapted(model, **options):
+    import peft
+
+    torch.manual_seed(2)
+    return peft.get_peft_model(
+        model, peft.LoraConfig(r=4, lora_dropout=0.0, task_type="CAUSAL_LM", **options)
+    )
+
+
+def own_loss(outputs, labels, num_items_in_batch=None):
+    """Cross-entropy and a term that keeps logits small, over the items of a step."""
+    logits, target = outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    total = torch.nn.functional.cross_entropy(logits, target, reduction="sum")
+    return (total + 1e-2 * (logits.logsumexp(-1).square() * (target != -100)).sum()) / num_items_in_batch
+
+
+def chosen(logits, labels):
+    return logits.argmax(-1)
+
+
+def accuracy(found):
+    tokens, labels = found.predictions[:, :-1], found.label_ids[:, 1:]
+    return {"accuracy": float((tokens == labels)[labels != -100].mean())}
+
+
+def predicted(trainer):
+    """The shape and the sum of what predict returns, and the metrics of an evaluation of two data sets."""
+    found = trainer.predict(trainer.eval_dataset)
+    named = trainer.evaluate({"first": trainer.eval_dataset, "second": trainer.train_dataset})
+    return (
+        found.predictions.shape,
+        int(np.asarray(found.predictions, dtype=np.int64).sum()),
+        round(found.metrics["test_accuracy"], 6),
+        round(named["eval_first_loss"], 5),
+        round(named["eval_second_accuracy"], 6),
+    )
+
+
+def twice(trainer):
+    """The losses of a second train(), which begins with the weights of the first."""
+    trainer.train()
+    return [round(each["loss"], 5) for each in trainer.state.log_history if "loss" in each]
+
+
+def plain_mean(trainer):
+    """A compute_loss of the user's, a mean over each microbatch with a term of the logits."""
+
+    class Mine(trainer):
+        loss_is_scaled_for_ga = False
+
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            loss = outputs.loss + 1e-3 * outputs.logits.logsumexp(-1).square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+    return Mine
+
+
+BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
+EVERY_3 = {"save_steps": 3, "eval_steps": 3}
+
+CASES = {
+    "lora": (Case(change=lora), {"weights": 1e-4}),
+    "dora": (Case(change=dora), {"weights": 1e-4}),
+    "frozen": (Case(change=frozen), {}),
+    "label smoothing": (Case(arguments={"label_smoothing_factor": 0.1}), {}),
+    "compute_loss_func": (Case(more={"compute_loss_func": own_loss}), {}),
+    "compute_loss": (Case(trainer=plain_mean), {}),
+    "compute_metrics": (
+        Case(more={"compute_metrics": accuracy, "preprocess_logits_for_metrics": chosen}, finish=predicted),
+        {},
+    ),
+    "best model": (Case(arguments={**BEST, **EVERY_3}), {}),
+    "best adapter": (Case(arguments={**BEST, **EVERY_3}, change=lora), {"weights": 1e-4}),
+    "bf16": (Case(arguments={"bf16": True}), ROUNDED),
+    "bf16 label smoothing": (Case(arguments={"bf16": True, "label_smoothing_factor": 0.1}), ROUNDED),
+    "gradient checkpointing": (Case(arguments={"gradient_checkpointing": True}), {}),
+    "reentrant checkpointing": (
+        Case(
+            arguments={
+                "gradient_checkpointing": True,
+                "gradient_checkpointing_kwargs": {"use_reentrant": True},
+            }
+        ),
+        {},
+    ),
+    "grouped by length": (Case(arguments={"train_sampling_strategy": "group_by_length"}), {}),
+    "no clipping": (Case(arguments={"max_grad_norm": 0.0}), {}),
+    "sgd": (Case(arguments={"optim": "sgd", "learning_rate": 0.1}), {}),
+    "adafactor": (Case(arguments={"optim": "adafactor"}), {"weights": 1e-4}),
+    "plateau": (Case(arguments={"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}), {}),
+    "workers": (Case(arguments={"dataloader_num_workers": 1}), {}),
+    "drop last": (Case(arguments={"dataloader_drop_last": True}), {}),
+    "epochs": (
+        Case(arguments={"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}),
+        {},
+    ),
+    "twice": (Case(finish=twice), {}),
+    "one microbatch": (Case(arguments={"gradient_accumulation_steps": 1}), {}),
+    "gpt2": (
+        Case(
+            kind="gpt2",
+            sizes={"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64}
+            | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        ),
+        {"weights": 1e-3},  # of key biases, whose gradients are rounding
+    ),
+    "gemma2": (Case(kind="gemma2", sizes={"head_dim": 8, "sliding_window": 8}), {}),
+    "mixtral": (Case(kind="mixtral", sizes={"num_local_experts": 4, "num_experts_per_tok": 2}), {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_as_in_one_process(name, tmp_path):
+    case, tolerances = CASES[name]
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    both = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
+    assert_same(both[0], expected, **tolerances)
+    assert both[0].found == both[1].found == expected.found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
+def test_four_processes_go_on_from_two(schedule, tmp_path):
+    case = Case(sizes={"tie_word_embeddings": True, "num_hidden_layers": 8})
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    two = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "two"))
+    assert_same(two[0], expected)
+    resumed = case._replace(schedule=schedule, resume=str(tmp_path / "two/run/checkpoint-4"))
+    four = run_ranks(trained, 4, resumed, str(tmp_path / "four"))
+    assert_same(four[0], expected, first=5)
