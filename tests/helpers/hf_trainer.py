@@ -37,9 +37,9 @@ ARGUMENTS = {
 class Case(NamedTuple):
     """What a run trains. kind: of model, with `sizes` in its config. arguments: in place of ARGUMENTS.
 
-    schedule: "" for one process. options: of in_pipeline. change(model) -> model. trainer(class) -> a
-    subclass of it. more: further arguments of the Trainer. finish(trainer) -> what the run returns beside
-    the rest.
+    schedule: "" for one process. options: of in_pipeline. change(model) -> model. kit(case, folder) ->
+    (trainer class, its arguments); None: `plain`. trainer(class) -> a subclass of it. more: further arguments
+    of the Trainer. finish(trainer) -> what the run returns beside the rest.
     """
 
     schedule: str = ""
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     options: Mapping[str, Any] = NONE
     trainer: Any = None
     finish: Any = None
+    kit: Any = None
 
 
 class Left(NamedTuple):
@@ -97,10 +98,23 @@ def model_of(case):
     return model if case.change is None else case.change(model)
 
 
+def plain(case, folder):
+    """The Trainer of transformers, and data that are tokenized."""
+    import transformers
+
+    args = transformers.TrainingArguments(output_dir=f"{folder}/run", **{**ARGUMENTS, **case.arguments})
+    return transformers.Trainer, {
+        "model": model_of(case),
+        "args": args,
+        "train_dataset": rows(25, 3),
+        "eval_dataset": rows(12, 4),
+        "data_collator": padded,
+    }
+
+
 def trained(rank, case, folder):
     """Run a case in `folder` and return what it leaves; weights on rank 0."""
     import tqdm
-    import transformers
     from accelerate.state import AcceleratorState, GradientState
 
     from zbpp.transformers import in_pipeline
@@ -112,19 +126,11 @@ def trained(rank, case, folder):
             RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world)
         )
         os.environ.update(OMP_NUM_THREADS="1")
-    chosen = transformers.Trainer
+    chosen, given = (case.kit or plain)(case, folder)
     if case.schedule:
         chosen = in_pipeline(chosen, schedule=case.schedule, **case.options)
     if case.trainer is not None:
         chosen = case.trainer(chosen)
-    args = transformers.TrainingArguments(output_dir=f"{folder}/run", **{**ARGUMENTS, **case.arguments})
-    given = {
-        "model": model_of(case),
-        "args": args,
-        "train_dataset": rows(25, 3),
-        "eval_dataset": rows(12, 4),
-        "data_collator": padded,
-    }
     trainer = chosen(**{**given, **case.more})
     trainer.train(resume_from_checkpoint=case.resume)
     found = None if case.finish is None else case.finish(trainer)
@@ -142,14 +148,14 @@ def weights_in(folder):
     return load_file(next(f"{folder}/{name}" for name in names if os.path.exists(f"{folder}/{name}")))
 
 
-FIGURES = ("loss", "eval_loss", "grad_norm", "learning_rate", "eval_accuracy")
+FIGURES = ("loss", "grad_norm", "learning_rate", "accuracy", "mean_token_accuracy", "entropy", "num_tokens")
 
 
 def figures(logs, first=0):
     """{name: its values} in the logs of a run, from a step on."""
     return {
         name: [each[name] for each in logs if name in each and each["step"] >= first]
-        for name in FIGURES
+        for name in (*FIGURES, *(f"eval_{each}" for each in FIGURES))
         if any(name in each for each in logs)
     }
 

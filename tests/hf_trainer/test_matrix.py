@@ -58,22 +58,22 @@ def accuracy(found):
 
 
 def predicted(trainer):
-    """The shape and the sum of what predict returns, and the metrics of an evaluation of two data sets."""
+    """The shape and the sum of what predict returns, and metrics of an evaluation of two data sets."""
     found = trainer.predict(trainer.eval_dataset)
     named = trainer.evaluate({"first": trainer.eval_dataset, "second": trainer.train_dataset})
-    return (
-        found.predictions.shape,
+    return [
+        *found.predictions.shape,
         int(np.asarray(found.predictions, dtype=np.int64).sum()),
-        round(found.metrics["test_accuracy"], 6),
-        round(named["eval_first_loss"], 5),
-        round(named["eval_second_accuracy"], 6),
-    )
+        found.metrics["test_accuracy"],
+        named["eval_first_loss"],
+        named["eval_second_accuracy"],
+    ]
 
 
 def twice(trainer):
     """The losses of a second train(), which begins with the weights of the first."""
     trainer.train()
-    return [round(each["loss"], 5) for each in trainer.state.log_history if "loss" in each]
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
 
 
 def plain_mean(trainer):
@@ -122,15 +122,17 @@ CASES = {
     "no clipping": (Case(arguments={"max_grad_norm": 0.0}), {}),
     "sgd": (Case(arguments={"optim": "sgd", "learning_rate": 0.1}), {}),
     "adafactor": (Case(arguments={"optim": "adafactor"}), {"weights": 1e-4}),
-    "plateau": (Case(arguments={"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}), {}),
-    "workers": (Case(arguments={"dataloader_num_workers": 1}), {}),
+    "plateau": (
+        Case(arguments={"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}),
+        {"rel": 1e-5, "weights": 1e-4},
+    ),
     "drop last": (Case(arguments={"dataloader_drop_last": True}), {}),
     "epochs": (
         Case(arguments={"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}),
         {},
     ),
     "twice": (Case(finish=twice), {}),
-    "one microbatch": (Case(arguments={"gradient_accumulation_steps": 1}), {}),
+    "one microbatch": (Case(arguments={"gradient_accumulation_steps": 1, "max_steps": 8}), {}),
     "gpt2": (
         Case(
             kind="gpt2",
@@ -150,7 +152,7 @@ def test_a_case_is_as_in_one_process(name, tmp_path):
     (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
     both = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
     assert_same(both[0], expected, **tolerances)
-    assert both[0].found == both[1].found == expected.found
+    assert both[0].found == both[1].found == pytest.approx(expected.found, rel=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])

@@ -1,0 +1,131 @@
+"""TRL's SFTTrainer in a pipeline, against the unmodified one in one process. Skipped without trl."""
+
+import os
+
+import pytest
+import torch
+
+from helpers.hf_trainer import ARGUMENTS, Case, assert_same, model_of, trained
+from helpers.processes import run_ranks
+
+pytest.importorskip("trl")
+pytest.importorskip("peft")
+
+pytestmark = pytest.mark.nightly
+
+WORDS = ["pad", "eos", "user", "bot", "unk", *(f"w{i}" for i in range(35))]
+TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}bot {% generation %}{{ m['content'] }} eos"
+    "{% endgeneration %} {% else %}user {{ m['content'] }} {% endif %}{% endfor %}"
+)
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="unk"))
+    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="pad", eos_token="eos", unk_token="unk")
+    made.chat_template = TEMPLATE
+    return made
+
+
+def chats(count, first):
+    """Questions and answers of different lengths."""
+    from datasets import Dataset
+
+    rows = []
+    for number in range(first, first + count):
+        words = [WORDS[5 + (number * 7 + number % 3 * i) % 35] for i in range(4 + number * 5 % 9)]
+        answer = {"role": "assistant", "content": " ".join(words)}
+        rows.append([{"role": "user", "content": " ".join(words[:3])}, answer])
+    return Dataset.from_dict({"messages": rows})
+
+
+def sft(case, folder):
+    """SFTTrainer and chats. Arguments that are none of SFTConfig are the Trainer's."""
+    from trl import SFTConfig, SFTTrainer
+
+    given = {**ARGUMENTS, "max_length": 64, "gradient_checkpointing": False, **case.arguments}
+    more = {"peft_config": given.pop("peft_config")} if "peft_config" in given else {}
+    model = given.pop("model", None) or model_of(case)
+    args = SFTConfig(output_dir=f"{folder}/run", **given)
+    datasets = {"train_dataset": chats(25, 0), "eval_dataset": chats(12, 40)}
+    return SFTTrainer, {"model": model, "args": args, "processing_class": tokenizer(), **datasets, **more}
+
+
+def lora(**options):
+    from peft import LoraConfig
+
+    given = {"r": 4, "lora_dropout": 0.0, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
+    return LoraConfig(**{**given, **options})
+
+
+CASES = {
+    "packed": ({"packing": True, "max_length": 24}, {}),
+    "all tokens": ({}, {}),
+    "smoothing": ({"label_smoothing_factor": 0.1}, {}),
+    "lora": ({"assistant_only_loss": True, "peft_config": {}}, {"weights": 1e-4}),
+    "dora": ({"peft_config": {"target_modules": "all-linear", "use_dora": True}}, {"weights": 1e-4}),
+    "checkpointing": ({"gradient_checkpointing": True}, {}),
+    "bf16": ({"bf16": True}, {"rel": 5e-3, "weights": 3e-3}),
+    "dft": ({"loss_type": "dft"}, {}),
+}
+
+
+def compared(arguments, tolerances, tmp_path, schedule="zb_v"):
+    arguments = dict(arguments)
+    if "peft_config" in arguments:
+        arguments["peft_config"] = lora(**arguments["peft_config"])
+    case = Case(arguments=arguments, kit=sft)
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    both = run_ranks(trained, 2, case._replace(schedule=schedule), str(tmp_path / "piped"))
+    assert_same(both[0], expected, **tolerances)
+    return both
+
+
+def test_answers_alone_are_trained_on_as_in_one_process(tmp_path):
+    both = compared({"assistant_only_loss": True}, {}, tmp_path)
+    assert {"mean_token_accuracy", "entropy", "num_tokens"} <= both[1].logs[0].keys()  # on every rank
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_case_is_as_in_one_process(name, tmp_path):
+    compared(*CASES[name], tmp_path, "zb_h1")
+
+
+def held(trainer):
+    """The numbers of this rank's parameters, and of all."""
+    own = sum(each.numel() for each in trainer.model.parameters() if not each.is_meta)
+    return own, sum(each.numel() for each in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_each_rank_reads_its_own_tensors_of_a_folder(tied, tmp_path):
+    model_of(Case(sizes={"tie_word_embeddings": tied})).save_pretrained(tmp_path / "base")
+    case = Case(arguments={"model": str(tmp_path / "base")}, kit=sft, finish=held)
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    both = run_ranks(trained, 2, case._replace(schedule="zb_h1"), str(tmp_path / "piped"))
+    assert_same(both[0], expected)
+    (first, of_all), (last, _) = both[0].found, both[1].found
+    copy = 40 * 32 if tied else 0  # the last rank has a copy of the tied weight
+    assert first + last == of_all + copy
+    assert max(first, last) < 0.6 * of_all
+
+
+def test_an_adapter_goes_on_in_one_process_and_loads_in_peft(tmp_path):
+    from peft import PeftModel
+
+    arguments = {"peft_config": lora()}
+    case = Case(arguments=arguments, kit=sft)
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
+    checkpoint = tmp_path / "piped/run/checkpoint-4"
+    (left,) = run_ranks(trained, 1, case._replace(resume=str(checkpoint)), str(tmp_path / "resumed"))
+    assert_same(left, expected, first=5, weights=1e-4)
+    assert os.path.exists(checkpoint / "adapter_config.json")
+    loaded = PeftModel.from_pretrained(model_of(Case()), tmp_path / "piped/final")
+    found = {name: each for name, each in loaded.named_parameters() if "lora_B" in name}
+    assert len(found) == 8
+    assert all(bool(torch.count_nonzero(each)) for each in found.values())
