@@ -13,6 +13,7 @@ folder       a model read from a folder, of which each rank reads its own tensor
 batches      the Trainer's batches as microbatches; a number that tells different batches apart
 losses       which loss a Trainer has: zbpp's, computed by the head, or its own compute_loss on the last stage
 checkpoints  the files that the Trainer writes in one process
+report       what it says at its start
 refusals     what does not go with a pipeline, and what to write
 names        the names of the Trainer that all this uses, and the versions that have them
 

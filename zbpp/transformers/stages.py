@@ -43,12 +43,18 @@ class OwnModules:
 
     def build_stage(self, index: int, num_stages: int) -> nn.Module:
         """A stage with the object's own parameters."""
-        config = without_cache(self._model.config)
-        cut = _fitted(self._model, tried_cut(config, num_stages, self._layers_per_stage, 0))
+        cut = _fitted(self._model, self._cut(num_stages))
         model: Any = _shell(self._model, "", cut.path)
         if index == num_stages - 1 and cut.head and self._uses_head:
             return (LastStage if index else OnlyStage)(model, cut, index, keeps_logits=True)
         return (Stage if index else FirstStage)(model, cut, index)
+
+    def layer_counts(self, num_stages: int) -> list[int]:
+        """How many layers each stage has."""
+        return [len(each) for each in self._cut(num_stages).layers]
+
+    def _cut(self, num_stages: int) -> Cut:
+        return tried_cut(without_cache(self._model.config), num_stages, self._layers_per_stage, 0)
 
     def tied(self) -> dict[str, str]:
         """See zbpp/stage_api.py."""

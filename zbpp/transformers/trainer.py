@@ -6,6 +6,7 @@ wrap          the wrapped model is the rank's stages                            
 microbatches  the batches of a step are kept until its last one comes            get_batch_samples
 step          Pipeline.step of all of them; the loss goes to all ranks           training_step
 clipping      one norm over all ranks                                            accelerator's clipping
+bubble        of a step that is logged, measured; beside its loss                log
 evaluation    Pipeline.evaluate of a batch                                       prediction_step
 saving        see checkpoints.py
 """
@@ -13,7 +14,9 @@ saving        see checkpoints.py
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch
+from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timetable
 from zbpp.transformers.batches import arguments, check_columns, checksum, num_targets, split, targets
 from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
@@ -32,6 +36,7 @@ from zbpp.transformers.folder import read_own
 from zbpp.transformers.losses import OwnLoss, has_own_loss
 from zbpp.transformers.names import check_names
 from zbpp.transformers.refusals import check_arguments, check_made_model, check_model, check_trainer
+from zbpp.transformers.report import report
 
 Schedule = str | Callable[[int, int], Timetable]
 
@@ -71,6 +76,7 @@ class PipelineTrainer(Checkpoints):
     layers_per_stage: Sequence[int] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
     _metrics: Any  # of TRL's classes alone
+    _recorder: Recorder | None = None  # of the last step, if it was measured
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
         given = next(
@@ -143,7 +149,17 @@ class PipelineTrainer(Checkpoints):
             self._cut = CutModel(
                 model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
             )
+            self._say_plan(self._cut)
         return self._cut
+
+    def _say_plan(self, cut: CutModel) -> None:
+        """Print the cut and the plan, on rank 0. Collective."""
+        timetable = cut.pipeline.timetable
+        held = cut.pipeline.place.gather(sum(each.numel() for each in cut.pipeline.parameters()))
+        if self.args.should_log:
+            name = self.schedule if isinstance(self.schedule, str) else "a schedule of your own"
+            planned = partial(self._timetable, timetable.num_ranks)
+            print(report(name, timetable, cut.layers, held, planned), flush=True)
 
     def _timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
         if callable(self.schedule):
@@ -185,9 +201,19 @@ class PipelineTrainer(Checkpoints):
         args, target = self._arguments(
             self._microbatches, pipeline.timetable.num_microbatches, num_items_in_batch
         )
-        with self.accelerator.autocast():
+        with self.accelerator.autocast(), self._recorded(pipeline):
             losses = pipeline.step(*args, target=target)
         return self._told(losses, self._microbatches) * pipeline.loss_scale
+
+    @contextmanager
+    def _recorded(self, pipeline: Pipeline) -> Iterator[None]:
+        """Measure the step inside if it will be logged."""
+        every = self.state.logging_steps if self.args.logging_strategy == "steps" else 0
+        if not every or (self.state.global_step + 1) % every:
+            yield
+            return
+        with pipeline.using(Recorder()) as self._recorder:
+            yield
 
     def _arguments(self, microbatches: list[Any], num_planned: int, num_items: Any) -> tuple[list[Any], Any]:
         """Arguments of stage 0 and the target of the last stage."""
@@ -268,12 +294,15 @@ class PipelineTrainer(Checkpoints):
             found = run(*args, target=target, return_outputs=returns_logits)
         return found if returns_logits else (found, None)
 
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        """What TRL counts in compute_loss, the last stage's rank has: it goes to all ranks."""
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log the bubble beside a loss, and what TRL has counted in compute_loss on the last stage's rank."""
+        if "loss" in logs and self._recorder is not None:
+            logs["bubble"] = round(self._recorder.timeline().bubble_rate, 4)
+            self._recorder = None
         if self._cut is not None and self._own_loss is not None and hasattr(self, "_metrics"):
             counted: Any = self._metrics, getattr(self, "_total_train_tokens", None)
             self._metrics, self._total_train_tokens = self._cut.from_last(counted)
-        super().log(*args, **kwargs)
+        super().log(logs, *args, **kwargs)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Raises ValueError."""
