@@ -133,7 +133,7 @@ def trained(rank, case, folder):
         chosen = case.trainer(chosen)
     trainer = chosen(**{**given, **case.more})
     trainer.train(resume_from_checkpoint=case.resume)
-    found = None if case.finish is None else case.finish(trainer)
+    found = [] if case.finish is None else case.finish(trainer)
     trainer.save_model(f"{folder}/final")
     if case.schedule:
         trainer.pipeline.close()

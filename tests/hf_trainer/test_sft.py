@@ -73,7 +73,7 @@ CASES = {
     "lora": ({"assistant_only_loss": True, "peft_config": {}}, {"weights": 1e-4}),
     "dora": ({"peft_config": {"target_modules": "all-linear", "use_dora": True}}, {"weights": 1e-4}),
     "checkpointing": ({"gradient_checkpointing": True}, {}),
-    "bf16": ({"bf16": True}, {"rel": 5e-2, "weights": 1e-2}),
+    "bf16": ({"bf16": True}, {"rel": 5e-2, "weights": 3e-2}),
     "dft": ({"loss_type": "dft"}, {}),
 }
 
