@@ -301,6 +301,9 @@ def on_two_ranks(rank, base):
         model_of(base, {"r": 2, "target_modules": ["lm_head"], "rank_pattern": {"q_proj": 4}})
     )
     found["typo"] = refused(model_of(base, {"r": 2, "target_modules": ["lm_head", "q_prj"]}))
+    found["saved"] = refused(
+        model_of(base, {"r": 2, "target_modules": "all-linear", "modules_to_save": ["lm"]})
+    )
     for name, degrees, ranks in (
         ("pipeline", {}, 2),
         ("shards", {"shard": 2}, 1),
@@ -327,6 +330,10 @@ def test_two_ranks_and_shards_train_adapters_alike(base):
     assert "leave no parameter to train" in one["all"]
     assert one["pattern"] == two["pattern"] == "lora.rank_pattern: q_proj matches none of lm_head"
     assert "target_modules: q_prj matches no module" in two["typo"]
+    assert one["saved"] == two["saved"]
+    assert one["saved"].startswith(
+        "lora.modules_to_save: lm matches no module of the model; its modules with"
+    )
     assert two["typo"].endswith("up_proj, v_proj; did you mean q_proj?")
     assert not {"base_layer", "default", "lora_A"} & set(re.findall(r"\w+", two["typo"]))
     expected, _, last = by_pipeline(base)
@@ -487,11 +494,20 @@ def test_what_lora_can_not_be_on_a_pipeline_is_said(options, words):
         FineTuned(Toy(), lora=options)
 
 
+@pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 @pytest.mark.parametrize("stage", range(3))
-def test_a_tied_target_is_named_on_every_rank(target, stage):
+def test_a_tied_target_is_named_on_every_rank(option, target, stage):
     """The middle stage has neither of the two modules."""
     base = HuggingFace(config=CONFIG | {"tie_word_embeddings": True})
-    model = FineTuned(base, lora=LORA | {"target_modules": ["q_proj", target]})
-    with pytest.raises(ValueError, match=rf"finetune\.lora\.target_modules hits (model\.)?{target}"):
+    model = FineTuned(base, lora={"r": 2, "target_modules": ["q_proj"]} | {option: ["k_proj", target]})
+    with pytest.raises(ValueError, match=rf"finetune\.lora\.{option} hits (model\.)?{target}"):
         model.build_stage(stage, 3)
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "w1", "w3"]])
+def test_experts_that_peft_adapts_by_other_means_are_named(targets):
+    config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 2, "num_key_value_heads": 2}
+    model = FineTuned(HuggingFace(config=config), lora={"r": 2, "target_modules": targets})
+    with pytest.raises(ValueError, match=r"^lora.target_modules=.* hits experts.*\(.*gate_up_proj.*write"):
+        model.build_stage(0, 2)
