@@ -2,10 +2,12 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from helpers.configs import composed
 from helpers.pages import ROOT, blocks, run_command
 
 TUTORIAL, TRAINING = "docs/tutorial.md", "docs/training.md"
@@ -43,16 +45,33 @@ def test_the_function_and_the_rule_shown_equal_plain_autograd() -> None:
         torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
 
 
+def test_commands_that_do_not_run_by_day_have_a_config() -> None:
+    for page in ("docs/parallel.md", "docs/optimizer.md", TRAINING):
+        for block in blocks(page, "bash"):
+            for words in map(shlex.split, block.replace("\\\n", " ").splitlines()):
+                if words[:2] == ["zbpp", "train"]:
+                    composed(*words[2:])
+
+
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
-    """Each trains a pipeline of two ranks; replicas, shards and parts of layers have one loss."""
+def test_the_loop_of_the_parallel_page_trains(tmp_path: Path) -> None:
     (script,) = blocks("docs/parallel.md", "python")
     (tmp_path / "mesh.py").write_text(script)
     (tmp_path / "tower.py").write_text(blocks("README.md", "python")[0])
-    commands = blocks("docs/parallel.md", "bash")
-    runs = [each for each in commands if each.startswith("zbpp")]
-    (own_loop,) = (each for each in commands if each.startswith("torchrun"))
+    (own_loop,) = (each for each in blocks("docs/parallel.md", "bash") if each.startswith("torchrun"))
+    printed = run_command(own_loop, tmp_path).splitlines()
+    rows = [row for row in map(str.split, printed) if len(row) == 3 and row[0] in ("0", "1")]
+    for part in ("0", "1"):
+        found = [float(loss) for own, _, loss in rows if own == part]
+        assert len(found) == 4
+        assert 1.1 > found[0] > found[-1] > 0
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(400)
+def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
+    """Each trains a pipeline of two ranks; replicas, shards and parts of layers have one loss."""
+    runs = [each for each in blocks("docs/parallel.md", "bash") if each.startswith("zbpp")]
     small = "steps=2 precision=float64 evaluate_every=0 save_weights=false"
     small += " model.num_layers=2 model.hidden_size=16 num_microbatches=2 microbatch_size=2"
     for command in runs:
@@ -62,23 +81,17 @@ def test_the_commands_of_the_parallel_page_train(tmp_path: Path) -> None:
     losses = [json.loads((each / "summary.json").read_text())["loss"] for each in folders]
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)  # both see twice the rows that the third sees
     assert losses[3] == pytest.approx(losses[4], rel=1e-12)
-    printed = run_command(own_loop, tmp_path).splitlines()
-    rows = [row for row in map(str.split, printed) if len(row) == 3 and row[0] in ("0", "1")]
-    for part in ("0", "1"):
-        found = [float(loss) for own, _, loss in rows if own == part]
-        assert len(found) == 4
-        assert 1.1 > found[0] > found[-1] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_the_commands_of_the_optimizer_page_run(tmp_path: Path) -> None:
-    """In three steps. Post-validation begins at once, not after ten steps without clipping."""
-    for block in blocks("docs/optimizer.md", "bash"):
-        command, number = re.subn(r" steps=\d+", " steps=3 evaluate_every=0 save_weights=false", block)
-        assert number == 1
-        at_once = "validation=after"
-        run_command(command.replace("validation=after", at_once), tmp_path)
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.nightly)])
+def test_the_commands_of_the_optimizer_page_run(number: int, tmp_path: Path) -> None:
+    """In three steps."""
+    block = blocks("docs/optimizer.md", "bash")[number]
+    command, replaced = re.subn(r" steps=\d+", " steps=3 evaluate_every=0 save_weights=false", block)
+    assert replaced == 1
+    run_command(command, tmp_path)
 
 
 @pytest.mark.slow
@@ -101,11 +114,15 @@ def test_the_command_of_lora_trains_an_adapter(tmp_path: Path) -> None:
     assert f"trainable {trained:,} of {of_all:,} parameters\n" in printed
 
 
+STEPS_OF_DATA = {"tokens": 2, "mixture": 2, "by_tokens": 3}  # the runs of these commands
+
+
 @pytest.mark.slow
-def test_the_commands_for_data_run(tmp_path: Path) -> None:
-    for block in blocks(TRAINING, "bash")[:NUM_FOR_DATA]:
+@pytest.mark.parametrize("number", [1, pytest.param(NUM_FOR_DATA, marks=pytest.mark.nightly)])
+def test_the_commands_for_data_run(number: int, tmp_path: Path) -> None:
+    for block in blocks(TRAINING, "bash")[:number]:
         run_command(f"set -e\n{block}", tmp_path)
-    names = {"tokens": 2, "mixture": 2, "by_tokens": 3}
+    names = dict([*STEPS_OF_DATA.items()][:number])
     losses = {name: (tmp_path / "runs" / name / "metrics.jsonl").read_text() for name in names}
     assert {name: len(each.splitlines()) for name, each in losses.items()} == names
 
@@ -139,7 +156,8 @@ def test_the_huggingface_page_loads_trains_and_exports(
 @pytest.mark.slow
 def test_the_commands_of_the_planning_page_run(tmp_path: Path) -> None:
     for block in blocks("docs/planning.md", "bash"):
-        run_command(f"set -e\n{block}", tmp_path)
+        command = re.sub(r"--time-limit \d+", "--time-limit 0.1", block)
+        run_command(f"set -e\n{command}", tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"plans.html", "plans.png"}
 
 
@@ -179,6 +197,15 @@ def test_no_command_takes_more_than_two_lines() -> None:
 
 
 @pytest.mark.slow
+def test_the_first_runs_of_a_new_user_are_equal(tmp_path: Path) -> None:
+    """Four ranks and one process, in a few steps."""
+    write_files_of_pages(tmp_path)
+    _, *commands = commands_of_pages()
+    *_, printed = [run_command(each.replace("steps=60", "steps=3"), tmp_path) for each in commands[:3]]
+    assert "equal to the last bit" in printed
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(400)
 def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
     """Four ranks, one process and a searched plan have the same losses; accuracy is far above chance."""
@@ -196,19 +223,31 @@ def test_a_new_users_path_from_an_empty_folder(tmp_path: Path) -> None:
         assert float(re.findall(r"accuracy (\d\.\d+)", output)[-1]) > 0.5  # chance: .1
 
 
+def assert_it_goes_on(*outputs: str) -> None:
+    """Outputs of the loop of the page about training, started twice."""
+    rows = [line.split() for text in outputs for line in text.splitlines() if line[:1].isdigit()]
+    assert [int(step) for step, _ in rows] == list(range(1, 41))
+    losses = [float(loss) for _, loss in rows]
+    assert sum(losses[20:30]) < 0.9 * sum(losses[:10])  # the second start did not begin anew
+
+
 @pytest.mark.slow
+def test_a_loop_of_ones_own_goes_on(tmp_path: Path) -> None:
+    write_files_of_pages(tmp_path)
+    *_, on_two_ranks = blocks(TRAINING, "bash")
+    assert_it_goes_on(*(run_command(on_two_ranks, tmp_path) for _ in range(2)))
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_a_run_that_was_left_and_a_loop_of_ones_own_go_on_with_half_the_ranks(tmp_path: Path) -> None:
     write_files_of_pages(tmp_path)
     commands = [each for each in commands_of_pages() if any(word in each for word in OF_CHECKPOINTS)]
-    _, again, first, second = [run_command(each, tmp_path) for each in commands]
+    _, again, *of_loop = [run_command(each, tmp_path) for each in commands]
     assert "going on after step 25 of runs/left/checkpoints/step-25" in again
     text = (tmp_path / "runs/left/metrics.jsonl").read_text()
     assert [json.loads(line)["step"] for line in text.splitlines()] == list(range(1, 61))
-    rows = [line.split() for text in (first, second) for line in text.splitlines() if line[:1].isdigit()]
-    assert [int(step) for step, _ in rows] == list(range(1, 41))
-    losses = [float(loss) for _, loss in rows]
-    assert sum(losses[20:30]) < 0.9 * sum(losses[:10])  # the second start did not begin anew
+    assert_it_goes_on(*of_loop)
 
 
 def test_the_ten_files_to_read_exist_and_take_an_afternoon() -> None:

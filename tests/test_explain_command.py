@@ -65,6 +65,7 @@ def test_weights_that_an_auxiliary_loss_trains_are_explained_and_the_loss_may_be
     assert {row.name: row.where for row in explained(ReportingModel).rows}["linear.weight"] == "W"
 
 
+@needs_inductor
 @pytest.mark.parametrize("compile", ["stage", "layer"])
 def test_with_compile_it_tells_what_compiles_and_what_stays_eager_and_why(compile, capsys, caplog):
     explanation = explained(Model, compile=compile)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -23,17 +22,6 @@ from torch.utils import cpp_extension
 NAME = "zbpp_accelerator"
 _SOURCES = Path(__file__).parent / "csrc"
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
-
-
-def missing() -> str:
-    """What is missing to build the library, in one line; empty if nothing is."""
-    compiler = cpp_extension.get_cxx_compiler()
-    if shutil.which(compiler) is None:
-        return f"the emulated accelerator needs a C++ compiler, and there is no {compiler}: apt install g++"
-    headers = sysconfig.get_path("include")
-    if not Path(headers, "Python.h").exists():
-        return f"the emulated accelerator needs Python.h, which {headers} lacks: apt install python3-dev"
-    return ""
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from accelerator import build
+from helpers.compiler import missing
 
 TESTS = Path(__file__).parent.parent
 NCCL_LIKE = {"cuda": "nccl", "npu": "hccl"}
@@ -18,7 +19,7 @@ NCCL_LIKE = {"cuda": "nccl", "npu": "hccl"}
 
 def environment(device: str) -> dict[str, str]:
     """Variables with which a new Python has the device "cuda" or "npu". Skips the test without a compiler."""
-    if reason := build.missing():
+    if reason := missing("the emulated accelerator"):
         pytest.skip(reason)
     paths = [TESTS / "accelerator" / "site", TESTS, TESTS.parent, os.environ.get("PYTHONPATH", "")]
     return {

@@ -6,10 +6,22 @@ import pytest
 import torch
 from torch import nn
 
+from helpers.compiler import needs_inductor
 from helpers.split import assert_equals_plain, leaf
 from zbpp import Pipeline, Timetable, backward_input
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.llama import Llama
+
+
+class Small(nn.Module):
+    """Each Inductor kernel takes g++ two seconds of a core; these are few."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
+
+    def forward(self, x):
+        return self.drop(torch.tanh(self.up(x)))
 
 
 class Net(nn.Module):
@@ -41,15 +53,23 @@ def compiles_attention_in_float64():
     return kinds[0][1].dtype == kinds[1][1].dtype
 
 
+GRADIENTS = {
+    "small": (Small, lambda: leaf(2, 8), torch.float32),
+    "llama": (
+        llama,
+        lambda: leaf(2, 8, 16),
+        torch.float64 if compiles_attention_in_float64() else torch.float32,
+    ),
+    "net": (Net, lambda: torch.randint(20, (3, 7)), torch.float64),
+}
+
+
+@needs_inductor
 @pytest.mark.parametrize(
-    "make, make_inputs, dtype",
-    [
-        (llama, lambda: leaf(2, 8, 16), torch.float64 if compiles_attention_in_float64() else torch.float32),
-        (Net, lambda: torch.randint(20, (3, 7)), torch.float64),
-    ],
-    ids=["llama", "net"],
+    "name", ["small", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("llama", "net"))]
 )
-def test_inductors_code_gets_the_gradients_of_plain_autograd(make, make_inputs, dtype):
+def test_inductors_code_gets_the_gradients_of_plain_autograd(name):
+    make, make_inputs, dtype = GRADIENTS[name]
     modules = []
 
     def made():
@@ -68,17 +88,6 @@ SCHEDULES = {
     "one by one": "0F0 1F0 1BW0 0BW0 0F1 1F1 1BW1 0BW1 0F2 1F2 1BW2 0BW2",
     "late weights": "0F0 0F1 1F0 1B0 0B0 1F1 0F2 1B1 1F2 1B2 1W0 0B1 0B2 1W1 1W2 0W0 0W1 0W2",
 }
-
-
-class Small(nn.Module):
-    """Each Inductor kernel takes g++ two seconds of a core; these are few."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.drop = nn.Linear(8, 8), nn.Dropout(0.2)
-
-    def forward(self, x):
-        return self.drop(torch.tanh(self.up(x)))
 
 
 class Block(nn.Module):
@@ -106,6 +115,7 @@ def train(stages, row):
     return [*found, *(parameter.grad for stage in stages for parameter in stage.parameters())]
 
 
+@needs_inductor
 @pytest.mark.parametrize("kind", [Small, pytest.param(Block, marks=pytest.mark.nightly)])
 def test_schedules_of_one_cut_agree_to_the_last_bit(kind):
     torch.manual_seed(0)
@@ -133,7 +143,7 @@ SUMMED = {
 
 @pytest.mark.parametrize(
     "backend, when",  # when main_grad is set: before or after the first step, which compiles
-    [("inductor", "before"), ("eager", "before"), ("eager", "after")],
+    [pytest.param("inductor", "before", marks=needs_inductor), ("eager", "before"), ("eager", "after")],
 )
 @pytest.mark.parametrize("kind", SUMMED)
 def test_a_main_grad_gets_products_that_are_not_rounded(kind, backend, when):

@@ -29,6 +29,7 @@ from helpers.cases import (
     sharing,
     tensor_parallel,
 )
+from helpers.compiler import needs_inductor
 from helpers.split import Case, assert_close, assert_equals_plain, leaf, tensors_of
 from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage
@@ -169,7 +170,12 @@ TOLERANCES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+LARGE = {"models.hf_gpt2", "models.hf_llama", "models.transformer", "compile.compiled_blocks_on_stage_0"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in LARGE else name for name in CASES]
+)
 def test_compiled_graphs_run_as_they_are_get_the_gradients_of_plain_autograd(name):
     case = CASES[name]()
     case = case._replace(tolerance=max(case.tolerance, TOLERANCES.get(name, 0)))
@@ -204,11 +210,12 @@ INDUCTOR = {
     "channels last": partial(convolutions.channels_last, weights_too=True),
     "a cast": precision.weight_cast_once_for_two_uses,
 }
-BY_DAY = ("a tied weight", "a slice in place")  # Inductor compiles each case for seconds
-AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in INDUCTOR if name not in BY_DAY]
+BY_DAY = "a slice in place"  # Inductor compiles each case for seconds
+AT_NIGHT = [pytest.param(name, marks=pytest.mark.nightly) for name in INDUCTOR if name != BY_DAY]
 
 
-@pytest.mark.parametrize("name", [*BY_DAY, *AT_NIGHT])
+@needs_inductor
+@pytest.mark.parametrize("name", [BY_DAY, *AT_NIGHT])
 def test_inductors_code_gets_the_gradients_of_plain_autograd(name):
     _, said = compare(INDUCTOR[name]())
     assert said == []

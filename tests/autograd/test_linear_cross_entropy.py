@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from helpers.compiler import needs_inductor
 from helpers.processes import run_ranks
 from helpers.split import float64
 from zbpp import backward_input, checkpoint, linear_cross_entropy, make_mesh
@@ -137,6 +138,7 @@ def test_the_kernels_functions_round_as_torch_does(keep_logits, options, monkeyp
         assert (mine - right).norm() <= 1.05 * (other - right).norm()
 
 
+@needs_inductor
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # Inductor's own
 def test_the_functions_compile_and_write_over_the_logits_by_one_kernel():
     """A softmax in the function was a second pass over the logits; Inductor's CPU code for it failed."""

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from accelerator import build
+from helpers.compiler import missing
 from helpers.processes import outcomes, run_ranks
 from zbpp.models.gpt import Gpt
 
@@ -290,6 +291,6 @@ def test_who_starts_at_once_builds_one_library(tmp_path, monkeypatch):
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setenv("CXX", "no-compiler")
-    assert build.missing() == (
+    assert missing("the emulated accelerator") == (
         "the emulated accelerator needs a C++ compiler, and there is no no-compiler: apt install g++"
     )
