@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import zbpp
+from helpers.compiler import needs_inductor
 from zbpp.config import ExplainConfig
 from zbpp.run.explain_stage import explain_stage
 

@@ -19,7 +19,10 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+from helpers.compiler import missing
+
 NAME = "zbpp_accelerator"
+ACCELERATOR = "the emulated accelerator"
 _SOURCES = Path(__file__).parent / "csrc"
 _LIBRARIES = ("c10", "torch_cpu", "torch", "torch_python")
 
@@ -69,4 +72,4 @@ def _compile(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(missing() or library())
+    print(missing(ACCELERATOR) or library())

@@ -19,7 +19,7 @@ NCCL_LIKE = {"cuda": "nccl", "npu": "hccl"}
 
 def environment(device: str) -> dict[str, str]:
     """Variables with which a new Python has the device "cuda" or "npu". Skips the test without a compiler."""
-    if reason := missing("the emulated accelerator"):
+    if reason := missing(build.ACCELERATOR):
         pytest.skip(reason)
     paths = [TESTS / "accelerator" / "site", TESTS, TESTS.parent, os.environ.get("PYTHONPATH", "")]
     return {

@@ -9,7 +9,7 @@ from torch.utils import cpp_extension
 
 
 def missing(who: str) -> str:
-    """What is missing to compile, in one line; empty if nothing is. who: needs it, as `the emulated accelerator`."""
+    """What is missing to compile, in one line; empty if nothing is. who: what needs a compiler."""
     compiler = cpp_extension.get_cxx_compiler()
     if shutil.which(compiler) is None:
         return f"{who} needs a C++ compiler, and there is no {compiler}: apt install g++"

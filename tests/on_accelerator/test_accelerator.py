@@ -291,6 +291,6 @@ def test_who_starts_at_once_builds_one_library(tmp_path, monkeypatch):
 
 def test_without_a_compiler_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setenv("CXX", "no-compiler")
-    assert missing("the emulated accelerator") == (
+    assert missing(build.ACCELERATOR) == (
         "the emulated accelerator needs a C++ compiler, and there is no no-compiler: apt install g++"
     )
