@@ -166,10 +166,17 @@ def test_shards_share_the_experts():
     check_equal_bits(everyone)
 
 
-@pytest.mark.parametrize("degrees", [{"replicate": 2, "expert": 2}, {"shard": 2, "expert": 2}])
-def test_experts_of_a_users_own_are_shared(degrees):
-    function = partial(in_mesh, model_options={"scaled": True})
-    check_against_one_process(run_ranks(function, 4, degrees, ("zb_h1",)), 2, scaled=True)
+def of_a_users_own(rank):
+    """In replicas and in shards."""
+    return [
+        in_mesh(rank, {others: 2, "expert": 2}, ("zb_h1",), model_options={"scaled": True})
+        for others in ("replicate", "shard")
+    ]
+
+
+def test_experts_of_a_users_own_are_shared():
+    for everyone in zip(*run_ranks(of_a_users_own, 4), strict=True):
+        check_against_one_process(everyone, 2, scaled=True)
 
 
 def test_layers_that_share_a_parameter_of_their_experts_share_its_part():
@@ -205,14 +212,20 @@ def test_shards_that_compute_in_16_bits_compute_experts_so():
             torch.testing.assert_close(grad, expected[name], rtol=0, atol=0.05 * scale, msg=name)
 
 
-@pytest.mark.parametrize("others", ["replicate", "shard"])
-def test_weight_gradients_in_the_exchanges_change_no_bit(others):
-    degrees, schedules = {others: 2, "expert": 2}, ("zb_h2",)
-    without, overlapped = (
-        run_ranks(partial(in_mesh, overlap=overlap), 4, degrees, schedules) for overlap in (False, True)
-    )
-    for some, others in zip(without, overlapped, strict=True):
-        check_equal_bits([{"without": some["zb_h2"], "overlapped": others["zb_h2"]}])
+def without_and_with_overlap(rank):
+    """For replicas and shards: what `in_mesh` has found."""
+    return [
+        {
+            name: in_mesh(rank, {others: 2, "expert": 2}, ("zb_h2",), overlap=overlap)["zb_h2"]
+            for name, overlap in {"without": False, "overlapped": True}.items()
+        }
+        for others in ("replicate", "shard")
+    ]
+
+
+def test_weight_gradients_in_the_exchanges_change_no_bit():
+    for found in run_ranks(without_and_with_overlap, 4):
+        check_equal_bits(found)
 
 
 OF_FOUR = [  # degrees, over how many processes each expert's weights are divided
@@ -223,13 +236,14 @@ OF_FOUR = [  # degrees, over how many processes each expert's weights are divide
 ]
 
 
-@pytest.mark.parametrize(
-    "num_processes, degrees, split", [*((4, *each) for each in OF_FOUR), (8, *OF_FOUR[-1])]
-)
-def test_four_processes_share_the_experts_or_have_copies_of_them(num_processes, degrees, split):
-    """In a pipeline of one rank, or of two."""
-    everyone = run_ranks(in_mesh, num_processes, degrees, ("zb_h1",))
-    check_against_one_process(everyone, 4, split=split)
+def in_meshes_of_four(rank):
+    return [in_mesh(rank, degrees, ("zb_h1",)) for degrees, _ in OF_FOUR]
+
+
+def test_four_processes_share_the_experts_or_have_copies_of_them():
+    """In a pipeline of one rank."""
+    for everyone, (_, split) in zip(zip(*run_ranks(in_meshes_of_four, 4), strict=True), OF_FOUR, strict=True):
+        check_against_one_process(everyone, 4, split=split)
 
 
 @pytest.mark.nightly

@@ -186,7 +186,14 @@ def test_replicas_may_have_fewer_sequences_than_microbatches_or_none(degrees, op
         assert own == pytest.approx(losses, rel=1e-12)
 
 
-@pytest.mark.parametrize("degrees", [{"replicate": 2}, {"shard": 2}, {"replicate": 2, "tensor": 2}])
+@pytest.mark.parametrize(
+    "degrees",
+    [
+        {"replicate": 2},
+        {"shard": 2},
+        pytest.param({"replicate": 2, "tensor": 2}, marks=pytest.mark.nightly),
+    ],
+)
 def test_replicas_and_tensor_parallel_parts_train_on_the_same_batch(degrees):
     size = torch.tensor([*degrees.values()]).prod().item()
     ranks = run_ranks(trained, size, 1, "zb_h1", 4, {}, degrees)
@@ -289,20 +296,30 @@ def train(warm, folder, name, *more):
     return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.slow
-def test_a_run_goes_on_to_the_last_bit_and_one_process_has_the_same_losses(tmp_path, warm):
-    """On two ranks. The checkpoint says where the next batch begins."""
-    whole = train(warm, tmp_path, "whole", "-n", "2", "steps=8")
-    train(warm, tmp_path, "parts", "-n", "2", "steps=8", "stop_after=3")
+def goes_on_to_the_last_bit(tmp_path, warm, num_ranks):
+    """The metrics of a whole run. The checkpoint says where the next batch begins."""
+    whole = train(warm, tmp_path, "whole", "-n", num_ranks, "steps=8")
+    train(warm, tmp_path, "parts", "-n", num_ranks, "steps=8", "stop_after=3")
     (state,) = (tmp_path / "parts" / "checkpoints").glob("step-3/state.json")
     assert '"first"' in state.read_text()
-    parts = train(warm, tmp_path, "parts", "-n", "2", "steps=8")
+    parts = train(warm, tmp_path, "parts", "-n", num_ranks, "steps=8")
     for name in ("step", "loss", "padding", "evaluation_loss"):
         assert [each.get(name) for each in parts] == [each.get(name) for each in whole]
     assert all(each["padding"] == 0 for each in whole)  # packed
     assert {"measured_bubble_rate", "predicted_bubble_rate"} <= whole[-1].keys()
     summary = json.loads((tmp_path / "whole" / "summary.json").read_text())
     assert 80 * 8 < summary["tokens"] <= 90 * 8
+    return whole
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_to_the_last_bit(tmp_path, warm):
+    goes_on_to_the_last_bit(tmp_path, warm, "1")
+
+
+@pytest.mark.nightly
+def test_two_ranks_go_on_to_the_last_bit_and_one_process_has_the_same_losses(tmp_path, warm):
+    whole = goes_on_to_the_last_bit(tmp_path, warm, "2")
     alone = train(warm, tmp_path, "alone", "steps=8", "data.packing=false")
     assert [each["loss"] for each in alone] == pytest.approx([each["loss"] for each in whole], rel=1e-11)
     assert min(each["padding"] for each in alone) > 0
