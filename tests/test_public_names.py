@@ -22,8 +22,8 @@ from zbpp import (
 
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "Feature", "FlightRecorder",
-    "GradientRelease", "HeadAtOnce", "LossScale", "MasterWeights", "Observer", "OverlapExchange", "Pipeline",
-    "PlanError",
+    "GradientRelease", "HeadAtOnce", "Links", "LossScale", "MasterWeights", "Observer", "OverlapExchange",
+    "Pipeline", "PlanError",
     "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",
@@ -72,9 +72,9 @@ def test_the_signature_of_plan():
 def test_the_signature_of_costs_and_their_defaults():
     names = ["f", "b", "w", "bw", "comm", "saved", "deferred", "reduce", "host", "static", "exchange"]
     sizes, of_slices = ["memory_unit", "lengths", "quadratic"], ["slice_bounds", "past", "past_gradients"]
-    assert [name for name, _ in parameters(Costs)] == [*names, *sizes, *of_slices]
+    assert [name for name, _ in parameters(Costs)] == [*names, *sizes, *of_slices, "links"]
     numbers = [1.0, 1.0, 1.0, None, 0.0, 1.0, 0.5, 0.0, 0.0, 0.0, 0.0]
-    assert list(defaults(Costs).values()) == [*numbers, "activations", (), None, (), 0.0, 0.0]
+    assert list(defaults(Costs).values()) == [*numbers, "activations", (), None, (), 0.0, 0.0, None]
 
 
 def test_the_signature_of_simulate_and_lower():

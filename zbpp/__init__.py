@@ -71,7 +71,7 @@ if TYPE_CHECKING:
         per_microbatch,
         replicate,
     )
-    from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, simulate
+    from zbpp.schedule import Costs, Links, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.optim.master_weights import MasterWeights
     from zbpp.training.optim.post_validation import PostValidation
     from zbpp.training.optim.precision import LossScale
@@ -82,6 +82,7 @@ _HOME = {
     "ActivationOffload": "zbpp.runtime",
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
+    "Links": "zbpp.schedule",
     "CudaGraphs": "zbpp.runtime",
     "Extra": "zbpp.runtime",
     "Feature": "zbpp.runtime",
@@ -132,6 +133,7 @@ __all__ = [
     "FlightRecorder",
     "GradientRelease",
     "HeadAtOnce",
+    "Links",
     "LossScale",
     "MasterWeights",
     "Observer",

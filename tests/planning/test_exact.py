@@ -7,6 +7,7 @@ import random
 import pytest
 
 from helpers.exact import solve
+from helpers.links import random_links
 from zbpp.planning import lower_bound
 from zbpp.planning.options import EQUAL
 from zbpp.schedule import Action, Costs, Op, PlanError, Timetable, simulate
@@ -93,6 +94,17 @@ def test_the_optimum_is_that_of_brute_force(rank_of, m, seed):
         best = solve(rank_of, m, costs=costs, memory_limit=limit, objective=objective)
         assert best.proved
         assert best.value == pytest.approx(least, rel=1e-12)
+
+
+@pytest.mark.parametrize("rank_of, m", [((0, 1), 2), ((1, 0), 2), ((0, 1, 1), 1), ((0, 1, 1, 0), 1)])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_bound_is_above_the_best_of_all_timetables_over_links(rank_of, m, seed):
+    rng = random.Random(seed)
+    times = [[rng.randint(1, 9) for _ in rank_of] for _ in range(3)]
+    costs = Costs(*times, links=random_links(rng, 2))
+    for objective, least in best_of_all(rank_of, m, costs, None).items():
+        found = lower_bound(objective, rank_of=rank_of, num_microbatches=m, costs=costs)
+        assert found.value <= least * (1 + 1e-9)
 
 
 # ---------------------------------------------------------------- exchanges, which the exact model has not

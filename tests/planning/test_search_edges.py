@@ -51,7 +51,7 @@ def test_messages_are_the_edges_between_stages(seed):
         assert {k for k, receivers in enumerate(problem.messages.receivers) if kind in receivers} == senders
         ranks = {rank_of[actions[sender].stage] for sender in senders}
         expected = 0.5 if ranks - {rank_of[action.stage]} else 0.0
-        assert problem.messages.latency[kind] == expected
+        assert problem.messages.latency(kind, 1.0) == expected
 
 
 @pytest.mark.parametrize("name", FAMILIES)

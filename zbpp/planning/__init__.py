@@ -13,6 +13,7 @@ slices           where the slices of sequences begin, so that all take equally l
 work             the work of a microbatch, and the length that has so much work
 placement        placements by name: which rank owns which stage
 rank_costs       costs of a model that is not cut yet, and files of them
+links_file       files of the links between ranks
 memory_limit     memory limits: read, resolved per rank, checked
 options          the objectives, the tolerances, and the check of a count
 """
@@ -26,6 +27,7 @@ from zbpp.planning.cut import (
     choose_cut,
     timetables_of_families,
 )
+from zbpp.planning.links_file import read_links
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
@@ -60,6 +62,7 @@ __all__ = [
     "placement_of",
     "plan",
     "read_costs",
+    "read_links",
     "read_memory_limit",
     "takes_costs",
     "timetables_of_families",

@@ -23,27 +23,34 @@ class Messages(NamedTuple):
     senders[kind]: the kinds that may make the message of `kind`: F alone, or first B and then BW, of which a
         plan contains one; () if the kind waits for no message.
     receivers[kind]: the kinds whose message `kind` may make; () if there are none.
-    latency[kind]: how long the message of `kind` takes (ms); 0 if both stages are on the same rank.
+    fixed[kind]: how long the message of `kind` takes (ms), whatever its length; per_length[kind]: how much
+        longer at length 1. 0 if both stages are on the same rank.
     """
 
     senders: list[tuple[int, ...]]
     receivers: list[tuple[int, ...]]
-    latency: list[float]
+    fixed: list[float]
+    per_length: list[float]
+
+    def latency(self, kind: int, length: float) -> float:
+        """How long the message of `kind` takes for a unit of this length (ms)."""
+        return self.fixed[kind] + self.per_length[kind] * length
 
 
-def messages_between(num_stages: int, message: Callable[[int, int], float]) -> Messages:
-    """message: the time of a message from one stage to another (ms), 0 if both are on the same rank.
+def messages_between(num_stages: int, message: Callable[[int, int, float], float]) -> Messages:
+    """message(source stage, target stage, length of the unit): the time of a message (ms).
 
     Raises PlanError if the data-flow table has an action that waits for several other stages.
     """
     senders = [_senders(kind, values) for kind, values in enumerate(producers(num_stages))]
     receivers: list[tuple[int, ...]] = [() for _ in senders]
-    latency = [0.0 for _ in senders]
+    fixed, per_length = [0.0 for _ in senders], [0.0 for _ in senders]
     for kind, sending in enumerate(senders):
         for sender in sending:
             receivers[sender] = (*receivers[sender], kind)
-            latency[kind] = message(stage_of(sender), stage_of(kind))
-    return Messages(senders, receivers, latency)
+            fixed[kind] = message(stage_of(sender), stage_of(kind), 0.0)
+            per_length[kind] = message(stage_of(sender), stage_of(kind), 1.0) - fixed[kind]
+    return Messages(senders, receivers, fixed, per_length)
 
 
 def _senders(kind: int, values: list[tuple[int, ...]]) -> tuple[int, ...]:

@@ -144,7 +144,8 @@ class Problem:
 
     @cached_property
     def stage_costs(self) -> StageCosts:
-        return self.costs.per_stage(self.num_stages, self.num_microbatches, self.num_slices)
+        counts = self.num_stages, self.num_microbatches, self.num_slices
+        return self.costs.per_stage(*counts, self.rank_of)
 
     def length(self, unit: int) -> float:
         return self.stage_costs.length(unit)
@@ -188,21 +189,32 @@ class Problem:
                 times[a] = time
         return times
 
-    def message(self, source: int, target: int) -> float:
-        """The time (ms) of a message of a unit of length 1 from one stage to another.
+    def message(self, source: int, target: int, length: float = 1.0) -> float:
+        """The time (ms) of a message of a unit of this length from one stage to another.
 
-        0 if both are on the same rank.
+        0 if both are on the same rank. Over a link that is occupied it takes longer.
         """
-        return 0.0 if self.rank_of[source] == self.rank_of[target] else self.stage_costs.comm[source]
+        if self.rank_of[source] == self.rank_of[target]:
+            return 0.0
+        time = length * self.stage_costs.comm[source]
+        if not self.stage_costs.routes:
+            return time
+        route = self.stage_costs.routes[kind_of(source, Op.F if target > source else Op.B)]
+        return time + route.latency + length * route.busy if route else time
 
     def first_message(self, source: int, target: int) -> float:
         """`message` of unit 0."""
-        return self.length(0) * self.message(source, target)
+        return self.message(source, target, self.length(0))
 
     def latency(self, a: int) -> float:
         """How long (ms) the message takes that an action waits for; 0 if it waits for none."""
         kind, unit = divmod(a, self.num_units)
-        return self.messages.latency[kind] * self.length(unit)
+        return self.messages.latency(kind, self.length(unit))
+
+    @property
+    def has_queues(self) -> bool:
+        """Whether a message may wait for another one on its link."""
+        return self.costs.links is not None and self.costs.links.has_queues
 
     @cached_property
     def messages(self) -> Messages:

@@ -79,6 +79,7 @@ class RankCosts(CostNumbers):
             lengths=self.lengths,
             quadratic=quadratic,
             slice_bounds=self.slice_bounds,
+            links=self.links,
         )
 
 
@@ -91,6 +92,8 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
         raise PlanError(
             "a cut is chosen for whole, equal microbatches: leave lengths and slices out of the costs"
         )
+    if costs.links is not None:
+        raise PlanError("a cut is chosen without links: write comm, and plan the cut's timetable with links")
     numbers: dict[str, Sequence[float]] = {}
     for name in ("f", "b", "w", "bw", "comm", "saved", "deferred", "static"):
         value = getattr(costs, name)

@@ -129,6 +129,8 @@ def _rank(timeline: Timeline, rank: int) -> dict[str, list[Any]]:
         "units": row.microbatches.tolist(),
         "starts": _times(timeline, timeline.starts[rank]),
         "ends": _times(timeline, timeline.ends[rank]),
+        # how long after its end an action's message arrives; null in a measured timeline
+        "delays": timeline.delays[rank].round(_DIGITS).tolist() if timeline.delays else None,
         # stage, the index of the action that completes it, start, end
         "reductions": [
             [stage, complete_at[stage], *_times(timeline, np.array(times))] for stage, _, *times in reductions

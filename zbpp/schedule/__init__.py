@@ -13,6 +13,7 @@ dataflow.py         which values an action needs and makes: the only statement o
 costs.py            how long actions and messages take, and how much memory is held between actions
 slice_bounds.py     where the slices of sequences begin: which bounds there can be
 order.py            the order in which microbatches go: which orders there can be
+links.py            what a message takes of the link between two ranks
 row_costs.py        the same for each action of a row, as arrays
 timeline.py         when each action and each message ran, predicted or measured
 check.py            whether a timetable has each of its actions once, and in order
@@ -33,6 +34,7 @@ from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
+from zbpp.schedule.links import Links
 from zbpp.schedule.lower import Programs, lower
 from zbpp.schedule.offload_choice import choose_offload
 from zbpp.schedule.program import PassGate, Post, Program, Recv, Reduce, Release, Send
@@ -44,6 +46,7 @@ __all__ = [
     "Action",
     "Costs",
     "Gate",
+    "Links",
     "Op",
     "PassGate",
     "PlanError",

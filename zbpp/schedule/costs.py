@@ -21,6 +21,7 @@ from itertools import pairwise
 from numbers import Real
 from typing import Any, NamedTuple, Self
 
+from zbpp.schedule.links import Links, Route
 from zbpp.schedule.order import checked_order
 from zbpp.schedule.slice_bounds import LONGEST, checked_bounds
 from zbpp.schedule.timetable import Op, PlanError, Timetable, shown
@@ -53,6 +54,7 @@ class StageCosts(NamedTuple):
     squares: tuple[float, ...] = ()  # of each unit; (): all are 1
     quadratic: dict[Op, list[float]] | None = None  # ms
     num_slices: int = 1
+    routes: Sequence[Route | None] = ()  # by kind, of its message; () without links
 
     def length(self, unit: int) -> float:
         return self.lengths[unit] if self.lengths else 1.0
@@ -69,6 +71,7 @@ class CostNumbers:
     lengths, quadratic: see `of_lengths`. Without lengths every microbatch has the length 1.
     slice_bounds: see `sliced`; in multiples of the length 1. Without them all slices of a microbatch cost the
     same.
+    links: what messages take beside `comm`, by the ranks that they go from and to; see links.py.
     """
 
     f: PerStage = 1.0
@@ -88,6 +91,7 @@ class CostNumbers:
     slice_bounds: tuple[float, ...] = ()
     past: PerStage = 0.0
     past_gradients: PerStage = 0.0
+    links: Links | None = None
 
     @classmethod
     def of_lengths(cls, lengths: Iterable[float], linear: Self, quadratic: Self | None = None) -> Self:
@@ -123,6 +127,10 @@ class CostNumbers:
             object.__setattr__(self, "slice_bounds", tuple(map(float, checked_bounds(self.slice_bounds))))
         if self.quadratic is not None:
             self._check_quadratic(self.quadratic)
+        if self.links is not None and not isinstance(self.links, Links):
+            raise PlanError(
+                f"Costs: links={shown(self.links)}: write links=zbpp.Links(latency=..., busy=...)"
+            )
         for name, value in self.numbers.items():
             for number in _numbers(name, value):
                 if not 0 <= number <= _LARGEST:  # NaN is not
@@ -199,6 +207,8 @@ class CostNumbers:
             for name in [name for name in TIMES if name in own]:
                 part = self.quadratic.whole if name == "bw" else getattr(self.quadratic, name)
                 own[name] = _sum(own[name], _times(part, square))
+        if self.links is not None:
+            own["links"] = self.links.scaled(length)
         return replace(self, lengths=(), slice_bounds=(), quadratic=None, **own)
 
     @property
@@ -222,7 +232,7 @@ class CostNumbers:
         return any(_numbers("exchange", self.exchange))
 
 
-_NO_COSTS = ("memory_unit", "lengths", "quadratic", "slice_bounds")
+_NO_COSTS = ("memory_unit", "lengths", "quadratic", "slice_bounds", "links")
 COST_NAMES = tuple(field.name for field in fields(CostNumbers) if field.name not in _NO_COSTS)
 TIMES = ("f", "b", "w", "bw")
 # With the length; and bw.
@@ -246,6 +256,7 @@ class Costs(CostNumbers):
         first slice until the end of B of the first slice.
     past_gradients: the sums of their gradients, held from B of the last slice until then; 0 without slices.
     memory_unit: the unit that memory is printed in: "activations" or "bytes", as measured costs have it.
+    links: zbpp.Links, what a message takes of the link that it goes over, beside comm.
     lengths, quadratic: of microbatches that differ, see `of_lengths`. slice_bounds: see `sliced`.
     Raises PlanError for a value that is no number, for a number that is negative or not finite, and for an
     exchange or a past that is more than what contains it.
@@ -257,15 +268,22 @@ class Costs(CostNumbers):
 
     def of_units(self, timetable: Timetable) -> StageCosts:
         """`per_stage` for the units of a timetable."""
-        return self.per_stage(timetable.num_stages, timetable.num_microbatches, timetable.num_slices)
+        counts = timetable.num_stages, timetable.num_microbatches, timetable.num_slices
+        return self.per_stage(*counts, timetable.rank_of)
 
     def per_stage(
-        self, num_stages: int, num_microbatches: int | None = None, num_slices: int = 1
+        self,
+        num_stages: int,
+        num_microbatches: int | None = None,
+        num_slices: int = 1,
+        rank_of: Sequence[int] = (),
     ) -> StageCosts:
         """Every cost as a list of `num_stages` floats; num_microbatches None: of whole microbatches.
 
-        Raises PlanError for a list of another length, and for another number of lengths than
-        num_microbatches, or of slices than num_slices.
+        rank_of: the rank of each stage, for the links; (): they are left out.
+
+        Raises PlanError for a list of another length, for another number of lengths than num_microbatches or
+        of slices than num_slices, and for links of ranks that are not there.
         """
         if self.lengths and num_microbatches not in (None, len(self.lengths)):
             raise PlanError(f"Costs: {len(self.lengths)} lengths for {num_microbatches} microbatches")
@@ -273,7 +291,7 @@ class Costs(CostNumbers):
             raise PlanError(f"Costs: {len(self.slice_bounds) - 1} slices, the timetable has {num_slices}")
         lengths, squares = self._unit_sizes(num_microbatches, num_slices)
         if self.quadratic is not None and not lengths:
-            return self.of_length(1.0).per_stage(num_stages)
+            return self.of_length(1.0).per_stage(num_stages, rank_of=rank_of)
 
         def numbers(name: str) -> list[float]:
             return _per_stage(name, getattr(self, name), num_stages)
@@ -304,6 +322,7 @@ class Costs(CostNumbers):
             squares=squares,
             quadratic=None if self.quadratic is None else _durations(self.quadratic, num_stages),
             num_slices=num_slices,
+            routes=self.links.routes(rank_of) if self.links is not None and rank_of else (),
         )
 
     def _unit_sizes(

@@ -11,27 +11,39 @@ import numpy.typing as npt
 from zbpp.schedule.costs import StageCosts
 from zbpp.schedule.dataflow_arrays import changes_of_past, kinds_of
 from zbpp.schedule.interpret.exchange import hide_in_exchanges
+from zbpp.schedule.links import Outbox
 from zbpp.schedule.timetable import Op, Row
 
 Floats = npt.NDArray[np.float64]
+
+_NOTHING = np.zeros(0)
 
 
 class RowTimes(NamedTuple):
     """For each action of a row, in ms: how long it takes at its place, and how long its message takes.
 
     exposed: how much of the action is exposed exchange (interpret/exchange.py); empty without exchanges.
+    busy: how long its message occupies the link before that; empty where no link is occupied.
+    receivers: the ranks that get the messages; empty where no link is occupied.
     """
 
     durations: Floats
     delays: Floats
     exposed: Floats
+    busy: Floats
+    receivers: npt.NDArray[np.int64]
+
+    def outbox(self) -> Outbox | None:
+        """The links that a run of the row occupies; None if it occupies none."""
+        return Outbox(self.busy.tolist(), self.receivers.tolist()) if len(self.busy) else None
 
 
 class RowCosts:
     """The arrays over all stages, made once: a rank alone would take as long for them as there are stages."""
 
     def __init__(self, costs: StageCosts) -> None:
-        self._durations, self._delays = by_kind(costs.duration), np.array(costs.comm)
+        self._durations, self._comm = by_kind(costs.duration), np.array(costs.comm)
+        self._links = _Links(costs) if costs.routes else None
         self._memory, self._static = by_kind(costs.memory), np.array(costs.static)
         self._past = _Past(costs) if any([*costs.past, *costs.past_gradients]) else None
         self._exchange = np.array(costs.exchange)
@@ -45,7 +57,15 @@ class RowCosts:
         durations, exposed = self.durations(row), np.zeros(0)
         if self.has_exchange:
             durations, exposed = hide_in_exchanges(row, durations, self.exchange(row))
-        return RowTimes(durations, self._scaled(self._delays[row.stages], row), exposed)
+        delays = self._scaled(self._comm[row.stages], row)
+        if self._links is None:
+            return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
+        kinds = kinds_of(row)
+        delays = delays + self._links.latency[kinds]
+        if not self._links.busy.any():
+            return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
+        busy = self._scaled(self._links.busy[kinds], row)
+        return RowTimes(durations, delays, exposed, busy, self._links.receiver[kinds])
 
     def exchange(self, row: Row) -> Floats:
         """How long (ms) tokens are exchanged inside each F, B and BW; for a W, inside its stage's F."""
@@ -79,6 +99,27 @@ class RowCosts:
 
     def _scaled(self, own: Floats, row: Row) -> Floats:
         return own if self._lengths is None else own * self._lengths[row.microbatches]
+
+
+class _Links:
+    """By kind: what its message takes of the link that it goes over; 0 for a kind that sends nothing."""
+
+    def __init__(self, costs: StageCosts) -> None:
+        self.latency = np.array([route.latency if route else 0.0 for route in costs.routes])
+        self.busy = np.array([route.busy if route else 0.0 for route in costs.routes])
+        self.receiver = np.array([route.receiver if route else -1 for route in costs.routes])
+
+
+def messages_by_kind(costs: StageCosts) -> tuple[Floats, Floats]:
+    """How long (ms) the message of each kind takes whatever its length, and how much longer at length 1.
+
+    Where no other message occupies its link.
+    """
+    per_length = np.repeat(costs.comm, len(Op))
+    if not costs.routes:
+        return np.zeros(len(per_length)), per_length
+    links = _Links(costs)
+    return links.latency, per_length + links.busy
 
 
 class _Past:

@@ -26,7 +26,8 @@ _NONE = -1  # stands for "no value" where the number of a value is expected
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
-    Times are in ms. A message takes costs.comm and overlaps computation. So does a stage's reduction, which
+    Times are in ms. A message takes costs.comm, and what costs.links say: it overlaps computation, and waits
+    where its link is occupied. So does a stage's reduction, which
     takes costs.reduce: it starts when the stage's last W or BW has ended, and the rank's reduction before it.
     A timetable of F's alone is legal: evaluation runs it.
     A rank runs pending W's while an F or B waits for an exchange (interpret/exchange.py). What has been run
@@ -40,13 +41,13 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     stage_costs = costs.of_units(timetable)
     row_costs = RowCosts(stage_costs)
     times = [row_costs.times(row) for row in timetable.rows]
-    starts, ends = _run(timetable, times)
+    starts, ends, delays = _run(timetable, times)
     return Timeline(
         timetable,
         starts,
         ends,
         peak_memory=tuple(row_costs.peak_memory(row) for row in timetable.rows),
-        message_ms=tuple(stage_costs.comm),
+        delays=delays,
         lengths=stage_costs.lengths,
         reductions=tuple(predicted_reductions(timetable.rows, ends, stage_costs.reduce)),
         exposed=tuple(each.exposed for each in times) if row_costs.has_exchange else (),
@@ -54,8 +55,11 @@ def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     )
 
 
-def _run(timetable: Timetable, times: Sequence[RowTimes]) -> tuple[tuple[Floats, ...], tuple[Floats, ...]]:
-    """When each action of each row starts, and when it ends. Raises PlanError if a rank can't finish."""
+def _run(timetable: Timetable, times: Sequence[RowTimes]) -> tuple[tuple[Floats, ...], ...]:
+    """When each action of each row starts, when it ends, and how much later its message arrives.
+
+    Raises PlanError if a rank can't finish.
+    """
     values, rank_of = Values.of(timetable), np.array(timetable.rank_of)
     ranks = [_RankRun(timetable, rank, values, rank_of, each) for rank, each in enumerate(times)]
     messages = Messages(len(values), len(ranks))
@@ -64,7 +68,8 @@ def _run(timetable: Timetable, times: Sequence[RowTimes]) -> tuple[tuple[Floats,
     if stuck:
         raise PlanError(f"the timetable cannot proceed: {'; '.join(stuck)}")
     starts = tuple(np.frombuffer(rank.starts) for rank in ranks)
-    return starts, tuple(np.frombuffer(rank.ends) for rank in ranks)
+    ends = tuple(np.frombuffer(rank.ends) for rank in ranks)
+    return starts, ends, tuple(rank.delays(messages) for rank in ranks)
 
 
 class Messages:
@@ -124,12 +129,12 @@ class _RankRun:
 
     def run(self, messages: Messages) -> Iterator[int]:
         """Run the row as far as `stops_at`. Yield the number of each value that has to be waited for."""
-        clock, arrival, send = 0.0, messages.arrival, messages.send
+        clock, arrival, send, outbox = 0.0, messages.arrival, messages.send, self.times.outbox()
         started, ended = self.starts.append, self.ends.append
         columns = (self.awaited, self.times.durations, self.given, self.times.delays)
         # Iterated as memoryviews (.data): as lists, the numbers of all ranks would take gigabytes.
         steps = zip(*(column[: self.stops_at].data for column in columns), strict=True)
-        for needs, duration, gives, delay in steps:
+        for position, (needs, duration, gives, delay) in enumerate(steps):
             if needs != _NONE:
                 while (arrived := arrival[needs]) is None:
                     yield needs
@@ -138,7 +143,18 @@ class _RankRun:
             clock += duration
             ended(clock)
             if gives != _NONE:
-                send(gives, clock + delay)
+                gone = clock if outbox is None else outbox.send(position, clock)
+                send(gives, gone + delay)
+
+    def delays(self, messages: Messages) -> Floats:
+        """How long after the end of each action its message arrives (ms)."""
+        if not len(self.times.busy):
+            return self.times.delays
+        sent = np.flatnonzero(self.given != _NONE)
+        found = np.zeros(len(self.row))
+        found[sent] = [messages.arrival[value] for value in self.given[sent].tolist()]
+        found[sent] -= np.frombuffer(self.ends)[sent]
+        return found
 
     def complaint(self, messages: Messages) -> str:
         """Say what the rank waits for, once it can't go on."""

@@ -59,8 +59,8 @@ class Timeline:
     peak_memory: for each rank. Predicted: the most that the rank holds after an action, in memory_unit, the
     unit of the costs. Measured: the most bytes that its process has held since it started, in earlier steps
     too.
-    message_ms: for each stage the time of a message that leaves it, of a microbatch of length 1; empty in a
-        measured timeline. lengths: of each unit; empty where all are 1.
+    delays: for each rank, how long after the end of each action its message arrives; empty in a measured
+        timeline. lengths: of each unit; empty where all are 1.
     transfers: the messages of a measured timeline; `transfers_of` also makes those of a predicted one.
     reductions: of each stage's gradients over its replicas, rank by rank, in order; empty where none takes
     time.
@@ -73,7 +73,7 @@ class Timeline:
     starts: tuple[Floats, ...]
     ends: tuple[Floats, ...]
     peak_memory: tuple[float, ...]
-    message_ms: tuple[float, ...] = ()
+    delays: tuple[Floats, ...] = ()
     lengths: tuple[float, ...] = ()
     transfers: tuple[Transfer, ...] = ()
     reductions: tuple[Reduction, ...] = ()
@@ -135,24 +135,21 @@ class Timeline:
 
 def transfers_of(timeline: Timeline) -> list[Transfer]:
     """A timeline's messages: for each sending rank in turn, in the order of its sends."""
-    if timeline.transfers or not timeline.message_ms:  # measured, with messages or without
+    if timeline.transfers or not timeline.delays:  # measured, with messages or without
         return list(timeline.transfers)
     ranks = range(timeline.timetable.num_ranks)
     return [transfer for rank in ranks for transfer in _predicted(timeline, rank)]
 
 
 def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
-    """The predicted messages of a rank: sent when the value is made, received message_ms later."""
+    """The predicted messages of a rank: sent when the value is made, received by their delay later."""
     timetable = timeline.timetable
     row, values = timetable.rows[rank], Values.of(timetable)
     positions, numbers = values.produced_in(row)
     receivers = np.array(timetable.rank_of)[values.stages(numbers)]
     leaves = receivers != rank
     sent = timeline.ends[rank][positions[leaves]]
-    taken = np.array(timeline.message_ms)[row.stages[positions[leaves]]]
-    if timeline.lengths:
-        taken *= np.array(timeline.lengths)[row.microbatches[positions[leaves]]]
-    arrived = sent + taken
+    arrived = sent + timeline.delays[rank][positions[leaves]]
     for columns in zip(
         values.named(numbers[leaves]),
         receivers[leaves].tolist(),

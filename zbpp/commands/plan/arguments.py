@@ -17,6 +17,7 @@ from zbpp.planning import (
     about_in_words,
     balanced_shares,
     read_costs,
+    read_links,
     read_memory_limit,
 )
 from zbpp.render import render_short_w
@@ -57,7 +58,7 @@ COST_OPTIONS = {
 NAMED, TIMETABLE, CHOOSE, CLUSTER = "SCHEDULE", "--timetable", "--choose", "--cluster"
 _MICROBATCHES = 8
 _TRIED = [1.0, 2.0, 4.0, 8.0]  # numbers of slices
-_COSTS = {"costs", *COST_OPTIONS, "memory_limit"}
+_COSTS = {"costs", *COST_OPTIONS, "links", "memory_limit"}
 _DRAWN = {"picture", "html"}
 _SEARCH = {"ranks", "microbatches", "time_limit"}
 READ = {
@@ -89,6 +90,8 @@ class Inputs(NamedTuple):
         note = ""
         flags = {name: getattr(options, name) for name in COST_OPTIONS}
         costs = replace(costs, **{name: value for name, value in flags.items() if value is not None})
+        if options.links:
+            costs = replace(costs, links=read_links(options.links))
         if options.lengths:
             lengths, note = packed(read_lengths(options.lengths, options.microbatches), options.microbatches)
             costs = costs.of_tokens(lengths)
@@ -254,6 +257,10 @@ def _add_costs(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--costs", metavar="FILE", help='JSON such as {"f": 10, "b": [9, 11], ...}; options win over it'
     )
+    links = (
+        "JSON: latency, bandwidth and bytes of messages, for some pairs of ranks apart; see docs/planning.md"
+    )
+    group.add_argument("--links", metavar="FILE", help=links)
     for name, text in COST_OPTIONS.items():
         group.add_argument(f"--{name}", type=_numbers, metavar="N", help=text)
 

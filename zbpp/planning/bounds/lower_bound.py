@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from zbpp.planning.bounds.first_backward_bound import late_first_b
 from zbpp.planning.bounds.idle_bound import Idle
+from zbpp.planning.bounds.link_bound import link_bounds
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.bounds.round_trip_bound import round_trips
 from zbpp.planning.bounds.unequal_lengths import NamedBound, Units
@@ -91,6 +92,11 @@ def _of_equal(problem: Problem) -> Bound:
     follows = after_last_b(relaxation, problem.objective)
     idles = [Idle(relaxation, rank, after) for rank, after in enumerate(follows)]
     bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]
+    if problem.objective == MAKESPAN:
+        bounds += [
+            Bound(value, f"work of the link from rank {sender} to rank {receiver}")
+            for (sender, receiver), value in link_bounds(relaxation)
+        ]
     best = max(bounds, key=lambda bound: bound.value)
     late = late_first_b(relaxation, idles, problem.objective, best.value)
     if late > best.value * (1 + ROUNDING):

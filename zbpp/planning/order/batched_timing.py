@@ -16,7 +16,7 @@ from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers
 from zbpp.planning.options import ROUNDING
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import kinds_of
-from zbpp.schedule.row_costs import RowCosts, by_kind
+from zbpp.schedule.row_costs import RowCosts, by_kind, messages_by_kind
 from zbpp.schedule.timetable import Row, Timetable
 
 
@@ -35,7 +35,8 @@ class BatchedTiming:
 
     sizes: of each microbatch, by which its memory grows; the lengths, unless they are given.
     linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
-    1; with slices, what the action's slice of such a microbatch takes.
+    1; with slices, what the action's slice of such a microbatch takes. latency: of its message, whatever the
+    length. Messages wait for no other one on their link.
     paths: which action waits for which.
     """
 
@@ -49,14 +50,15 @@ class BatchedTiming:
         rows = timetable.rows
         kinds = np.concatenate([kinds_of(row) for row in rows])[order]
         units = np.concatenate([row.microbatches for row in rows])[order]
-        own = replace(costs, lengths=(1.0,)).per_stage(timetable.num_stages, 1, num_slices)
+        own = replace(costs, lengths=(1.0,)).per_stage(timetable.num_stages, 1, num_slices, timetable.rank_of)
         length, square = (np.array(each)[units % num_slices] for each in (own.lengths, own.squares))
         self.place = units // num_slices
         self.linear = by_kind(own.duration)[kinds] * length
         self.quadratic = by_kind(own.quadratic)[kinds] * square if own.quadratic else np.zeros(len(kinds))
-        stages = np.concatenate([row.stages for row in rows])[order]
-        delay = np.append(np.array(own.comm)[stages] * length, 0.0)
+        fixed, per_length = messages_by_kind(own)
+        delay, latency = np.append(per_length[kinds] * length, 0.0), np.append(fixed[kinds], 0.0)
         self.delay = np.where(sender == paths.none, 0.0, delay[sender])
+        self.latency = np.where(sender == paths.none, 0.0, latency[sender])
         of_first = [Row(row.stages, row.ops, row.microbatches % num_slices, num_slices) for row in rows]
         changes = map(RowCosts(own).memory, of_first)
         self._memory = [
@@ -71,7 +73,7 @@ class BatchedTiming:
         """
         lengths = in_order[self.place]
         durations = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
-        return self.paths.ends(durations, self.delay[:, None] * lengths)
+        return self.paths.ends(durations, self.delay[:, None] * lengths + self.latency[:, None])
 
     def makespans(self, orders: Numbers) -> Floats:
         """The makespan (ms) of each order; orders[i, j]: the microbatch at place i of order j."""
@@ -97,7 +99,7 @@ class BatchedTiming:
             place = self.place[a]
             terms.linear[place] += self.linear[a]
             terms.quadratic[place] += self.quadratic[a]
-            arrival = ends[sender[a]] + self.delay[a] * in_order[place]
+            arrival = ends[sender[a]] + self.delay[a] * in_order[place] + self.latency[a]
             if arrival > ends[previous[a]] * (1 + ROUNDING):
                 terms.linear[place] += self.delay[a]
                 a = int(sender[a])

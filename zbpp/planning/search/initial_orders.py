@@ -218,6 +218,7 @@ class _Insertion:
         self.level = [0.0 for _ in ranks]  # of memory
         self.free = [0.0 for _ in ranks]  # end of the last action
         self.pending: list[list[int]] = [[] for _ in ranks]  # W's, the oldest last
+        self.occupied: dict[tuple[int, int], float] = {}  # until when the link of two ranks is
         self.arrival: dict[int, float] = {}  # of the message for an action, if its sender has started
         self.waiting: dict[int, int] = {}  # action whose sender has not started -> its rank
         self.events: list[tuple[float, int]] = [(0.0, rank) for rank in ranks]
@@ -282,7 +283,17 @@ class _Insertion:
         receiver = self.receiver[kind]
         if receiver is not None:
             target = action + (receiver - kind) * self.number
-            self._send(now, target, end + self.latency(target))
+            self._send(now, target, self._gone(rank, kind, action % self.number, end) + self.latency(target))
+
+    def _gone(self, rank: int, kind: int, unit: int, made: float) -> float:
+        """When the link begins to send the message of an action, where messages occupy links; else `made`."""
+        route = self.problem.stage_costs.routes[kind] if self.problem.has_queues else None
+        if route is None:
+            return made
+        link = rank, route.receiver
+        begins = max(made, self.occupied.get(link, 0.0))
+        self.occupied[link] = begins + route.busy * self.problem.length(unit)
+        return begins
 
     def _send(self, now: float, target: int, arrival: float) -> None:
         """Note when a message will arrive, as its sender starts; a rank that waits for it chooses again."""

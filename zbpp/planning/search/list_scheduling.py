@@ -37,10 +37,13 @@ class PriorityRules(NamedTuple):
     patience: a rank that could run an F, but no B, waits for a B that arrives in less than this many times
     the F's duration.
     idle_shares: per rank, how much of its spare time it may wait in all.
+    ahead: for how much of the time that messages take from a rank to the last one and back the rank runs
+    ahead with F's. Without links, 0.
     """
 
     patience: float
     idle_shares: list[float]
+    ahead: float = 0.0
 
 
 def list_schedule(
@@ -51,7 +54,7 @@ def list_schedule(
     spare_times: per rank, how long it may wait if it is to meet the target (ms).
     """
     most_idle = [share * time for share, time in zip(rules.idle_shares, spare_times, strict=True)]
-    ranks = [_Rank(problem, index, rules.patience, most) for index, most in enumerate(most_idle)]
+    ranks = [_Rank(problem, index, rules, most) for index, most in enumerate(most_idle)]
     _connect(problem, ranks)
     events = [(0.0, index) for index in range(problem.num_ranks)]
     while events:
@@ -83,11 +86,11 @@ class _Rank:
     __slots__ = (
         *("index", "time", "memory", "most_before_f", "most_before_b"),
         *("cap", "patience", "most_idle"),
-        *("for_f", "for_b", "outlets"),
+        *("for_f", "for_b", "outlets", "occupied"),
         *("num_f", "num_b", "num_w", "level", "free", "idle", "wake", "asleep", "ops"),
     )
 
-    def __init__(self, problem: Problem, index: int, patience: float, most_idle: float) -> None:
+    def __init__(self, problem: Problem, index: int, rules: PriorityRules, most_idle: float) -> None:
         self.index = index
         own = [[kind_of(index, op) * problem.num_units + unit for unit in _units(problem, op)] for op in Op]
         # By op and number: the number of an F, a B or a W among those of the rank; and so below.
@@ -97,10 +100,13 @@ class _Rank:
         self.most_before_f = [ceiling - change for change in self.memory[F]]  # of the memory level
         self.most_before_b = [ceiling - change for change in self.memory[B]]
         self.cap = 2 * (problem.num_ranks - index) - 1 + problem.num_slices - 1  # of units in flight
-        self.patience, self.most_idle = patience, most_idle
+        if rules.ahead:
+            self.cap += math.ceil(rules.ahead * _round_trip(problem, index))
+        self.patience, self.most_idle = rules.patience, most_idle
         self.for_f: list[float] = []  # when the messages for F's arrive
         self.for_b: list[float] = []  # when the messages for B's and BW's arrive
-        self.outlets: list[tuple[_Rank, list[float] | _LastSlices, list[float]] | None] = [None] * len(Op)
+        self.outlets: list[_Outlet | None] = [None] * len(Op)
+        self.occupied = [0.0, 0.0]  # until when the link to the rank before is, and that to the rank after
         self.num_f = self.num_b = self.num_w = 0
         self.level = self.free = self.idle = self.wake = 0.0
         self.asleep = False
@@ -147,9 +153,25 @@ class _Rank:
         outlet = self.outlets[op]
         if outlet is None:
             return None
-        receiver, arrivals, latencies = outlet
-        arrivals.append(end + latencies[number])
-        return receiver
+        if outlet.busy:
+            is_down = op == F
+            begins = max(end, self.occupied[is_down])
+            self.occupied[is_down] = end = begins + outlet.busy[number]
+        outlet.arrivals.append(end + outlet.latencies[number])
+        return outlet.receiver
+
+
+class _Outlet(NamedTuple):
+    """Where the results of an op go: the rank, and the arrival times there.
+
+    latencies: by the number of the action, how long its message takes (ms). busy: how long it occupies the
+    link before that; [] where it does not.
+    """
+
+    receiver: _Rank
+    arrivals: list[float] | _LastSlices
+    latencies: list[float]
+    busy: list[float]
 
 
 class _LastSlices:
@@ -184,15 +206,29 @@ def _connect(problem: Problem, ranks: list[_Rank]) -> None:
             if receivers:
                 receiver = ranks[stage_of(receivers[0])]
                 arrivals = receiver.for_f if op_of(receivers[0]) == F else receiver.for_b
-                latency = messages.latency[receivers[0]]
-                rank.outlets[op] = receiver, arrivals, [latency * length for length in lengths[op]]
+                taken = [messages.latency(receivers[0], length) for length in lengths[op]]
+                route = problem.stage_costs.routes[kind_of(rank.index, op)] if problem.has_queues else None
+                busy = [route.busy * length for length in lengths[op]] if route else []
+                latencies = [all_ - own for all_, own in zip(taken, busy, strict=True)] if busy else taken
+                rank.outlets[op] = _Outlet(receiver, arrivals, latencies, busy)
         if not messages.senders[kind_of(rank.index, F)]:
             rank.for_f.extend([0.0] * problem.num_units)
         if not messages.senders[kind_of(rank.index, B)]:  # the last stage: its own F's let its B's start
             of_f = rank.for_b if num_slices == 1 else _LastSlices(rank.for_b, num_slices)
-            rank.outlets[F] = rank, of_f, [0.0] * problem.num_units
+            rank.outlets[F] = _Outlet(rank, of_f, [0.0] * problem.num_units, [])
 
 
+def _round_trip(problem: Problem, rank: int) -> float:
+    """How long messages take from a rank to the last one and back, in microbatches' work."""
+    last = problem.num_stages - 1
+    trip = sum(
+        problem.first_message(stage, stage + 1) + problem.first_message(stage + 1, stage)
+        for stage in range(rank, last)
+    )
+    return trip / max(problem.work_of(each) / problem.num_units for each in range(problem.num_ranks))
+
+
+_AHEAD = (0.0, 0.5, 1.0, 1.5)
 _PATIENCE = (0.0, 0.1, 0.3, 0.6, 1.0)
 _IDLE_SHARE = (0.0, 0.3, 0.6, 0.8, 1.0, 1.2, 2.0)
 _POPULATION = 8
@@ -287,8 +323,9 @@ def _work_in_flight(problem: Problem, rank: int) -> float:
 
 def first_rules(problem: Problem) -> Iterator[PriorityRules]:
     """A set of rules per patience, in which every rank may use all of its spare time."""
-    for patience in _PATIENCE:
-        yield PriorityRules(patience, [1.0] * problem.num_ranks)
+    for ahead in (0.0,) if problem.costs.links is None else (1.0, 0.0):
+        for patience in _PATIENCE:
+            yield PriorityRules(patience, [1.0] * problem.num_ranks, ahead)
 
 
 def _mutated(rules: PriorityRules, rng: random.Random) -> PriorityRules:
@@ -298,7 +335,8 @@ def _mutated(rules: PriorityRules, rng: random.Random) -> PriorityRules:
         share = rng.choice(_IDLE_SHARE)
         for rank in _neighbours(len(shares), rng):
             shares[rank] = share
-    return PriorityRules(rules.patience, shares)
+    ahead = rng.choice(_AHEAD) if rules.ahead and rng.random() < 0.3 else rules.ahead
+    return PriorityRules(rules.patience, shares, ahead)
 
 
 def _neighbours(num_ranks: int, rng: random.Random) -> range:

@@ -104,8 +104,9 @@ class LocalSearch:
     def _improve(self, timing: IncrementalTiming) -> None:
         """Improve a plan by what costs little and never makes it longer; then add it to the pool."""
         justify(timing, self.deadline)
-        # With exchanges a move changes what other W's hide, which the timing does not follow.
-        is_exact = not self.problem.has_exchange
+        # With exchanges a move changes what other W's hide, and where links are occupied, how long messages
+        # wait: the timing does not follow.
+        is_exact = not self.problem.has_exchange and not self.problem.has_queues
         self._add(timing.value if is_exact else self.problem.value_of_plan(timing.rows), timing.rows)
 
     def _improve_starts(self) -> None:

@@ -117,11 +117,11 @@ class _Run:
         if not messages.senders[kind]:
             return 0.0
         sender = messages.senders[kind][0]  # of B and BW the B: this planner has no BW
-        return self.ends[op_of(sender)][stage_of(sender)][self.done[op][rank]] + messages.latency[kind]
+        return self.ends[op_of(sender)][stage_of(sender)][self.done[op][rank]] + messages.latency(kind, 1.0)
 
     def _latency_of_b(self, rank: int) -> float:
         """The latency (ms) of the message that each B of a rank waits for."""
-        return self.problem.messages.latency[kind_of(rank, B)]
+        return self.problem.messages.latency(kind_of(rank, B), 1.0)
 
     def _append(self, rank: int, op: int) -> None:
         start = self.clock[rank] if op == W else max(self.clock[rank], self._arrival(op, rank))

@@ -107,7 +107,9 @@ class Timeline {
     return values.map((value) => {
       const [rank, index] = this.producers.get(value);
       const length = this.lengths[units[place]];
-      const message = rank === receiver ? 0 : this.comm[this.stage(rank, index)] * length;
+      const { delays } = this.ranks[rank];
+      const sent = delays ? delays[index] : this.comm[this.stage(rank, index)] * length;
+      const message = rank === receiver ? 0 : sent;
       return { value, rank, index, arrival: this.ranks[rank].ends[index] + message };
     }).sort((one, other) => one.arrival - other.arrival);
   }

@@ -1,7 +1,8 @@
 """When whole programs run: actions and messages, and what passes have put between them.
 
     an action                 takes its time (row_costs.py), once its values have arrived
-    Send, Recv, Post, Release no time: a value arrives Costs.comm after its producer has ended
+    Send, Recv, Post, Release no time: a value arrives Costs.comm after its producer has ended, or
+                              as long after it as Costs.links say
     Reduce, Reduced           Costs.reduce beside the actions; wait for its end
     Offload, Fetch            Costs.host beside the actions, one copy at a time
     Drop, Await               wait for the end of a copy
@@ -71,7 +72,7 @@ def program_timeline(
         starts=tuple(np.array(rank.starts) for rank in ranks),
         ends=tuple(np.array(rank.ends) for rank in ranks),
         peak_memory=tuple(rank.peak_memory for rank in ranks),
-        message_ms=tuple(stage_costs.comm),
+        delays=tuple(np.array(rank.delays) for rank in ranks),
         lengths=stage_costs.lengths * num_steps,
         reductions=tuple(each for rank in ranks for each in rank.reductions),
         copies=tuple(each for rank in ranks for each in rank.copies),
@@ -99,7 +100,8 @@ class _RankRun:
         self.times = row_costs.times(row)
         self.peak_memory = row_costs.peak_memory(row, self._copied_memory())
         self.clock = 0.0
-        self.starts, self.ends = list[float](), list[float]()
+        self.starts, self.ends, self.delays = list[float](), list[float](), list[float]()
+        self._outbox = self.times.outbox()
         self.reductions, self.copies = list[Reduction](), list[CopySpan]()
         self._reducing, self._copying = Stream(), Stream()
         self._copied: dict[tuple[Value, bool], float] = {}  # (value, is out) -> when the copy ends
@@ -119,9 +121,13 @@ class _RankRun:
                     self.starts.append(self.clock)
                     self.clock += durations[position]
                     self.ends.append(self.clock)
+                    self.delays.append(delays[position])
                     position += 1
                 case Send(value, _):
-                    messages.send(self._values.number(value), self.ends[-1] + delays[position - 1])
+                    made, outbox = self.ends[-1], self._outbox
+                    gone = made if outbox is None else outbox.send(position - 1, made)
+                    self.delays[-1] += gone - made
+                    messages.send(self._values.number(value), gone + delays[position - 1])
                 case PassGate():
                     self._wait(gate)
                 case Reduce(stage) if self._costs.reduce[stage] > 0:

@@ -1,0 +1,97 @@
+"""Planning over links that messages occupy: bounds below everything, brute force, and the search."""
+
+import itertools
+import json
+import random
+
+import pytest
+
+from helpers.links import random_costs
+from helpers.timetables import random_timetable
+from zbpp import Costs, Links, PlanError, plan, simulate
+from zbpp.planning import lower_bound, read_links
+
+
+def bound(timetable, costs, objective, limit=None):
+    counts = {"num_microbatches": timetable.num_microbatches, "num_slices": timetable.num_slices}
+    return lower_bound(objective, rank_of=timetable.rank_of, costs=costs, memory_limit=limit, **counts)
+
+
+def test_no_bound_is_above_a_random_timetable(first_seed):
+    for seed in range(first_seed, first_seed + 150):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng, num_slices=rng.choice((1, 1, 2)))
+        costs = random_costs(rng, timetable)
+        if rng.random() < 0.3:
+            costs = Costs.of_lengths([rng.uniform(0.1, 2) for _ in range(timetable.num_microbatches)], costs)
+        timeline = simulate(timetable, costs)
+        for objective, value in (("makespan", timeline.makespan), ("span", timeline.max_span)):
+            for limit in (None, timeline.peak_memory):
+                least = bound(timetable, costs, objective, limit)
+                assert least.value <= value * (1 + 1e-9), f"seed {seed}: {least}"
+
+
+def test_the_bound_of_a_full_link_is_met():
+    """F = B = W = 1, x takes 5 of the link: 1 + 8 * 5, then F and B on rank 1, B and W on rank 0."""
+    costs = Costs(links=Links(pairs={(0, 1): (0.0, 5.0)}))
+    found = plan("zb_auto", 2, 8, costs=costs, time_limit=2)
+    least = bound(found, costs, "makespan")
+    assert (least.value, least.argument) == (45, "work of the link from rank 0 to rank 1")
+    assert simulate(found, costs).makespan == 45
+
+
+@pytest.mark.parametrize(("limit", "expected"), [(4.0, 1.938), (6.0, 1.5), (8.0, 1.312)])
+def test_the_search_uses_memory_where_links_are_slow(limit, expected):
+    """Each message is busy for 10 ms and on the way for 10: 1f1b takes 2.354 times the ideal step.
+
+    F = B = W = 10 ms. expected: what a trial before this code found, in 1, 1.5 and 2 times 1F1B's memory; the
+    last is optimal.
+    """
+    costs = Costs(10, 10, 10, links=Links(10.0, 10.0))
+    families = [simulate(plan(name, 4, 16), costs).makespan / 480 for name in ("1f1b", "zb_h1")]
+    assert families == pytest.approx([2.354, 2.0625], abs=1e-3)
+    found = simulate(plan("zb_auto", 4, 16, costs=costs, memory_limit=limit, time_limit=5), costs)
+    assert max(found.peak_memory) <= limit
+    assert found.makespan / 480 <= expected * 1.01
+
+
+def test_plans_without_links_stay_as_they_are():
+    """Links of nothing plan what no links plan."""
+    for name, limit in itertools.product(("zb_auto",), (4.0, None)):
+        options = {"memory_limit": limit, "time_limit": 60, "search": False}
+        one = plan(name, 4, 8, costs=Costs(comm=0.5), **options)
+        assert plan(name, 4, 8, costs=Costs(comm=0.5, links=Links()), **options) == one
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"latency": 1, "busy": 2, "pairs": {"0<->1": {"busy": 3}, "1->2": {"latency": 4}}},
+         Links(1, 2, {(0, 1): (1, 3), (1, 0): (1, 3), (1, 2): (4, 2)})),
+        ({"latency": 1, "bandwidth": 2, "x": 4e6, "pairs": {"0->1": {"bandwidth": 1}}},
+         Links.of_bytes(4e6, bandwidth=2, latency=1, pairs={(0, 1): (1, 1)})),
+    ],
+)  # fmt: skip
+def test_a_file_of_links(tmp_path, given, expected):
+    (tmp_path / "links.json").write_text(json.dumps(given))
+    assert read_links(str(tmp_path / "links.json")) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{}", 'write ."latency": 0.05'),
+        ('{"latncy": 1}', "latncy is none of latency, busy, pairs; did you mean latency"),
+        ('{"bandwidth": 1}', "bandwidth goes with x"),
+        ('{"bandwidth": 0, "x": 1e6}', "bandwidth=0: a link carries some bytes"),
+        ('{"busy": 1, "pairs": {"1-2": {"busy": 1}}}', "pairs has 1-2: .*: write 1->2, or 1<->2, and"),
+        ('{"busy": 1, "pairs": {"1->2": {"bandwidth": 1}}}', "bandwidth is none of latency, busy"),
+        ('{"busy": [1', "it is no JSON"),
+    ],
+)
+def test_what_is_no_file_of_links_is_refused_in_a_line(tmp_path, text, message):
+    (tmp_path / "links.json").write_text(text)
+    with pytest.raises(PlanError, match=message):
+        read_links(str(tmp_path / "links.json"))
+    with pytest.raises(PlanError, match="there is no such file"):
+        read_links("nowhere.json")

@@ -1,0 +1,70 @@
+"""A file of links: what messages take between ranks, as JSON.
+
+    {"latency": 0.05, "bandwidth": 12.5, "x": 33.5e6,
+     "pairs": {"1->2": {"latency": 30, "bandwidth": 0.125}, "2<->3": {"latency": 5}}}
+
+latency: ms, of every link. bandwidth: GB/s. x: the bytes of a microbatch's activations; g: of its gradients,
+if they differ. pairs: some links, in one direction or in both. In place of bandwidth and bytes, `busy` says
+how long a message occupies a link, in ms.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from zbpp.error_text import did_you_mean
+from zbpp.schedule import Links, PlanError
+
+_PAIR = re.compile(r"(\d+)\s*(<?->)\s*(\d+)")
+_OF_BYTES, _OF_TIME = ("latency", "bandwidth"), ("latency", "busy")
+
+
+def read_links(path: str) -> Links:
+    """The links of a file. Raises PlanError for what is none, and OSError."""
+    try:
+        found = json.loads(Path(path).read_text())
+    except FileNotFoundError:
+        raise PlanError(f"--links {path}: there is no such file") from None
+    except json.JSONDecodeError as error:
+        raise PlanError(f"--links {path}: it is no JSON: {error}") from None
+    try:
+        return _links(found)
+    except PlanError as error:
+        raise PlanError(f"--links {path}: {error}") from None
+
+
+def _links(found: object) -> Links:
+    if not isinstance(found, Mapping) or not found:
+        raise PlanError('write {"latency": 0.05, "bandwidth": 12.5, "x": 33.5e6}, say')
+    by_bytes = "bandwidth" in found or "x" in found
+    names = _OF_BYTES if by_bytes else _OF_TIME
+    _refuse_others(found, (*names, "pairs", *(("x", "g") if by_bytes else ())))
+    usual = {name: found.get(name, 0.0) for name in names}
+    pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
+    for pair, own in (found.get("pairs") or {}).items():
+        match = _PAIR.fullmatch(str(pair))
+        if match is None or not isinstance(own, Mapping):
+            raise PlanError(
+                f"pairs has {pair}: {own}: write 1->2, or 1<->2, and {{{names[0]}: ..., {names[1]}: ...}}"
+            )
+        _refuse_others(own, names)
+        latency, other = ({**usual, **own}[name] for name in names)
+        sender, receiver = int(match[1]), int(match[3])
+        pairs[sender, receiver] = latency, other
+        if match[2] == "<->":
+            pairs[receiver, sender] = latency, other
+    if not by_bytes:
+        return Links(usual["latency"], usual["busy"], pairs)
+    if not found.get("x"):
+        raise PlanError("bandwidth goes with x, the bytes of a microbatch's activations")
+    return Links.of_bytes(found["x"], found.get("g"), pairs=pairs, **{name: usual[name] for name in names})
+
+
+def _refuse_others(found: Mapping[Any, Any], names: tuple[str, ...]) -> None:
+    for name in found:
+        if name not in names:
+            raise PlanError(f"{name} is none of {', '.join(names)}{did_you_mean(str(name), names)}")
