@@ -67,6 +67,15 @@ def test_a_launcher_that_asks_for_fsdp(monkeypatch):
         made()
 
 
+def test_several_processes_without_a_gpu_and_without_use_cpu(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    args = transformers.TrainingArguments("unused", report_to=[])
+    with pytest.raises(
+        ValueError, match="^2 processes were started, and no GPU is here: write use_cpu=True$"
+    ):
+        in_pipeline(transformers.Trainer)(model=model_of(Case()), args=args)
+
+
 def classifier():
     return transformers.LlamaForSequenceClassification(model_of(Case()).config)
 

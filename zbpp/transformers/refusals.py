@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch.distributed as dist
+
 from zbpp.error_text import kind_of
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.config import asks_for_balance
@@ -64,6 +66,9 @@ def check_arguments(args: Any) -> None:
             f"optim={optimizer} updates inside backward, before the norm is known: write adamw_torch, or "
             "another one that updates in step()"
         )
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if world > 1 and not dist.is_initialized():  # accelerate would let each process train alone
+        raise ValueError(f"{world} processes were started, and no GPU is here: write use_cpu=True")
     if args.n_gpu > 1:
         raise ValueError(
             f"one process has {args.n_gpu} GPUs: start one for each by torchrun --nproc-per-node {args.n_gpu}"
