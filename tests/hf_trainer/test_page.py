@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -81,14 +80,12 @@ def test_trls_script_goes_on_after_it_was_killed(tmp_path, monkeypatch):
     expected = losses(run_command("python sft.py", alone))
     command = [sys.executable, "-m", "torch.distributed.run", *TORCHRUN.split()[1:], "piped.py"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    log = (piped / "log").open("w")
-    with subprocess.Popen(
-        command, cwd=piped, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-    ) as job:
+    how = {"cwd": piped, "env": environment, "stderr": subprocess.STDOUT}
+    with (piped / "log").open("w") as log, subprocess.Popen(command, stdout=log, **how) as job:
         while not (piped / "runs/sft/checkpoint-4/trainer_state.json").exists():
             assert job.poll() is None, (piped / "log").read_text()
             time.sleep(0.05)
-        os.killpg(job.pid, signal.SIGKILL)
+        job.terminate()  # torchrun ends its ranks, wherever they are
     printed = run_command(f"{TORCHRUN} piped.py", piped)
     assert len(expected) == 8
     assert losses(printed)[-4:] == pytest.approx(expected[-4:], rel=2e-3)
