@@ -94,6 +94,78 @@ def test_stages_have_the_weights_that_from_pretrained_quantizes(kind, dtype, opt
     assert any("mlp" in name for name in quantized) is ("llm_int8_skip_modules" not in options)
 
 
+@pytest.fixture(scope="module")
+def quantized(base, tmp_path_factory):
+    """Folders that save_pretrained has written of a quantized model."""
+    folders = {kind: str(tmp_path_factory.mktemp(kind)) for kind in KINDS}
+    options = {
+        "nf4": {"bnb_4bit_use_double_quant": True},
+        "int8": {"llm_int8_skip_modules": ["lm_head", "q_proj"]},
+    }
+    for kind, folder in folders.items():
+        reference(base, kind, torch.bfloat16, **options.get(kind, {})).save_pretrained(folder)
+    return folders
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_stages_read_a_quantized_folder_as_from_pretrained_does(kind, dtype, quantized, monkeypatch):
+    """But for the dtype of weights that are not quantized: there the library takes that of the files."""
+    read, names = load._loaded, []
+
+    def watched(model, tensors, *args):
+        names.append(set(tensors))
+        return read(model, tensors, *args)
+
+    model = HuggingFace(path=quantized[kind], dtype=dtype)
+    monkeypatch.setattr(load, "_loaded", watched)
+    stages = [model.build_stage(index, 2) for index in range(2)]
+    expected = transformers.AutoModelForCausalLM.from_pretrained(quantized[kind]).state_dict()
+    found = whole_state(stages[0]) | whole_state(stages[1])
+    assert found.keys() == expected.keys()
+    for name, each in expected.items():
+        is_cast = name.endswith(("norm.weight", "embed_tokens.weight", "lm_head.weight"))
+        is_cast |= "q_proj" in name and kind == "int8"
+        assert found[name].dtype == (getattr(torch, dtype) if is_cast else each.dtype), name
+        assert torch.equal(found[name], each.to(found[name].dtype)), name
+    assert len(names) == 2
+    assert not names[0] & names[1]
+    assert names[0] == {
+        name for name in names[0] if name in whole_state(stages[0]) or "weight_format" in name
+    }
+
+
+def test_adapters_on_a_quantized_folder_train_and_merge_as_in_peft(quantized, tmp_path, caplog):
+    folder, lora = quantized["nf4"], {**LORA, "target_modules": "all-linear"}
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False)
+    for each in whole.parameters():
+        each.data = each.float() if each.is_floating_point() else each
+    whole = peft.get_peft_model(whole, peft.LoraConfig(**lora)).train()
+    model = FineTuned(HuggingFace(path=folder), lora=lora)
+    optimizer = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
+    with Pipeline(model, plan("zb_v", 1, M)) as pipeline:
+        trained = {name: each for name, each in pipeline.named_parameters() if each.requires_grad}
+        first = {name: each.detach().clone() for name, each in trained.items()}
+        losses, own = [], optimizer(trained.values())
+        for tokens, target in map(batch, range(STEPS)):
+            own.zero_grad()
+            losses.append(sum(each.item() for each in pipeline.step(tokens, target=target)) / M)
+            own.step()
+        save_adapter(tmp_path / "run/adapter", pipeline, lora, base=folder)
+        logits = pipeline.predict(batch(0)[0])
+    expected, last = trained_by_peft(whole, first, optimizer, map(batch, range(STEPS)))
+    assert losses == pytest.approx(expected, rel=1e-6)
+    assert all((trained[name] - each).abs().max() <= 1e-6 for name, each in last.items())
+    node = {"_target_": "zbpp.models.hf.HuggingFace", "path": folder}
+    (tmp_path / "run/config.yaml").write_text(json.dumps({"model": node, "finetune": {"lora": lora}}))
+    assert (
+        export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
+    )
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(merged(batch(0)[0]).logits, logits, rtol=1e-5, atol=1e-5)
+    assert not hasattr(merged.config, "quantization_config")
+
+
 class Reading(LiveTensors):
     """Counts bytes, but for the tensors of files, and the numbers that a kernel of bitsandbytes gets."""
 
@@ -344,6 +416,21 @@ def test_options_that_quantized_weights_do_not_have_are_refused_by_name(base):
     model = FineTuned(HuggingFace(path=base, quantize="nf4"), lora={**lora, "modules_to_save": ["up_proj"]})
     with pytest.raises(ValueError, match=r"^lora.modules_to_save hits model.layers.0.mlp.up_proj, whose"):
         model.build_stage(0, 2)
+
+
+def test_what_a_quantized_folder_does_not_go_with_is_refused(quantized):
+    path = quantized["nf4"]
+    with pytest.raises(ValueError, match="holds weights that are quantized already: leave quantize and"):
+        HuggingFace(path=path, quantize="nf4")
+    with pytest.raises(ValueError, match="a base in nf4 freezes all weights.*write finetune.lora"):
+        Pipeline(HuggingFace(path=path), "1f1b", num_microbatches=2)
+    given = "model=huggingface", f"model.path={path}"
+    for further, message in (
+        ([], "quantized, doesn't go with training all weights: .*write finetune.lora"),
+        ([*ADAPTERS, "compile=layer"], "quantized, doesn't go with compile=layer"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            check_together(composed(*given, *further))
 
 
 def test_a_tied_head_is_not_quantized(tmp_path):

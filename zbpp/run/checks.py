@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
+from zbpp.models.hf.config import quantized_as
 from zbpp.planning import takes_costs
 from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
 from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
@@ -84,6 +87,13 @@ def _null(value: object) -> object:
     return "null" if value is None else value
 
 
+def _quantized(model: Mapping[str, Any]) -> tuple[str, bool]:
+    kind, path = model.get("quantize"), model.get("path")
+    if kind is None and isinstance(path, str) and quantized_as(Path(path)) is not None:
+        return f"model.path={path}, whose weights are quantized,", True
+    return f"model.quantize={kind}", kind is not None
+
+
 def _switches(config: TrainConfig) -> dict[str, str]:
     """The switches that are on, as one types them, by the names of extras and dimensions, or others."""
     memory, parallel, precision = config.memory, config.parallel, config.precision
@@ -126,10 +136,7 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "clip": (f"optimizer.clip_norm={clip}", clip is not None),
         "no costs": ("schedule.costs=null", config.schedule.costs is None),
         "slices": (f"schedule.slices={config.schedule.slices}", config.schedule.num_slices > 1),
-        "quantized": (
-            f"model.quantize={config.model.get('quantize')}",
-            config.model.get("quantize") is not None,
-        ),
+        "quantized": _quantized(config.model),
         "no lora": ("training all weights", config.finetune.adapters is None),
         "lora": ("finetune.lora", config.finetune.adapters is not None),
         "speeds": (f"parallel.speeds={parallel.speeds}", parallel.speeds is not None),

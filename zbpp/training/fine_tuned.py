@@ -276,11 +276,11 @@ def lora_config(options: Mapping[str, Any]) -> Any:
 
 def _check_quantized(options: Mapping[str, Any], model: Any) -> None:
     """Raise ValueError for an option that peft has not for a quantized base."""
-    quantization = getattr(model, "quantization", None)
+    quantization: Any = getattr(model, "quantization", None)
     if options.get("use_dora") and getattr(quantization, "kind", None) == "int8":
         raise ValueError(
-            "lora.use_dora=true doesn't go with quantize=int8: peft's layer loses the statistics of its "
-            "weight in the first forward; write nf4 or fp4"
+            f"lora.use_dora=true doesn't go with {quantization.name}: peft's layer loses the statistics of "
+            "its weight in the first forward; write nf4 or fp4"
         )
 
 

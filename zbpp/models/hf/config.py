@@ -51,15 +51,17 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
     except ValueError as error:
         raise ValueError(f"{path} is no JSON: {error}") from error
     _check_kind(given, str(path))
-    if quantized := given.get("quantization_config"):
+    method = (given.get("quantization_config") or {}).get("quant_method", "bitsandbytes")
+    if method != "bitsandbytes":
         raise ValueError(
-            f"{path} describes quantized weights ({quantized.get('quant_method')}), which can't be read: "
+            f"{path} describes quantized weights ({method}), which can't be read: "
             "write the folder of the original model, with quantize=nf4, fp4 or int8 to train adapters on it"
         )
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # the library's own checks of the values raise no ValueError
         raise ValueError(f"{path} does not fit together: {_last_line(error)}") from error
+    vars(config).pop("quantization_config", None)  # a Quantization has it
     for name in overrides:
         if not hasattr(config, name):
             raise ValueError(f"overrides.{name}: {path} has no such key; write one that it has")
@@ -69,6 +71,16 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
         given = ", ".join(f"{name}={value}" for name, value in overrides.items())
         raise ValueError(f"overrides.{given} does not fit {path}: {_last_line(error)}") from error
     return _checked(changed, sizes)
+
+
+def quantized_as(folder: Path) -> dict[str, Any] | None:
+    """How bitsandbytes has quantized the weights in a folder, by its config.json; None if it has not."""
+    path = folder / "config.json"
+    try:
+        found: dict[str, Any] | None = json.loads(path.read_text()).get("quantization_config")
+    except (OSError, ValueError):  # read_folder says why
+        return None
+    return found
 
 
 def _last_line(error: Exception) -> str:

@@ -93,7 +93,9 @@ def write_merged(
     own: Any = {"local_files_only": True, "trust_remote_code": False}
     read: dict[str, Any] = {"dtype": torch.float32, "use_safetensors": True}
     if quantization is not None:
-        read |= {"dtype": quantization.dtype, "quantization_config": quantization.config}
+        read["dtype"] = quantization.dtype
+        if not quantization.is_of_folder:
+            read["quantization_config"] = quantization.config
     model = AutoModelForCausalLM.from_pretrained(base, **read, **own)
     if quantization is not None:
         _log.warning("the adapter is merged into the weights that %s has made of the base", quantization.kind)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zbpp.models.hf.quantize import QuantizedInParts
+from zbpp.models.hf.quantize import QuantizedInParts, shape_of_packed, weight_of
 from zbpp.models.hf.ties import aliases_of, assign
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class FolderWeights:
     def __init__(self, folder: Path, model: PreTrainedModel, *, is_strict: bool = True) -> None:
         self._folder, self._aliases = folder, aliases_of(model)
         expected: dict[str, Tensor] = model.state_dict()
-        shapes = {name: each.get_shape() for name, each in _opened(folder).items()}
+        shapes, self._statistics = _shapes(_opened(folder))
         self._targets = _targets(shapes, model, expected)
         on_meta = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         found = _loaded(model, on_meta, torch.float32, "meta")
@@ -66,8 +66,8 @@ class FolderWeights:
         """Read the tensors of these names into an untied model; nothing else is read.
 
         Names that a tie joins get one Parameter. quantizer: the library's; it quantizes each tensor once it
-        is read. Raises ValueError if the files hold different values for
-        the names of a tie.
+        is read, or reads a quantized one with its statistics. Raises ValueError if the files hold different
+        values for the names of a tie.
         """
         files = _opened(self._folder)
         givers = {name: self._givers(name) for name in names}
@@ -75,11 +75,15 @@ class FolderWeights:
             self._check_equal(each, files)
         read = {each[0] for each in givers.values()}
         before = dict(model.named_parameters(remove_duplicate=False))
-        own = {name: files[name] for name, target in self._targets.items() if target in read}
-        _loaded(model, own, dtype, "cpu", quantizer)
+        own = [name for name, target in self._targets.items() if target in read]
+        tensors = {each: files[each] for name in own for each in (name, *self._statistics.get(name, ()))}
+        _loaded(model, tensors, dtype, "cpu", quantizer)
         for name, parameter in before.items():
+            loaded = model.get_parameter(name)
             if not parameter.requires_grad:
-                model.get_parameter(name).requires_grad_(False)
+                loaded.requires_grad_(False)
+            if type(loaded) is nn.Parameter:  # beside quantized tensors the library leaves the file's dtype
+                loaded.data = loaded.data.to(parameter.dtype)
         for name, (giver, *_) in givers.items():
             if name != giver:
                 assign(model, name, model.get_parameter(giver))
@@ -117,6 +121,21 @@ def _opened(folder: Path) -> dict[str, Any]:
             ) from error
         found |= {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118  # no mapping
     return found
+
+
+def _shapes(files: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[str]]]:
+    """{name: shape} of a folder's tensors, and {quantized weight: the names of its statistics}."""
+    statistics: dict[str, list[str]] = {}
+    for name in files:
+        if (weight := weight_of(name)) in files:
+            statistics.setdefault(weight, []).append(name)
+    left_out = {name for names in statistics.values() for name in names}
+    shapes = {name: each.get_shape() for name, each in files.items() if name not in left_out}
+    for weight, names in statistics.items():
+        for name in names:
+            if ".quant_state." in name:
+                shapes[weight] = shape_of_packed(files[name][...])
+    return shapes, statistics
 
 
 def _files_of(folder: Path) -> list[Path]:
@@ -162,7 +181,8 @@ def _loaded(
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
     from transformers.modeling_utils import LoadStateDictConfig
 
-    table: Any = get_model_conversion_mapping(model)
+    given = {"hf_quantizer": quantizer} if quantizer is not None and quantizer.pre_quantized else {}
+    table: Any = get_model_conversion_mapping(model, **given)
     for each in table:
         if hasattr(each, "force_cpu"):  # it would take values out of meta tensors
             each.force_cpu = False

@@ -20,7 +20,13 @@ from torch import Tensor, nn
 from zbpp.autograd.models.context import Context
 from zbpp.models.hf.build import build_stage
 from zbpp.models.hf.check import find_cut
-from zbpp.models.hf.config import asks_for_balance, read_config, read_folder, without_cache
+from zbpp.models.hf.config import (
+    asks_for_balance,
+    quantized_as,
+    read_config,
+    read_folder,
+    without_cache,
+)
 from zbpp.models.hf.cut import Cut
 from zbpp.models.hf.experts import hold_exchanges, report_balance
 from zbpp.models.hf.load import FolderWeights
@@ -50,8 +56,9 @@ class HuggingFace:
     tensors only. overrides: values for keys of that config.json. dtype: what parameters are read as; bfloat16
     goes with precision=bfloat16. strict: whether tensors that the folder lacks, or has too many of, are
     refused. quantize: nf4, fp4 or int8, in which linear layers hold their weights, which are frozen then: see
-    quantize.py. quantize_options: values for keys of transformers' BitsAndBytesConfig. head: see HEADS in
-    layers.py; auto is whole where logits are more than the product of a head without bias.
+    quantize.py. quantize_options: values for keys of transformers' BitsAndBytesConfig. A folder that
+    bitsandbytes has quantized already is read as it is. head: see HEADS in layers.py; auto is whole where
+    logits are more than the product of a head without bias.
     `vocab_size` and `sequence_length` are those of the data. They are used where a mapping does not name
     these sizes, and must not exceed the sizes that the mapping or the file names. Where the config ties
     embeddings, or the library ties other parameters, a stage has copies of parameters of earlier stages.
@@ -95,7 +102,10 @@ class HuggingFace:
             self._library_config = read_config(config or {}, sizes)
         else:
             self._library_config = read_folder(self.path, overrides or {}, sizes)
-            self._weights = FolderWeights(self.path, build_on_meta(self._library_config), is_strict=strict)
+            whole = build_on_meta(self._library_config)
+            if self.quantization is not None and self.quantization.is_of_folder:
+                self.quantization.prepare(whole)
+            self._weights = FolderWeights(self.path, whole, is_strict=strict)
             for name in (*self._weights.missing, *self._weights.surplus):
                 _log.warning("%s: %s is not in both the model and the files", self.path, name)
         self._config = without_cache(self._library_config)
@@ -153,14 +163,14 @@ class HuggingFace:
         """See zbpp/stage_api.py: quantized weights are trained with adapters alone."""
         if self.quantization is None:
             return
-        kind, is_trained = self.quantization.kind, any(each.requires_grad for each in pipeline.parameters())
+        name, is_trained = self.quantization.name, any(each.requires_grad for each in pipeline.parameters())
         if not any(pipeline.place.gather(is_trained)):
             raise ValueError(
-                f"quantize={kind} freezes all weights, and nothing is left to train: write finetune.lora (in "
+                f"{name} freezes all weights, and nothing is left to train: write finetune.lora (in "
                 "your own loop: FineTuned(model, lora=...))"
             )
         if "shard" in pipeline.place.groups:
-            raise ValueError(f"quantize={kind} doesn't go with shards of weights: write replicate=")
+            raise ValueError(f"{name} doesn't go with shards of weights: write replicate=")
 
     @by_last_stage
     @mean_over_tokens
@@ -227,6 +237,13 @@ def _quantization(
     is_strict: bool,
 ) -> Quantization | None:
     """Raises ValueError for arguments that don't fit each other."""
+    given = None if path is None else quantized_as(Path(path))
+    if given is not None and (kind is not None or options):
+        raise ValueError(
+            f"path={path} holds weights that are quantized already: leave quantize and quantize_options out"
+        )
+    if given is not None and given.get("quant_method", "bitsandbytes") == "bitsandbytes":
+        return Quantization.of_folder(given, dtype)
     if kind is None:
         if options:
             raise ValueError(f"quantize_options go with quantize: write one of {', '.join(KINDS)}")

@@ -9,6 +9,8 @@ quantized: it depends on names and on calls of layers, which quantization leaves
 from __future__ import annotations
 
 import importlib
+import json
+import re
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MethodType
@@ -36,13 +38,15 @@ class Quantization:
     """How the linear layers of a model are quantized.
 
     kind: see KINDS. options: values for keys of BitsAndBytesConfig; the layers compute in the dtype of their
-    inputs unless bnb_4bit_compute_dtype names one. dtype: in which weights are read. Raises ValueError for
-    other keys, and without bitsandbytes.
+    inputs unless bnb_4bit_compute_dtype names one. dtype: in which weights are read. is_of_folder: whether
+    the folder holds quantized weights already. Raises ValueError for other keys, and without bitsandbytes.
     """
 
-    def __init__(self, kind: str, options: Mapping[str, Any], dtype: torch.dtype) -> None:
+    def __init__(
+        self, kind: str, options: Mapping[str, Any], dtype: torch.dtype, *, is_of_folder: bool = False
+    ) -> None:
         _check(kind, options)
-        self.kind, self.dtype = kind, dtype
+        self.kind, self.dtype, self.is_of_folder = kind, dtype, is_of_folder
         library = importlib.import_module("transformers")
         quantizers = importlib.import_module("transformers.quantizers")
 
@@ -50,8 +54,20 @@ class Quantization:
         if kind != "int8":
             bits = {"load_in_4bit": True, "bnb_4bit_quant_type": kind}
         self.config = library.BitsAndBytesConfig(**bits, **options)
-        self.quantizer: Any = quantizers.AutoHfQuantizer.from_config(self.config, pre_quantized=False)
+        self.quantizer: Any = quantizers.AutoHfQuantizer.from_config(self.config, pre_quantized=is_of_folder)
         self._has_compute_dtype = options.get("bnb_4bit_compute_dtype") is not None
+
+    @property
+    def name(self) -> str:
+        """What an error calls it."""
+        return f"a base in {self.kind}" if self.is_of_folder else f"quantize={self.kind}"
+
+    @classmethod
+    def of_folder(cls, given: Mapping[str, Any], dtype: torch.dtype) -> Quantization:
+        """That of a folder's weights. given: the quantization_config of its config.json."""
+        kind = "int8" if given.get("load_in_8bit") else given.get("bnb_4bit_quant_type", "fp4")
+        options = {name: given[name] for name in KINDS[kind] if given.get(name) is not None}
+        return cls(kind, options, dtype, is_of_folder=True)
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Replace linear layers of a model on the meta device by layers that will be quantized.
@@ -89,6 +105,23 @@ class Quantization:
         setattr(stage, name, True)
         stage.register_state_dict_post_hook(_save_trained)
         stage.register_load_state_dict_post_hook(_need_trained)
+
+
+_STATISTICS = re.compile(
+    r"\.weight\.(absmax|quant_map|nested_absmax|nested_quant_map|quant_state\.bitsandbytes__\w+)$"
+    r"|\.(SCB|weight_format)$"
+)
+
+
+def weight_of(name: str) -> str | None:
+    """The weight that a tensor of a folder is a statistic of; None for all other tensors."""
+    found = _STATISTICS.search(name)
+    return None if found is None else f"{name[: found.start()]}.weight"
+
+
+def shape_of_packed(state: Tensor) -> tuple[int, ...]:
+    """The shape of a weight of 4 bits, by its quant_state in a folder, which is JSON."""
+    return tuple(json.loads(bytes(state.tolist()))["shape"])
 
 
 def _check(kind: str, options: Mapping[str, Any]) -> None:
