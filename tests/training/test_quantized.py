@@ -135,7 +135,7 @@ def test_stages_read_a_quantized_folder_as_from_pretrained_does(kind, dtype, qua
     }
 
 
-def test_adapters_on_a_quantized_folder_train_and_merge_as_in_peft(quantized, tmp_path, caplog):
+def test_adapters_on_a_quantized_folder_train_and_merge_as_in_peft(quantized, tmp_path):
     folder, lora = quantized["nf4"], {**LORA, "target_modules": "all-linear"}
     whole = transformers.AutoModelForCausalLM.from_pretrained(folder, use_cache=False)
     for each in whole.parameters():
@@ -161,7 +161,7 @@ def test_adapters_on_a_quantized_folder_train_and_merge_as_in_peft(quantized, tm
     assert (
         export.main([str(tmp_path / "run"), str(tmp_path / "merged"), "--merge", "--dtype", "float32"]) == 0
     )
-    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
     torch.testing.assert_close(merged(batch(0)[0]).logits, logits, rtol=1e-5, atol=1e-5)
     assert not hasattr(merged.config, "quantization_config")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from zbpp.models.hf.dtypes import dtypes_of, named_tensors
+from zbpp.models.hf.quantize import quantization_states
 from zbpp.models.hf.shrink import build_on_meta
 
 if TYPE_CHECKING:
@@ -99,7 +100,10 @@ def write_merged(
     model = AutoModelForCausalLM.from_pretrained(base, **read, **own)
     if quantization is not None:
         _log.warning("the adapter is merged into the weights that %s has made of the base", quantization.kind)
+        for state in quantization_states(model):
+            state.dtype = torch.float32  # else they are rounded to the dtype that they had before
         model = model.dequantize(torch.float32).float()  # type: ignore[no-untyped-call]  # the library's
+        _forget_deserialization(model)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
     _forget_unmade_layers(merged.config, merged)
     config = AutoConfig.from_pretrained(base, **own)
@@ -109,6 +113,17 @@ def write_merged(
     merged.save_pretrained(folder, max_shard_size=file_size)
     (folder / _GENERATION).unlink(missing_ok=True)
     _copy(base, folder, [_GENERATION])
+
+
+def _forget_deserialization(model: PreTrainedModel) -> None:
+    """Let save_pretrained not undo how quantized weights were read, which it can't; they are dequantized."""
+    conversions: Any = model._weight_conversions
+    kept: Any = [
+        each
+        for each in conversions or ()
+        if not any(hasattr(operation, "hf_quantizer") for operation in getattr(each, "operations", ()))
+    ]
+    model._weight_conversions = kept
 
 
 def _check_names(model: PreTrainedModel, names: Sequence[str]) -> None:

@@ -127,7 +127,8 @@ def _shapes(files: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, list[st
     """{name: shape} of a folder's tensors, and {quantized weight: the names of its statistics}."""
     statistics: dict[str, list[str]] = {}
     for name in files:
-        if (weight := weight_of(name)) in files:
+        weight = weight_of(name)
+        if weight is not None and weight in files:
             statistics.setdefault(weight, []).append(name)
     left_out = {name for names in statistics.values() for name in names}
     shapes = {name: each.get_shape() for name, each in files.items() if name not in left_out}

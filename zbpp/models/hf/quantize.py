@@ -147,6 +147,12 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
     return (each for each in model.modules() if isinstance(each, kinds))
 
 
+def quantization_states(model: nn.Module) -> Iterator[Any]:
+    """bitsandbytes's account of each weight of 4 bits."""
+    states = (getattr(layer.weight, "quant_state", None) for layer in quantized_layers(model))
+    return (each for each in states if each is not None)
+
+
 def _apply_to_8_bits(layer: Any, function: Any, recurse: bool = True) -> Any:
     """`nn.Module._apply`: the statistics, which are no buffers, follow the weight to its device."""
     nn.Module._apply(layer, function, recurse)
