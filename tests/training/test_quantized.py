@@ -420,7 +420,7 @@ def test_options_that_quantized_weights_do_not_have_are_refused_by_name(base):
 
 def test_what_a_quantized_folder_does_not_go_with_is_refused(quantized):
     path = quantized["nf4"]
-    with pytest.raises(ValueError, match="holds weights that are quantized already: leave quantize and"):
+    with pytest.raises(ValueError, match="holds weights that are quantized already: leave quantize, quant"):
         HuggingFace(path=path, quantize="nf4")
     with pytest.raises(ValueError, match="a base in nf4 freezes all weights.*write finetune.lora"):
         Pipeline(HuggingFace(path=path), "1f1b", num_microbatches=2)

@@ -238,9 +238,10 @@ def _quantization(
 ) -> Quantization | None:
     """Raises ValueError for arguments that don't fit each other."""
     given = None if path is None else quantized_as(Path(path))
-    if given is not None and (kind is not None or options):
+    if given is not None and (kind is not None or options or not is_strict):
         raise ValueError(
-            f"path={path} holds weights that are quantized already: leave quantize and quantize_options out"
+            f"path={path} holds weights that are quantized already: leave quantize, quantize_options and "
+            "strict out"
         )
     if given is not None and given.get("quant_method", "bitsandbytes") == "bitsandbytes":
         return Quantization.of_folder(given, dtype)
