@@ -187,6 +187,7 @@ def test_choose_says_how_many_layers_each_stage_should_have(output):
     assert best < 1.1
     run = "num_microbatches=16 model.layers_per_stage=auto parallel.speeds=[1,3]"
     assert text.endswith(f"zbpp train -n 2 schedule={name} {run}\n")
+    assert "W is 4.76 % of the work" in output(*asked, "--f", 9, "--b", 11, "--w", 1)
     narrow = output(*asked, "--memory-limit", "2,1.5")
     limited = float(re.search(r"step / ideal: ([\d.]+)", narrow)[1])
     assert best < limited  # the fast rank holds less than its part

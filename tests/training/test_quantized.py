@@ -19,7 +19,9 @@ from zbpp import Pipeline, backward_input, plan
 from zbpp.commands import export
 from zbpp.config import ConfigError
 from zbpp.run.checks import check_together
+from zbpp.runtime.measure.fake_tensors import FakeTensors
 from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.runtime.measure.products import products
 from zbpp.training.fine_tuned import FineTuned, save_adapter
 from zbpp.training.measured_steps import trained_and_all
 
@@ -206,6 +208,18 @@ def test_fake_tensors_take_the_bytes_of_quantized_ones(kind, options, base):
         stage = model.build_stage(0, 2)
         held = [*stage.parameters(), *(each for name, each in stage.named_buffers() if "statistics" in name)]
         assert sum(each.nbytes for each in held) == expected
+
+
+def test_the_products_of_a_stage_are_those_of_a_base_that_is_not_quantized(base):
+    """The packed numbers of 4 bits counted as half as many weights, so W had twice its share."""
+    found = []
+    for kind in (None, "nf4", "int8"):
+        model = FineTuned(HuggingFace(path=base, quantize=kind), lora=LORA)
+        with FakeTensors():
+            stage = model.build_stage(1, 2)
+            found.append(products(1, stage, [(torch.empty(2, TIME, 32),)])[0])
+    assert found[0] == found[1] == found[2]
+    assert 0 < found[0].w < found[0].b
 
 
 # ---------------------------------------------------------------- split and training

@@ -218,8 +218,7 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
     )
     answer = choose(request, progress)
     timelines = {each.title: each.timeline for each in answer.ranked}
-    short = [note] if (note := render_short_w(*inputs.costs.work)) else []
-    texts = [*inputs.notes, _commands(options, answer), *short, render_choice(answer)]
+    texts = [*inputs.notes, _commands(options, answer), *_short_w(inputs), render_choice(answer)]
     return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
 
 
@@ -247,7 +246,13 @@ def _cut(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float,
     )
     about = f"To train with it (add your model=, data= and other keys):\n  {command}"
     timelines = {found.schedule: simulate(found.timetable, found.costs)}
-    return "\n\n".join([*inputs.notes, text, about, *_draw(options, timelines, inputs, [text])])
+    notes = [*inputs.notes, text, about, *_short_w(inputs)]
+    return "\n\n".join([*notes, *_draw(options, timelines, inputs, [text])])
+
+
+def _short_w(inputs: Inputs) -> list[str]:
+    note = render_short_w(*inputs.costs.work)
+    return [note] if note else []
 
 
 def _commands(options: argparse.Namespace, answer: Answer) -> str:

@@ -75,9 +75,20 @@ def _of_forward(counts: Mapping[Any, int], trained: float) -> Products:
 def _trained_share(module: nn.Module) -> float:
     """The share of the trained numbers in the weights of a stage's products; an embedding has no product."""
     owners = [each for each in module.modules() if not isinstance(each, nn.Embedding)]
-    weights = {each for owner in owners for each in owner.parameters(recurse=False) if each.dim() > 1}
-    total = sum(each.numel() for each in weights)
-    return sum(each.numel() for each in weights if each.requires_grad) / total if total else 1.0
+    weights = {
+        each: _numel(owner, each)
+        for owner in owners
+        for each in owner.parameters(recurse=False)
+        if each.dim() > 1
+    }
+    total = sum(weights.values())
+    return sum(numel for each, numel in weights.items() if each.requires_grad) / total if total else 1.0
+
+
+def _numel(owner: nn.Module, weight: nn.Parameter) -> int:
+    """The numbers of a weight; a quantized linear layer packs them."""
+    is_packed = isinstance(owner, nn.Linear) and weight is owner.weight
+    return owner.in_features * owner.out_features if is_packed else weight.numel()
 
 
 def _has_weight(operation: torch._ops.OpOverloadPacket) -> bool:
