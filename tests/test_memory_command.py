@@ -45,7 +45,9 @@ def test_shards_hold_a_part_of_weights_and_states_and_gather_the_rest():
 
 def test_it_says_which_switches_make_it_fit_or_which_one_has_the_lowest_peak():
     config = composed(*MLP, "microbatch_size=512")
-    own, *others = Switches(config).single()
+    switches = Switches(config)
+    own = switches.row()
+    others = switches.others(own)
     least = min(others, key=lambda each: each.peak)
     limited = [
         replace(config, memory=replace(config.memory, limit=each / 2**30)) for each in (1e4, own.peak - 1)
@@ -82,7 +84,9 @@ def test_another_cut_lowers_the_highest_peak():
     config = composed(
         *MLP, "schedule=1f1b", "parallel.num_processes=4", "model.num_layers=16", "microbatch_size=512"
     )
-    own, cut, *_ = Switches(config).single()
+    switches = Switches(config)
+    own = switches.row()
+    cut, *_ = switches.others(own)
     (counts,) = cut.changes.values()
     assert cut.title == f"model.layers_per_stage={counts}".replace(" ", "")
     assert sum(counts) == 16
@@ -158,7 +162,9 @@ def test_a_model_that_must_run_really_is_refused_where_it_would_not_fit():
 
 
 def test_every_switch_that_is_off_is_listed_with_its_saving():
-    rows = {row.title: row for row in Switches(composed(*MLP, "memory.limit=1", FREE_COPIES)).single()}
+    switches = Switches(composed(*MLP, "memory.limit=1", FREE_COPIES))
+    own = switches.row()
+    rows = {row.title: row for row in (own, *switches.others(own))}
     for title in (
         "memory.recompute=block",
         "memory.recompute=auto",

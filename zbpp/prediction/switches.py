@@ -33,6 +33,7 @@ from zbpp.schedule.interpret.memory import excess
 from zbpp.schedule.interpret.timing import program_timeline
 
 SCHEDULES = ("1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "v_min")
+_DELAY_W = ("zb_h1", "zb_h2")  # which gains nothing where adapters train
 _MOST_SHOWN = 5  # switches in the text
 _MANY = 6  # consecutive steps that are simulated with post-validation
 Changes = dict[str, Any]  # dotted key -> value
@@ -109,14 +110,13 @@ class Switches:
         except (ConfigError, PlanError) as error:
             return SwitchedRun(changes, why=str(error))
 
-    def single(self) -> list[SwitchedRun]:
-        """The configured run, then one run for each value of each switch by itself."""
+    def others(self, own: SwitchedRun) -> list[SwitchedRun]:
+        """One run for each value of each switch by itself. own: the configured run."""
         console = Console(stderr=True)
         with Progress(transient=True, console=console, disable=not console.is_terminal) as progress:
-            own = self.row()
             cut = [] if own.prediction is None else self._cut(own.prediction)
             choices = [*cut, *self.choices()]
-            return [own, *map(self.row, progress.track(choices, description="switches"))]
+            return [*map(self.row, progress.track(choices, description="switches"))]
 
     def _cut(self, own: Prediction) -> list[Changes]:
         """The change to the cut with the lowest peak; [] if the run has it, or the model can't take it."""
@@ -133,7 +133,8 @@ class Switches:
         if config.schedule.timetable is None:
             own = config.schedule.name
             cut = {} if self.chosen is None else {"schedule.replan": None, "model.layers_per_stage": "auto"}
-            yield from ({"schedule.name": name, **cut} for name in SCHEDULES if name != own)
+            names = [name for name in SCHEDULES if not (config.finetune.lora and name in _DELAY_W)]
+            yield from ({"schedule.name": name, **cut} for name in names if name != own)
             if config.finetune.is_on:  # W is short: these shorten the step, and delaying W does not
                 yield {"schedule.name": "interleaved_1f1b", "schedule.stages_per_rank": 4, **cut}
                 if config.schedule.slices is None:
@@ -190,11 +191,12 @@ def memory_text(config: TrainConfig) -> Iterator[str]:
     switches = Switches(config)
     if switches.chosen is not None:
         yield switches.chosen.text()
-    own, *others = switches.single()
+    own = switches.row()
     if own.prediction is None:
         raise ConfigError(own.why)
     limits = config.memory.limits(len(own.prediction.ranks))
     yield render_memory(own.prediction.ranks, own.prediction.how)
+    others = switches.others(own)
     yield render_switches([_cells(each, own) for each in (own, *others)])
     f, b, w = (sum(getattr(each, op) for each in own.prediction.measured.products) for op in ("f", "b", "w"))
     if note := render_short_w(f, b, w):

@@ -62,30 +62,48 @@ def microbatch_memory(
     head_at_once: bool = False,
     slice_bounds: Sequence[int] = (),
 ) -> MicrobatchMemory:
-    """Run F, B and W of two microbatches, then F and BW of a third, and measure the last two.
+    """Run F, B and W of a microbatch, then F and BW of another, and measure both.
 
-    The first microbatch allocates the gradients, which stay. inputs, target: of each slice of a microbatch;
-    one entry without slices. live: a LiveTensors that the caller has entered. head_at_once: see
+    A first run of one slice allocates the gradients, which stay. inputs, target: of each slice of a
+    microbatch; one entry without slices. live: a LiveTensors that the caller has entered. head_at_once: see
     zbpp.HeadAtOnce.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
-    head_w, num = worker.accumulate if head_at_once else None, len(inputs)
-    pasts = [past_of(index, module, slice_bounds) for _ in range(3)]
-    keywords = [each for past in pasts for each in slice_keywords(past, num)]
-    args = [*inputs] * 3 if index == 0 else ()
-    worker.begin(trial_feed(args, keywords, [*target] * 3, range(3 * num), loss_fn))
-    kept = list[tuple[Any, ...]]()
+    head_w, kept = worker.accumulate if head_at_once else None, list[tuple[Any, ...]]()
     keep = partial(_keep, live, kept)
-    units = enumerate([*inputs] * 3)
-    runs = [_UnitRun(worker, live, each, unit, head_w, keep, pasts[unit // num]) for unit, each in units]
-    _measured(runs[:num], pasts[0])
-    found = _measured(runs[num : 2 * num], pasts[1])
-    rises = _rises_of_bw(runs[2 * num :])
-    worker.end()
+
+    @contextmanager
+    def runs(num: int, bounds: Sequence[int], count: int) -> Iterator[list[_Runs]]:
+        """`count` microbatches of the first `num` slices, none of which has run."""
+        pasts = [past_of(index, module, bounds) for _ in range(count)]
+        keywords = [each for past in pasts for each in slice_keywords(past, num)]
+        given, targets = [*inputs[:num]] * count, [*target[:num]] * count
+        worker.begin(
+            trial_feed(given if index == 0 else (), keywords, targets, range(count * num), loss_fn)
+        )
+        units = [
+            _UnitRun(worker, live, each, unit, head_w, keep, pasts[unit // num])
+            for unit, each in enumerate(given)
+        ]
+        yield [_Runs(units[num * each : num * (each + 1)], pasts[each]) for each in range(count)]
+        worker.end()
+
+    with runs(1, slice_bounds[:2], 1) as (first,):
+        _measured(*first)
+    with runs(len(inputs), slice_bounds, 2) as (split, whole):
+        found = _measured(*split)
+        rises = _rises_of_bw(whole.units)
     slices = [
         replace(each, rises=(*each.rises[:3], rise)) for each, rise in zip(found.bytes, rises, strict=True)
     ]
-    return found._replace(bytes=slices, outputs=kept[-num:])
+    return found._replace(bytes=slices, outputs=kept[-len(inputs) :])
+
+
+class _Runs(NamedTuple):
+    """The slices of a microbatch, and what they share."""
+
+    units: list[_UnitRun]
+    past: Past | None
 
 
 def _keep(live: LiveTensors, kept: list[tuple[Any, ...]], outputs: tuple[Any, ...]) -> None:
