@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -112,6 +113,48 @@ def test_the_command_of_lora_trains_an_adapter(tmp_path: Path) -> None:
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "runs/lora/adapter", is_trainable=True)
     trained, of_all = tuned.get_nb_trainable_parameters()
     assert f"trainable {trained:,} of {of_all:,} parameters\n" in printed
+
+
+def test_the_figures_of_one_card_at_a_time_are_those_of_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    *_, planned = blocks("docs/finetune.md", "python")
+    exec(planned, {})
+    printed = re.findall(r"\d\.\d\d", capsys.readouterr().out)
+    table = (ROOT / "docs/finetune.md").read_text().rpartition("| | step / ideal |")[2]
+    in_order = [printed[0], printed[1], printed[2], *printed[4:]]  # the even cut of 1F1B is left out
+    assert in_order == re.findall(r"\| (\d\.\d\d) \|", table)
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+def test_a_folder_becomes_an_adapter_that_transformers_and_peft_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of an 8B model, with a small one: three ranks, 4 bits, slices, a chosen cut."""
+    for needed in ("transformers", "peft", "bitsandbytes"):
+        pytest.importorskip(needed)
+    from helpers.chat import write_files
+
+    write_files(tmp_path, hidden_size=64, intermediate_size=128, num_hidden_layers=6)
+    (tmp_path / "base").rename(tmp_path / "Llama-3-8B")
+    small = " model.sequence_length=64 data.chat_template=chat.jinja evaluation_batches=1 steps=2"
+    small += " schedule.slices=2"
+    memory, train, export = (each.strip() for each in blocks("docs/finetune.md", "bash"))
+    printed = run_command(memory + small, tmp_path)
+    assert "cut for ranks of speed 1, 1, 2" in printed
+    assert "everything fits" in printed
+    trained = run_command(train + small, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    speeds, load, _ = blocks("docs/finetune.md", "python")
+    namespace: dict[str, Any] = {}
+    for block in (speeds, load):
+        exec(block, namespace)
+    found = dict(namespace["tuned"].named_parameters())
+    adapters = sum(each.numel() for name, each in found.items() if "lora_" in name)
+    assert f"trainable {adapters:,} of " in trained
+    assert all(each.abs().max() > 0 for name, each in found.items() if "lora_B" in name)  # they begin at 0
+    assert "merged into the weights that nf4 has made of the base" in run_command(export, tmp_path)
 
 
 STEPS_OF_DATA = {"tokens": 2, "mixture": 2, "by_tokens": 3}  # the runs of these commands

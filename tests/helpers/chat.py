@@ -43,18 +43,18 @@ def write_conversations(path, count):
     path.write_text("".join(lines))
 
 
-def write_files(folder):
-    """base/ with weights and tokenizer.json, chats.jsonl, chat.jinja."""
+def write_files(folder, **sizes):
+    """base/ with weights and tokenizer.json, chats.jsonl, chat.jinja. sizes: values of the base's config."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(
-        "llama",
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        vocab_size=VOCAB,
-        max_position_embeddings=64,
-    )
+    given = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "max_position_embeddings": 64,
+    }
+    config = transformers.AutoConfig.for_model("llama", **{**given, **sizes})
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(folder / "base")
     write_tokenizer(folder / "base" / "tokenizer.json")
