@@ -196,15 +196,15 @@ def memory_text(config: TrainConfig) -> Iterator[str]:
         raise ConfigError(own.why)
     limits = config.memory.limits(len(own.prediction.ranks))
     yield render_memory(own.prediction.ranks, own.prediction.how)
+    if limits is not None:
+        yield render_limit(own.prediction.ranks, limits)
     others = switches.others(own)
     yield render_switches([_cells(each, own) for each in (own, *others)])
     f, b, w = (sum(getattr(each, op) for each in own.prediction.measured.products) for op in ("f", "b", "w"))
     if note := render_short_w(f, b, w):
         yield note
-    if limits is not None:
-        yield render_limit(own.prediction.ranks, limits)
-        if not own.fits(limits):
-            yield _what_fits(others, config.memory.limit, limits)
+    if limits is not None and not own.fits(limits):
+        yield _what_fits(others, config.memory.limit, limits)
 
 
 def _what_fits(rows: Sequence[SwitchedRun], given: Any, limits: Sequence[float]) -> str:

@@ -78,9 +78,7 @@ def microbatch_memory(
         pasts = [past_of(index, module, bounds) for _ in range(count)]
         keywords = [each for past in pasts for each in slice_keywords(past, num)]
         given, targets = [*inputs[:num]] * count, [*target[:num]] * count
-        worker.begin(
-            trial_feed(given if index == 0 else (), keywords, targets, range(count * num), loss_fn)
-        )
+        worker.begin(trial_feed(given if index == 0 else (), keywords, targets, range(count * num), loss_fn))
         units = [
             _UnitRun(worker, live, each, unit, head_w, keep, pasts[unit // num])
             for unit, each in enumerate(given)

@@ -87,8 +87,9 @@ def _trained_share(module: nn.Module) -> float:
 
 def _numel(owner: nn.Module, weight: nn.Parameter) -> int:
     """The numbers of a weight; a quantized linear layer packs them."""
-    is_packed = isinstance(owner, nn.Linear) and weight is owner.weight
-    return owner.in_features * owner.out_features if is_packed else weight.numel()
+    if isinstance(owner, nn.Linear) and weight is owner.weight:
+        return owner.in_features * owner.out_features
+    return weight.numel()
 
 
 def _has_weight(operation: torch._ops.OpOverloadPacket) -> bool:
