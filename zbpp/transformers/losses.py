@@ -45,8 +45,11 @@ class OwnLoss:
 
     def begin_step(self, num_items: Any, num_microbatches: int, num_planned: int) -> None:
         """Set num_items and weight for a step of so many microbatches."""
-        trainer, self.num_items = self._trainer, num_items
-        is_divided = trainer.loss_is_scaled_for_ga
+        from transformers import Trainer
+
+        trainer, self.num_items, is_divided = self._trainer, num_items, None
+        if hasattr(Trainer, "loss_is_scaled_for_ga"):  # not in 5.17, which asks nobody
+            is_divided = trainer.loss_is_scaled_for_ga
         if is_divided is None:
             is_divided = trainer.compute_loss_func is not None or (
                 trainer.model_accepts_loss_kwargs and num_items is not None
