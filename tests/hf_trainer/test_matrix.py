@@ -6,6 +6,7 @@ import torch
 
 from helpers.hf_trainer import Case, assert_same, trained
 from helpers.processes import run_ranks
+from zbpp import plan
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -153,6 +154,16 @@ def test_a_case_is_as_in_one_process(name, tmp_path):
     both = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
     assert_same(both[0], expected, **tolerances)
     assert both[0].found == both[1].found == pytest.approx(expected.found, rel=1e-5)
+
+
+def sliced(num_ranks, num_microbatches):
+    return plan("zb_v", num_ranks, num_microbatches, num_slices=2)
+
+
+def test_sequences_in_slices(tmp_path):
+    (expected,) = run_ranks(trained, 1, Case(), str(tmp_path / "alone"))
+    case = Case(schedule=sliced, options={"slice_bounds": [0, 6, 12]})
+    assert_same(run_ranks(trained, 2, case, str(tmp_path / "piped"))[0], expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from helpers.hf_trainer import ARGUMENTS, Case, model_of, padded, rows
+from zbpp import plan
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -178,6 +179,26 @@ def test_a_compute_loss_that_reads_more_than_logits(trainer, text):
     made_one = made({"eval_strategy": "no"}, trainer=trainer)
     with cut_and_closed(made_one), pytest.raises(ValueError, match=text):
         made_one.train()
+
+
+def test_what_a_pipeline_over_all_processes_chooses_itself():
+    for name in ("mesh", "group", "num_microbatches"):
+        with pytest.raises(ValueError, match=f"^in_pipeline makes one pipeline [^\n]* chooses {name} itself"):
+            in_pipeline(transformers.Trainer, **{name: 2})
+
+
+def test_slices_with_a_loss_of_whole_sequences():
+    args = transformers.TrainingArguments(
+        "unused", **{**ARGUMENTS, "eval_strategy": "no", "label_smoothing_factor": 0.1}
+    )
+    chosen = in_pipeline(transformers.Trainer, sliced, slice_bounds=[0, 6, 12])
+    trainer = chosen(model=model_of(Case()), args=args, train_dataset=rows(4, 1), data_collator=padded)
+    with pytest.raises(ValueError, match="^the schedule cuts sequences into slices[^\n]*without slices$"):
+        trainer.train()
+
+
+def sliced(num_ranks, num_microbatches):
+    return plan("zb_v", num_ranks, num_microbatches, num_slices=2)
 
 
 def test_a_trainer_of_trl_that_generates():

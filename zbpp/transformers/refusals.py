@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ from zbpp.error_text import kind_of
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.config import asks_for_balance
 from zbpp.models.hf.shrink import build_on_meta
+from zbpp.schedule import Timetable
 from zbpp.transformers.cut_model import base_of
 
 _TRAINERS = {"_BaseTrainer", "SFTTrainer", "DPOTrainer"}  # of TRL
@@ -32,6 +34,7 @@ _ARGUMENTS = {
     "label_names": "the last stage takes labels: leave it out",
 }
 _OPTIMIZERS = ("lomo", "layerwise")
+_CHOSEN = {"mesh", "group", "device", "loss_fn", "num_microbatches", "timetable"}
 _OFF_DEVICE = ("cpu", "meta")
 
 
@@ -42,6 +45,24 @@ def check_trainer(trainer: type[Any]) -> None:
         raise ValueError(
             f"{min(others)} can't train in a pipeline: it generates, or runs the model on other batches "
             "than a step's; SFTTrainer can"
+        )
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Raise ValueError for arguments of Pipeline that a Trainer in a pipeline chooses itself."""
+    if taken := _CHOSEN & options.keys():
+        raise ValueError(
+            f"in_pipeline makes one pipeline over all processes, and chooses {min(taken)} itself: leave it "
+            "out"
+        )
+
+
+def check_slices(timetable: Timetable, own_loss: object) -> None:
+    """Raise ValueError for slices of sequences with a loss that shifts the labels of whole ones."""
+    if timetable.num_slices > 1 and own_loss is not None:
+        raise ValueError(
+            "the schedule cuts sequences into slices, and compute_loss (of SFTTrainer, label smoothing or "
+            "your own) takes whole ones: write a schedule without slices"
         )
 
 

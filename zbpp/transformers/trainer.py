@@ -35,7 +35,14 @@ from zbpp.transformers.cut_model import CutModel
 from zbpp.transformers.folder import read_own
 from zbpp.transformers.losses import OwnLoss, has_own_loss
 from zbpp.transformers.names import check_names
-from zbpp.transformers.refusals import check_arguments, check_made_model, check_model, check_trainer
+from zbpp.transformers.refusals import (
+    check_arguments,
+    check_made_model,
+    check_model,
+    check_options,
+    check_slices,
+    check_trainer,
+)
 from zbpp.transformers.report import report
 
 Schedule = str | Callable[[int, int], Timetable]
@@ -63,6 +70,7 @@ def in_pipeline(
     """
     check_names(trainer)
     check_trainer(trainer)
+    check_options(options)
     attributes = {"schedule": schedule, "layers_per_stage": layers_per_stage, "options": options}
     if callable(schedule):
         attributes["schedule"] = staticmethod(schedule)
@@ -145,6 +153,7 @@ class PipelineTrainer(Checkpoints):
             model.config.use_cache = False
             world = dist.get_world_size() if dist.is_initialized() else 1
             timetable = self._timetable(world, self.args.gradient_accumulation_steps)
+            check_slices(timetable, self._own_loss)
             options = {"seed": self.args.seed, **self.options}
             self._cut = CutModel(
                 model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
