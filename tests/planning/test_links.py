@@ -9,7 +9,7 @@ import pytest
 from helpers.links import random_costs
 from helpers.timetables import random_timetable
 from zbpp import Costs, Links, PlanError, plan, simulate
-from zbpp.planning import lower_bound, read_links
+from zbpp.planning import choose_cut, lower_bound, read_links
 
 
 def bound(timetable, costs, objective, limit=None):
@@ -63,6 +63,11 @@ def test_plans_without_links_stay_as_they_are():
         assert plan(name, 4, 8, costs=Costs(comm=0.5, links=Links()), **options) == one
 
 
+def test_a_cut_of_layers_with_links_is_refused():
+    with pytest.raises(PlanError, match="layer 0 has links: a cut is chosen without them"):
+        choose_cut([Costs(links=Links(latency=1.0))] * 4, [1.0, 1.0], 4)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -86,6 +91,7 @@ def test_a_file_of_links(tmp_path, given, expected):
         ('{"bandwidth": 0, "x": 1e6}', "bandwidth=0: a link carries some bytes"),
         ('{"busy": 1, "pairs": {"1-2": {"busy": 1}}}', "pairs has 1-2: .*: write 1->2, or 1<->2, and"),
         ('{"busy": 1, "pairs": {"1->2": {"bandwidth": 1}}}', "bandwidth is none of latency, busy"),
+        ('{"busy": 1, "pairs": ["1->2"]}', "pairs=.*: write ..1->2.: {latency: ..., busy: ...}"),
         ('{"busy": [1', "it is no JSON"),
     ],
 )

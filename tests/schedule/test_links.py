@@ -9,6 +9,7 @@ import pytest
 from helpers.links import random_costs
 from helpers.timetables import makes, needs, random_timetable
 from zbpp import Costs, Links, PlanError, Timetable, lower, plan, simulate
+from zbpp.planning import lower_bound
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.timing import program_timeline
 from zbpp.schedule.timeline import transfers_of
@@ -110,6 +111,22 @@ def test_slices_and_lengths_scale_what_a_link_carries_and_not_its_latency():
     assert first.arrived - first.sent == 5 + 4 * 3
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_h1"])
+def test_an_empty_microbatch_sends_nothing_and_takes_no_time(name):
+    """It waits for no link that is occupied, and for no latency, before the others or after them."""
+    costs, full = Costs(links=Links(latency=5.0, busy=3.0)), [1.0, 2.0, 0.5, 1.0]
+    expected = simulate(plan(name, 3, 4), Costs.of_lengths(full, costs)).makespan
+    for lengths in ([0.0, 0.0, *full], [*full, 0.0]):
+        timetable, own = plan(name, 3, len(lengths)), Costs.of_lengths(lengths, costs)
+        timeline = simulate(timetable, own)
+        assert timeline.makespan == expected
+        empty = [each for each in transfers_of(timeline) if not lengths[each.value.microbatch]]
+        assert empty
+        assert all(each.arrived == each.sent for each in empty)
+        least = lower_bound("makespan", rank_of=range(3), num_microbatches=len(lengths), costs=own)
+        assert least.value <= expected
+
+
 def test_bytes_and_bandwidths_make_the_same_links():
     """125 MB at 10 Gbit/s, 1.25 GB/s, take 100 ms; gradients of half the bytes take 50."""
     links = Links.of_bytes(125e6, 62.5e6, bandwidth=1.25, latency=1.0, pairs={(0, 1): (30.0, 0.125)})
@@ -125,6 +142,12 @@ def test_bytes_and_bandwidths_make_the_same_links():
     [
         (lambda: Links(latency=-1), "latency=-1: write a number of 0 or more"),
         (lambda: Links(busy="3"), "busy='3'"),
+        (lambda: Links(latency=10**400), "write a number of 0 or more, at most 1e100"),
+        (lambda: Links.of_bytes(1.0, bandwidth=1e-200), "busy=1e.194: write a number of 0 or more, at most"),
+        (
+            lambda: Links.of_bytes(1.0, bandwidth=1, pairs={(0, 1): 3}),
+            r"\(latency, bandwidth\)., in ms and GB/s",
+        ),
         (lambda: Links(pairs={(1, 1): (0, 0)}), r"pairs has \(1, 1\): a rank sends itself nothing"),
         (lambda: Links(pairs={(0, 1): 3.0}), r"pairs has \(0, 1\): 3.0: write \{\(sender, receiver\)"),
         (lambda: Links(pairs=[[0, 1], [1, 0]]), r"write \{\(sender, receiver\): \(latency, busy\)\}"),

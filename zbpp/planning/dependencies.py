@@ -23,8 +23,8 @@ class Messages(NamedTuple):
     senders[kind]: the kinds that may make the message of `kind`: F alone, or first B and then BW, of which a
         plan contains one; () if the kind waits for no message.
     receivers[kind]: the kinds whose message `kind` may make; () if there are none.
-    fixed[kind]: how long the message of `kind` takes (ms), whatever its length; per_length[kind]: how much
-        longer at length 1. 0 if both stages are on the same rank.
+    fixed[kind]: how long the message of `kind` takes (ms), whatever its length, unless its unit is empty;
+        per_length[kind]: how much longer at length 1. 0 if both stages are on the same rank.
     """
 
     senders: list[tuple[int, ...]]
@@ -33,12 +33,12 @@ class Messages(NamedTuple):
     per_length: list[float]
 
     def latency(self, kind: int, length: float) -> float:
-        """How long the message of `kind` takes for a unit of this length (ms)."""
-        return self.fixed[kind] + self.per_length[kind] * length
+        """How long the message of `kind` takes for a unit of this length (ms); an empty one sends none."""
+        return self.fixed[kind] + self.per_length[kind] * length if length else 0.0
 
 
-def messages_between(num_stages: int, message: Callable[[int, int, float], float]) -> Messages:
-    """message(source stage, target stage, length of the unit): the time of a message (ms).
+def messages_between(num_stages: int, terms: Callable[[int, int], tuple[float, float]]) -> Messages:
+    """terms(source stage, target stage): `fixed` and `per_length` of a message (ms).
 
     Raises PlanError if the data-flow table has an action that waits for several other stages.
     """
@@ -48,8 +48,7 @@ def messages_between(num_stages: int, message: Callable[[int, int, float], float
     for kind, sending in enumerate(senders):
         for sender in sending:
             receivers[sender] = (*receivers[sender], kind)
-            fixed[kind] = message(stage_of(sender), stage_of(kind), 0.0)
-            per_length[kind] = message(stage_of(sender), stage_of(kind), 1.0) - fixed[kind]
+            fixed[kind], per_length[kind] = terms(stage_of(sender), stage_of(kind))
     return Messages(senders, receivers, fixed, per_length)
 
 

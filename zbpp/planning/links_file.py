@@ -45,7 +45,10 @@ def _links(found: object) -> Links:
     _refuse_others(found, (*names, "pairs", *(("x", "g") if by_bytes else ())))
     usual = {name: found.get(name, 0.0) for name in names}
     pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
-    for pair, own in (found.get("pairs") or {}).items():
+    given = found.get("pairs") or {}
+    if not isinstance(given, Mapping):
+        raise PlanError(f'pairs={given}: write {{"1->2": {{{names[0]}: ..., {names[1]}: ...}}}}')
+    for pair, own in given.items():
         match = _PAIR.fullmatch(str(pair))
         if match is None or not isinstance(own, Mapping):
             raise PlanError(

@@ -192,15 +192,20 @@ class Problem:
     def message(self, source: int, target: int, length: float = 1.0) -> float:
         """The time (ms) of a message of a unit of this length from one stage to another.
 
-        0 if both are on the same rank. Over a link that is occupied it takes longer.
+        0 if both are on the same rank, and of an empty unit. Over a link that is occupied it takes longer.
         """
+        fixed, per_length = self._message_terms(source, target)
+        return fixed + length * per_length if length else 0.0
+
+    def _message_terms(self, source: int, target: int) -> tuple[float, float]:
+        """What a message takes whatever its length, and how much longer at length 1 (ms)."""
         if self.rank_of[source] == self.rank_of[target]:
-            return 0.0
-        time = length * self.stage_costs.comm[source]
+            return 0.0, 0.0
+        comm = self.stage_costs.comm[source]
         if not self.stage_costs.routes:
-            return time
+            return 0.0, comm
         route = self.stage_costs.routes[kind_of(source, Op.F if target > source else Op.B)]
-        return time + route.latency + length * route.busy if route else time
+        return (route.latency, comm + route.busy) if route else (0.0, comm)
 
     def first_message(self, source: int, target: int) -> float:
         """`message` of unit 0."""
@@ -219,7 +224,7 @@ class Problem:
     @cached_property
     def messages(self) -> Messages:
         """The messages that actions wait for, by kind, at length 1; from the data-flow table."""
-        return messages_between(self.num_stages, self.message)
+        return messages_between(self.num_stages, self._message_terms)
 
     # -- memory limits ------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ they are made; while one is on its way, the next one may go out.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
@@ -25,6 +24,7 @@ PerStage = float | Sequence[float]
 Pairs = Mapping[tuple[int, int], tuple[float, float]]
 
 _MS_PER_BYTE = 1e-6  # at one GB/s
+_LARGEST = 1e100  # the largest number allowed: products and sums of such numbers are still finite
 
 
 class Route(NamedTuple):
@@ -44,7 +44,8 @@ class Links:
     for all pairs; pairs: {(sender, receiver): (latency, busy)} for some of them.
     x, g: how many times `busy` the activations that leave a stage take, and the gradients; a number, or a
     list with one per stage.
-    Raises PlanError for what is no number, negative or not finite, and for a pair that is no two ranks.
+    An empty message, of a unit of length 0, is not sent, and takes nothing.
+    Raises PlanError for what is no number, negative or above 1e100, and for a pair that is no two ranks.
     """
 
     latency: float = 0.0
@@ -69,11 +70,12 @@ class Links:
         list with one per stage. bandwidth: GB/s, 1e9 bytes per second. latency: ms. pairs: {(sender,
         receiver): (latency, bandwidth)} for some of them. Raises PlanError, for a bandwidth of 0, too.
         """
-        others = {pair: (own, _ms_per_byte(speed)) for pair, (own, speed) in (pairs or {}).items()}
+        given = _checked_pairs({} if pairs is None else pairs, "bandwidth", "ms and GB/s")
+        others = {pair: (own, _ms_per_byte(speed)) for pair, (own, speed) in given.items()}
         return cls(latency, _ms_per_byte(bandwidth), others, x, x if g is None else g)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "pairs", _checked_pairs(self.pairs))
+        object.__setattr__(self, "pairs", _checked_pairs(self.pairs, "busy", "ms"))
         for name in ("latency", "busy", "x", "g"):
             value = getattr(self, name)
             is_list = name in ("x", "g") and isinstance(value, Sequence) and not isinstance(value, str)
@@ -86,7 +88,7 @@ class Links:
 
     def scaled(self, length: float) -> Links:
         """The same links, for units of this length."""
-        return replace(self, x=_times(self.x, length), g=_times(self.g, length))
+        return replace(self, x=_times(self.x, length), g=_times(self.g, length)) if length else Links()
 
     @property
     def has_queues(self) -> bool:
@@ -142,9 +144,9 @@ def _ms_per_byte(bandwidth: float) -> float:
     return _MS_PER_BYTE / bandwidth
 
 
-def _checked_pairs(pairs: object) -> dict[tuple[int, int], tuple[float, float]]:
+def _checked_pairs(pairs: object, second: str, unit: str) -> dict[tuple[int, int], tuple[float, float]]:
     found: dict[tuple[int, int], tuple[float, float]] = {}
-    advice = "write {(sender, receiver): (latency, busy)}, in ms"
+    advice = f"write {{(sender, receiver): (latency, {second})}}, in {unit}"
     if not isinstance(pairs, Mapping):
         raise PlanError(f"Links: pairs={shown(pairs)}: {advice}")
     for pair, own in pairs.items():
@@ -164,8 +166,8 @@ def _checked_pairs(pairs: object) -> dict[tuple[int, int], tuple[float, float]]:
 
 def _check(name: str, value: object, number: object) -> None:
     is_number = isinstance(number, Real) and not isinstance(number, bool)
-    if not (is_number and 0 <= float(number) < math.inf):  # type: ignore[arg-type]
-        raise PlanError(f"Links: {name}={shown(value)}: write a number of 0 or more")
+    if not (is_number and 0 <= number <= _LARGEST):  # type: ignore[operator]  # NaN is not
+        raise PlanError(f"Links: {name}={shown(value)}: write a number of 0 or more, at most 1e100")
 
 
 def _per_stage(name: str, value: PerStage, num_stages: int) -> Sequence[float]:

@@ -17,6 +17,7 @@ from zbpp.schedule.timetable import Op, Row
 Floats = npt.NDArray[np.float64]
 
 _NOTHING = np.zeros(0)
+_NOBODY = -1  # stands for "no rank" among receivers
 
 
 class RowTimes(NamedTuple):
@@ -61,11 +62,15 @@ class RowCosts:
         if self._links is None:
             return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
         kinds = kinds_of(row)
-        delays = delays + self._links.latency[kinds]
+        latency, receivers = self._links.latency[kinds], self._links.receiver[kinds]
+        if self._lengths is not None:  # of an empty unit nothing is sent
+            is_empty = self._lengths[row.microbatches] == 0
+            latency[is_empty], receivers[is_empty] = 0.0, _NOBODY
+        delays = delays + latency
         if not self._links.busy.any():
             return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
         busy = self._scaled(self._links.busy[kinds], row)
-        return RowTimes(durations, delays, exposed, busy, self._links.receiver[kinds])
+        return RowTimes(durations, delays, exposed, busy, receivers)
 
     def exchange(self, row: Row) -> Floats:
         """How long (ms) tokens are exchanged inside each F, B and BW; for a W, inside its stage's F."""
@@ -107,13 +112,13 @@ class _Links:
     def __init__(self, costs: StageCosts) -> None:
         self.latency = np.array([route.latency if route else 0.0 for route in costs.routes])
         self.busy = np.array([route.busy if route else 0.0 for route in costs.routes])
-        self.receiver = np.array([route.receiver if route else -1 for route in costs.routes])
+        self.receiver = np.array([route.receiver if route else _NOBODY for route in costs.routes])
 
 
 def messages_by_kind(costs: StageCosts) -> tuple[Floats, Floats]:
     """How long (ms) the message of each kind takes whatever its length, and how much longer at length 1.
 
-    Where no other message occupies its link.
+    Where no other message occupies its link, and of a unit that is not empty.
     """
     per_length = np.repeat(costs.comm, len(Op))
     if not costs.routes:

@@ -45,6 +45,11 @@ class Layers:
                 raise PlanError(
                     f"layer {number} has lengths or slices: write costs of whole, equal microbatches"
                 )
+            if each.links is not None:
+                raise PlanError(
+                    f"layer {number} has links: a cut is chosen without them; write comm, and plan the cut's "
+                    "timetable with links"
+                )
         self.costs, self.speeds = list(costs), np.array(speeds, dtype=np.float64)
         values = {name: [self._value(each, name) for each in costs] for name in _ADDED}
         self._sums = {name: np.array([*accumulate(each, initial=0.0)]) for name, each in values.items()}

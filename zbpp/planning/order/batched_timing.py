@@ -36,7 +36,7 @@ class BatchedTiming:
     sizes: of each microbatch, by which its memory grows; the lengths, unless they are given.
     linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
     1; with slices, what the action's slice of such a microbatch takes. latency: of its message, whatever the
-    length. Messages wait for no other one on their link.
+    length, unless the microbatch is empty. Messages wait for no other one on their link.
     paths: which action waits for which.
     """
 
@@ -73,7 +73,8 @@ class BatchedTiming:
         """
         lengths = in_order[self.place]
         durations = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
-        return self.paths.ends(durations, self.delay[:, None] * lengths + self.latency[:, None])
+        messages = self.delay[:, None] * lengths + self.latency[:, None] * (lengths > 0)
+        return self.paths.ends(durations, messages)
 
     def makespans(self, orders: Numbers) -> Floats:
         """The makespan (ms) of each order; orders[i, j]: the microbatch at place i of order j."""
@@ -99,7 +100,8 @@ class BatchedTiming:
             place = self.place[a]
             terms.linear[place] += self.linear[a]
             terms.quadratic[place] += self.quadratic[a]
-            arrival = ends[sender[a]] + self.delay[a] * in_order[place] + self.latency[a]
+            sent = self.delay[a] * in_order[place] + self.latency[a] * (in_order[place] > 0)
+            arrival = ends[sender[a]] + sent
             if arrival > ends[previous[a]] * (1 + ROUNDING):
                 terms.linear[place] += self.delay[a]
                 a = int(sender[a])
