@@ -83,12 +83,12 @@ def test_rounding_errors_are_torchs(keep_logits, dtype):
 
 @pytest.mark.parametrize("is_split", [True, False], ids=["B and W", "one backward"])
 def test_chunks_of_tokens_round_the_weights_gradient_once(is_split):
-    """128k words, 64 chunks: the error in bf16 is that of plain. A sum in bf16 had 1.6 times as much."""
+    """32k words, 64 chunks: the error in bf16 is that of plain. A sum in bf16 had 1.6 times as much."""
     generator = torch.Generator().manual_seed(0)
-    x, weight = (torch.randn(size, 8, generator=generator).bfloat16() for size in (256, 2**17))
+    x, weight = (torch.randn(size, 8, generator=generator).bfloat16() for size in (256, 2**15))
     target = torch.randint(0, 8, (256,), generator=generator)
     found = x.requires_grad_(), weight.requires_grad_(), target
-    losses = linear_cross_entropy(*found, keep_logits=False, chunk_mib=2)
+    losses = linear_cross_entropy(*found, keep_logits=False, chunk_mib=0.5)
     if is_split:
         *_, mine = by_split(losses, x, weight)
     else:

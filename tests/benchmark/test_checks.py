@@ -27,14 +27,24 @@ from zbpp.job.world import World
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 
 
-@pytest.mark.slow
+def page_of_gpu_check(folder, names):
+    """Each part is fine."""
+    options = f"--device cpu --small --out {folder} --seconds 800"
+    run_command(f"python {SCRIPTS / 'gpu_check.py'} {' '.join(names)} {options}", folder)
+    page = (folder / "page.md").read_text()
+    assert [*re.findall(r"^([\w-]+): fine, [\d.]+ s$", page, re.M)] == names
+    return page
+
+
+def test_parts_of_the_gpu_check_fill_its_page_on_a_cpu(tmp_path):
+    page_of_gpu_check(tmp_path, ["waits", "offload"])
+
+
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_the_gpu_check_fills_its_page_on_a_cpu(tmp_path):
     """Each part in its small form; ranks compute what one process computes, through host memory."""
-    options = f"--device cpu --small --out {tmp_path} --seconds 800"
-    run_command(f"python {SCRIPTS / 'gpu_check.py'} {options}", tmp_path)
-    page = (tmp_path / "page.md").read_text()
-    assert [*re.findall(r"^([\w-]+): fine, [\d.]+ s$", page, re.M)] == [part.name for part in main.PARTS]
+    page = page_of_gpu_check(tmp_path, [part.name for part in main.PARTS])
     rows = re.findall(r"^\|(.*)\|(.*)\|(.*)\|(.*)\|$", page, re.M)
     assert all(predicted.strip() for _, predicted, found, _ in rows if "skipped" not in found)
     unlike = [row for row in rows if "unlike" in row[0]]

@@ -137,10 +137,7 @@ FOUR = ["pp4 zb_h1", "pp2 x replicate2", "pp2 x shard2", "pp2 x tensor2", "shard
 BY_DAY = [
     (PIPELINE, PIPELINE),
     (PIPELINE, "pp2 x shard2"),
-    (PIPELINE, PARTS),
-    (PARTS, PIPELINE),
     (PARTS, "pp2 x replicate2"),
-    (PARTS, "pp2 x tensor2"),
     (PARTS, PARTS),
 ]
 

@@ -89,9 +89,12 @@ def num_deferred(weight_grads):
     return sum(not isinstance(each, ComputedTask) for each in weight_grads._tasks)
 
 
-CASES = [*product(MODELS, ("ignored",), SCHEDULES + SLICED)]
+CASES = [*product(MODELS, ("ignored",), ("zb_h1", "zb_v", *SLICED))]
 CASES += [*product(MODELS, ("documents",), ("zb_h1", "zb_h1 in slices"))]
-AT_NIGHT = [*product(MODELS, ("documents",), ("1f1b", "zb_v", "1f1b in slices"))]
+AT_NIGHT = [
+    *product(MODELS, ("documents",), ("1f1b", "zb_v", "1f1b in slices")),
+    *product(MODELS, ("ignored",), ("1f1b", "zb_h1")),
+]
 
 
 def planned(schedule):
@@ -152,10 +155,10 @@ def test_context_has_the_losses_gradients_and_outputs_of_one_process(everyone, n
 
 
 @pytest.mark.nightly
-def test_documents_have_the_losses_gradients_and_outputs_of_one_process_under_all_plans():
+def test_context_has_the_losses_gradients_and_outputs_of_one_process_under_all_plans():
     everyone = run_ranks(in_context, 4, {"context": 2}, AT_NIGHT)
-    for name in MODELS:
-        assert_is_alone(everyone, name, "documents", AT_NIGHT)
+    for name, kind in product(MODELS, ("ignored", "documents")):
+        assert_is_alone(everyone, name, kind, AT_NIGHT)
 
 
 def assert_is_alone(everyone, name, kind, cases):

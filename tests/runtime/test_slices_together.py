@@ -125,7 +125,7 @@ def compiled(rank, whole):
 
 
 @pytest.mark.slow  # Dynamo traces a layer's parts once per length of a slice
-@pytest.mark.parametrize("is_whole", [True, False])
+@pytest.mark.parametrize("is_whole", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_attention_of_compiled_stages_stays_eager_and_the_rest_is_compiled_once_per_length(is_whole):
     """The lengths are 5, 4 and 3; all layers share what is compiled."""
     ranks = run_ranks(compiled, 2, is_whole)
@@ -161,7 +161,13 @@ def by_torch_compile(rank, is_wrapped, bounds):
 
 
 @pytest.mark.slow  # Dynamo traces stages on two ranks
-@pytest.mark.parametrize(("is_wrapped", "bounds"), [(True, BOUNDS), (False, (0, 3, 5, 7, 8, 9, 10, 11, 12))])
+@pytest.mark.parametrize(
+    ("is_wrapped", "bounds"),
+    [
+        pytest.param(True, BOUNDS, marks=pytest.mark.nightly),
+        (False, (0, 3, 5, 7, 8, 9, 10, 11, 12)),
+    ],
+)
 def test_torch_compile_makes_graphs_for_all_lengths_and_leaves_the_past_to_python(is_wrapped, bounds):
     """Eight lengths and starts need no more graphs than three: the second one makes them dynamic."""
     ranks = run_ranks(by_torch_compile, 2, is_wrapped, bounds)
