@@ -7,7 +7,7 @@ from torch import nn
 import zbpp
 from helpers.processes import run_ranks
 
-on_both = pytest.mark.parametrize("device", ["cuda", "npu"])
+on_both = pytest.mark.parametrize("device", ["cuda", pytest.param("npu", marks=pytest.mark.nightly)])
 
 
 def gradients_of_a_closure(rank, device):

@@ -29,20 +29,21 @@ RUNS = {
     "lora": [*LORA, "schedule=zb_h1"],
     "saved": [*LLAMA, "schedule=zb_h1"],
 }
+BY_DAY = ("tokens", "lora", "saved")
 RESUMED = [*RUNS["saved"], "steps=5", "resume=auto"]
 TOLERANCES = {"lora": 4e-3}  # bfloat16
 
 
-def trained(rank, device, folder, model, ports):
+def trained(rank, device, folder, model, names, ports):
     """{name of a run: its losses}. The last one goes on from a checkpoint of two processes, on one."""
     dist.destroy_process_group()  # a run makes its own, as under torchrun
-    for port, (name, arguments) in zip(ports, RUNS.items(), strict=True):
-        given = [*arguments, *([f"model.path={model}"] if name == "lora" else [])]
+    for port, name in zip(ports, names, strict=True):
+        given = [*RUNS[name], *([f"model.path={model}"] if name == "lora" else [])]
         with mock.patch.dict(os.environ, as_torchrun(rank, port)):
             run(given, device, f"{folder}/{name}")
     if rank == 0:
         run(RESUMED, device, f"{folder}/saved")
-    return {name: losses_of(Path(folder, name)) for name in RUNS}
+    return {name: losses_of(Path(folder, name)) for name in names}
 
 
 def run(arguments, device, folder):
@@ -77,33 +78,48 @@ def model(tmp_path_factory):
     return folder
 
 
-def all_losses(folder, model, device="cpu", backend="gloo"):
+def all_losses(folder, model, names, device="cpu", backend="gloo"):
     folder.mkdir()
-    given = device, str(folder), str(model), free_ports(len(RUNS))
+    given = device, str(folder), str(model), names, free_ports(len(names))
     found, _ = run_ranks(trained, 2, *given, device=device, backend=backend, timeout=220)
     return found
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, model):
-    return all_losses(tmp_path_factory.mktemp("cpu") / "runs", model)
+    """Of the runs of the day."""
+    return all_losses(tmp_path_factory.mktemp("cpu") / "runs", model, BY_DAY)
+
+
+@pytest.fixture(scope="module")
+def all_expected(tmp_path_factory, model):
+    return all_losses(tmp_path_factory.mktemp("cpu") / "runs", model, tuple(RUNS))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cuda", pytest.param("npu", marks=pytest.mark.nightly)])
 def test_the_command_on_an_accelerator_has_the_losses_of_the_cpu(tmp_path, device, expected):
     """Two processes of its own, which have the device before they import torch."""
-    command = " ".join(RUNS["zb_v"])
+    command = " ".join(RUNS["saved"])
     run_with(device, f"zbpp train -n 2 {command} parallel.device={device} run_dir=run", tmp_path)
-    assert losses_of(tmp_path / "run") == pytest.approx(expected["zb_v"], rel=1e-5)
+    assert losses_of(tmp_path / "run") == pytest.approx(expected["saved"][:3], rel=1e-5)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "device, backend", [("cuda", "nccl"), pytest.param("npu", "hccl", marks=pytest.mark.nightly)]
-)
-def test_runs_on_an_accelerator_have_the_losses_of_the_cpu(tmp_path, device, backend, expected, model):
-    found = all_losses(tmp_path / "runs", model, device, backend)
+def test_runs_on_an_accelerator_have_the_losses_of_the_cpu(tmp_path, expected, model):
+    assert_are_those_of_the_cpu(tmp_path / "runs", model, "cuda", "nccl", expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("device, backend", [("cuda", "nccl"), ("npu", "hccl")])
+def test_all_runs_on_an_accelerator_have_the_losses_of_the_cpu(
+    tmp_path, device, backend, all_expected, model
+):
+    assert_are_those_of_the_cpu(tmp_path / "runs", model, device, backend, all_expected)
+
+
+def assert_are_those_of_the_cpu(folder, model, device, backend, expected):
+    found = all_losses(folder, model, tuple(expected), device, backend)
     for name, losses in expected.items():
         assert found[name] == pytest.approx(losses, rel=TOLERANCES.get(name, 1e-5)), name
     assert len(found["saved"]) == 5

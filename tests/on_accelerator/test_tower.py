@@ -36,8 +36,14 @@ def losses_of_a_tower(rank, device, schedule):
     return found
 
 
-@pytest.mark.parametrize("schedule", ["zb_h1", "zb_v"])
-@pytest.mark.parametrize("device, backend", ON)
+@pytest.mark.parametrize(
+    "schedule, device, backend",
+    [
+        ("zb_h1", *ON[0]),
+        ("zb_v", *ON[1]),
+        *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("zb_v", *ON[0]), ("zb_h1", *ON[1]))),
+    ],
+)
 def test_a_tower_on_an_accelerator_has_the_losses_of_the_cpu(schedule, device, backend):
     expected = run_ranks(losses_of_a_tower, 2, "cpu", schedule)
     found = run_ranks(losses_of_a_tower, 2, device, schedule, device=device, backend=backend)

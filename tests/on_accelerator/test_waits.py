@@ -30,7 +30,10 @@ def waits_of_a_step(rank, device, schedule):
     return found
 
 
-@pytest.mark.parametrize("device, backend", [("cuda", "nccl"), ("npu", "hccl"), ("cuda", "gloo")])
+@pytest.mark.parametrize(
+    "device, backend",
+    [("cuda", "nccl"), pytest.param("npu", "hccl", marks=pytest.mark.nightly), ("cuda", "gloo")],
+)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1"])
 def test_within_a_step_of_a_known_or_a_new_size_the_host_never_waits_for_the_device(
     schedule, device, backend
