@@ -1,7 +1,7 @@
 """`zbpp train`, `bench` and `measure` as they are started: what a job writes, and how it refuses or ends.
 
-Few real starts, of zbpp as a wheel installs it; several tests look at each. The first job's ranks are new
-processes, those of the later jobs forks of one that has imported torch. What is refused before ranks join is
+Few real starts, of zbpp as a wheel installs it; several tests look at each. The jobs' ranks are forks of a
+process that has imported torch; those of test_wheel.py are new ones. What is refused before ranks join is
 tried in this process.
 """
 
@@ -70,7 +70,7 @@ def losses_of(run):
 
 
 @pytest.fixture(scope="module")
-def job(tmp_path_factory, installed):
+def job(tmp_path_factory, warm):
     """Two ranks train a tiny GPT on a text file, with wandb offline beside metrics.jsonl."""
     folder = tmp_path_factory.mktemp("job")
     (folder / "corpus.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
@@ -78,7 +78,7 @@ def job(tmp_path_factory, installed):
         "schedule=zb_h1", *GPT, *TINY, "data=text", "data.path=corpus.txt", "logger=wandb",
         "evaluate_every=2", "run_dir=runs/first",
     ]  # fmt: skip
-    done = installed.start(folder, installed.torchrun("-m", "zbpp.train", *overrides), WANDB_MODE="offline")
+    done = warm.start(folder, warm.torchrun("-m", "zbpp.train", *overrides), WANDB_MODE="offline")
     assert done.rc == 0, done.text
     return SimpleNamespace(folder=folder, run=folder / "runs/first", text=done.text)
 

@@ -113,20 +113,17 @@ def test_a_run_that_was_left_goes_on_to_the_last_bit(tmp_path, variant):
 
 # Those in which ranks depend on each other: by the norm, by overflows, by updates that are taken back.
 # A scheduler and released gradients are each rank's own.
-ON_FOUR_RANKS = [
-    "float32 with BatchNorm",
-    "mixed_float16",
-    "post-validation",
-    "mixed_float16 with post-validation",
-]
+ON_FOUR_RANKS = ["float32 with BatchNorm", "mixed_float16 with post-validation"]
+AT_NIGHT = ["mixed_float16", "post-validation"]
 
 
-def every_variant(rank, num_ranks, folder):
-    return [left_and_continued(rank, variant, num_ranks, folder / variant) for variant in ON_FOUR_RANKS]
+def every_variant(rank, num_ranks, folder, variants):
+    return [left_and_continued(rank, variant, num_ranks, folder / variant) for variant in variants]
 
 
-def test_four_ranks_go_on_to_the_last_bit(tmp_path):
-    for found in run_ranks(every_variant, 4, 4, tmp_path):
+@pytest.mark.parametrize("variants", [ON_FOUR_RANKS, pytest.param(AT_NIGHT, marks=pytest.mark.nightly)])
+def test_four_ranks_go_on_to_the_last_bit(tmp_path, variants):
+    for found in run_ranks(every_variant, 4, 4, tmp_path, variants):
         for whole, parts in found:
             assert parts == whole
 

@@ -131,7 +131,12 @@ def trained(trainer):
     return rows, weights, str(pipeline.timetable)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+AT_NIGHT = {"LoRA", "gradients released", "left before it is replanned", "replanned, released"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in AT_NIGHT else name for name in VARIANTS]
+)
 def test_a_run_goes_on_to_the_last_bit(name, tmp_path):
     options = VARIANTS[name]
     if "lora" in options and importlib.util.find_spec("peft") is None:

@@ -4,7 +4,6 @@ import gzip
 import json
 import shutil
 import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -79,9 +78,9 @@ def test_tokens_are_the_tokenizers_with_an_end_after_each_document(texts, tokeni
     assert (tmp_path / "out/tokenizer.json").read_bytes() == tokenizer_file.read_bytes()
 
 
-def test_the_script_with_two_processes_writes_what_one_process_writes(texts, tmp_path, monkeypatch):
+def test_the_script_with_two_processes_writes_what_one_process_writes(texts, tmp_path, warm):
     prepare(texts[1], tmp_path / "one", reading=LINES)
-    command = [sys.executable, ROOT / "scripts/prepare_data.py"]
+    command = [warm.python, ROOT / "scripts/prepare_data.py"]
     options = [*texts[1], "--separator", r"\n\n", "--processes", "2"]
     done = subprocess.run([*command, tmp_path / "two", *options], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -77,9 +77,20 @@ def test_the_number_of_microbatches_that_a_refusal_names_works(name):
 # ---------------------------------------------------------------- memory
 
 
+@settings(max_examples=20)
+@given(st.integers(1, 8), st.integers(1, 20))
+def test_peak_memory_of_the_v_families(p, m):
+    assert_peaks(p, m)
+
+
+@pytest.mark.nightly
 @settings(max_examples=40)
 @given(st.integers(1, 16), st.integers(1, 40))
-def test_peak_memory_of_the_v_families(p, m):
+def test_peak_memory_of_larger_v_families(p, m):
+    assert_peaks(p, m)
+
+
+def assert_peaks(p, m):
     """Never above their limits; and V-Half and V-Min use theirs where there are microbatches enough."""
     limits = {"zb_v": 2 * p, "v_half": 2 * ((p + 2) // 2), "v_min": 2 * ((p + 4) // 3)}
     for name, limit in limits.items():

@@ -273,7 +273,14 @@ def reports_of_marked(rank, layout, num_microbatches):
 
 
 @limit
-@pytest.mark.parametrize("layout", ["pipeline", "replicas"])
-@pytest.mark.parametrize("num_microbatches", [1, 4])
+@pytest.mark.parametrize(
+    ("layout", "num_microbatches"),
+    [
+        ("pipeline", 4),
+        ("replicas", 1),
+        pytest.param("pipeline", 1, marks=pytest.mark.nightly),
+        pytest.param("replicas", 4, marks=pytest.mark.nightly),
+    ],
+)
 def test_pipelines_with_a_marked_loss_are_equal_with_unequal_counts(layout, num_microbatches):
     assert run_ranks(reports_of_marked, 2, layout, num_microbatches) == [[""] * 6] * 2

@@ -79,7 +79,7 @@ def uneven(rank, replicate):
         return error.__notes__
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [1, pytest.param(2, marks=pytest.mark.nightly)])
 def test_the_rank_that_makes_one_step_more_is_told_what_the_other_one_has_made(replicate):
     nothing, notes = run_ranks(uneven, 2, replicate)
     assert any(each.startswith("rank 0 has begun 1 calls of this pipeline, the last one ") for each in notes)

@@ -202,7 +202,7 @@ def one_is_gone(rank, folder, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.nightly)])
 def test_a_rank_without_a_record_is_the_one_that_was_killed_or_stopped(tmp_path, capsys, how):
     (_, first), _, (_, last) = outcomes(one_is_gone, 3, tmp_path, how, timeout=8)
     assert "(Recv " in first[0] + last[0]

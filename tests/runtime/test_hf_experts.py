@@ -52,7 +52,11 @@ def whole_of(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def in_mesh(rank, others):
+def in_meshes(rank):
+    return {others: in_mesh(others) for others in ("replicate", "shard")}
+
+
+def in_mesh(others):
     mesh, found = make_mesh(**{others: 2}, expert=2), {}
     for family in FAMILIES:
         model = model_of(family)
@@ -71,9 +75,14 @@ def in_mesh(rank, others):
     return found
 
 
-@pytest.fixture(scope="module", params=["replicate", "shard"])
-def everyone(request):
-    return run_ranks(in_mesh, 4, request.param)
+@pytest.fixture(scope="module")
+def in_all_meshes():
+    return run_ranks(in_meshes, 4)
+
+
+@pytest.fixture(params=["replicate", "shard"])
+def everyone(request, in_all_meshes):
+    return [found[request.param] for found in in_all_meshes]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

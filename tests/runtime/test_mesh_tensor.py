@@ -12,8 +12,8 @@ from zbpp import Pipeline, auxiliary_loss, clip_grad_norm_, make_mesh, plan
 from zbpp.models.llama import Llama
 
 VOCAB, M, ROWS, TIME = 17, 2, 4, 6
-SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")
-CASES = [*product(SCHEDULES, (False, True))]  # schedule, is it tied?
+CASES = [*product(("zb_h1", "zb_v", "interleaved_zb"), (True,)), ("1f1b", False)]  # schedule, is it tied?
+AT_NIGHT = [*product(("zb_h1", "zb_v", "interleaved_zb"), (False,)), ("1f1b", True)]
 FEWER = [("1f1b", False), ("zb_v", True)]  # with replicas besides: what they add is the same for all plans
 
 
@@ -82,8 +82,11 @@ def in_mesh(rank, degrees, cases):
 
 @pytest.fixture(
     scope="module",
-    params=[({"tensor": 2}, 4, CASES), ({"replicate": 2, "tensor": 2}, 8, FEWER)],
-    ids=["4 processes", "8 processes"],
+    params=[
+        pytest.param(({"tensor": 2}, 4, CASES), id="4 processes"),
+        pytest.param(({"replicate": 2, "tensor": 2}, 8, FEWER), id="8 processes", marks=pytest.mark.nightly),
+        pytest.param(({"tensor": 2}, 4, AT_NIGHT), id="more cases", marks=pytest.mark.nightly),
+    ],
 )
 def everyone(request):
     """What each process of a mesh has found. All cases run in the same processes."""

@@ -75,16 +75,19 @@ def merged(parts):
     )
 
 
-def all_runs(rank, num_ranks):
+def all_runs(rank, num_ranks, all_slices):
     schedules = SCHEDULES if num_ranks > 1 else ["1f1b", "zb_h1", "zb_v"]
-    return {(name, k): run(rank, name, num_ranks, k) for name in schedules for k in BOUNDS}
+    return {(name, k): run(rank, name, num_ranks, k) for name in schedules for k in all_slices}
 
 
-def test_losses_and_gradients_are_those_of_whole_sequences_under_every_schedule():
+@pytest.mark.parametrize(
+    "all_slices", [[max(BOUNDS)], pytest.param(sorted(BOUNDS)[:-1], marks=pytest.mark.nightly)]
+)
+def test_losses_and_gradients_are_those_of_whole_sequences_under_every_schedule(all_slices):
     """To 1e-12, and equal to the last bit under all schedules and cuts with the same slices."""
     first = {}
     for num_ranks in (1, 2):
-        ranks = run_ranks(all_runs, num_ranks, num_ranks)
+        ranks = run_ranks(all_runs, num_ranks, num_ranks, all_slices)
         for key in ranks[0]:
             found = merged([each[key] for each in ranks])
             num_stages = plan(key[0], num_ranks, M).num_stages

@@ -1,7 +1,7 @@
 """Post-validation against the synchronous run: the same losses and weights, to the last bit."""
 
 import math
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import pytest
 import torch
@@ -192,18 +192,17 @@ def test_forced_clips_and_a_forced_inf_give_the_synchronous_runs_losses(num_rank
             assert_same(expected, got)
 
 
-def in_mesh(rank, degrees, model):
-    """Both runs of this process."""
-    mesh = make_mesh(**degrees)
-    return both(rank, mesh.size(0), ["zb_h1"], model=model, mesh=mesh)["zb_h1"]
+def in_meshes(rank):
+    """Both runs of this process in each mesh."""
+    meshes = [(make_mesh(**degrees), model) for degrees, model in MESHES]
+    return [both(rank, mesh.size(0), ["zb_h1"], model=model, mesh=mesh)["zb_h1"] for mesh, model in meshes]
 
 
 MESHES = [({"replicate": 2}, Model()), ({"shard": 2}, Model()), ({"tensor": 2}, SplitModel())]
 
 
-@pytest.mark.parametrize(("degrees", "model"), MESHES)
-def test_two_ranks_with_replicas_shards_or_tensor_parallel_parts_give_the_synchronous_losses(degrees, model):
-    for expected, got in run_ranks(in_mesh, 4, degrees, model):
+def test_two_ranks_with_replicas_shards_or_tensor_parallel_parts_give_the_synchronous_losses():
+    for expected, got in chain(*run_ranks(in_meshes, 4)):
         norms = expected[1]
         assert [step for step in range(STEPS) if not math.isfinite(norms[step])] == [INFINITE, POISONED]
         assert {*CLIPPED} <= {step for step in range(STEPS) if norms[step] > CLIP}
