@@ -13,7 +13,8 @@ import torch.distributed as dist
 
 import zbpp
 from zbpp.models.hf import HuggingFace
-from zbpp.training.fine_tuned import FineTuned, save_adapter
+from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.lora import save_adapter
 
 LORA = {"r": 8, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 

@@ -16,7 +16,8 @@ from helpers.hf_folders import TOKENS, config_of, reference, saved
 from zbpp import Pipeline, plan
 from zbpp.commands import export
 from zbpp.config import instantiate_node
-from zbpp.training.fine_tuned import FineTuned, save_adapter
+from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.lora import save_adapter
 from zbpp.training.weights import save_weights
 
 SIZES = {"vocab_size": 40, "num_layers": 4, "hidden_size": 32, "num_heads": 4, "num_kv_heads": 2}

@@ -19,7 +19,8 @@ from zbpp import Pipeline, PostValidation, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.models.llama import Llama
 from zbpp.stage_api import blocks_of
-from zbpp.training.fine_tuned import FineTuned, save_adapter
+from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.lora import save_adapter
 
 transformers = pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")

@@ -22,7 +22,8 @@ from zbpp.run.checks import check_together
 from zbpp.runtime.measure.fake_tensors import FakeTensors
 from zbpp.runtime.measure.live_tensors import LiveTensors
 from zbpp.runtime.measure.products import products
-from zbpp.training.fine_tuned import FineTuned, save_adapter
+from zbpp.training.fine_tuned import FineTuned
+from zbpp.training.lora import save_adapter
 from zbpp.training.measured_steps import trained_and_all
 
 transformers = pytest.importorskip("transformers")

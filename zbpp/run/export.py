@@ -16,7 +16,7 @@ from torch import Tensor
 from zbpp.config import ConfigError, FinetuneConfig, naming, read_run_config
 from zbpp.data.chat_template import template_text
 from zbpp.run.model import build_model
-from zbpp.training.fine_tuned import inject, peft_names, write_adapter
+from zbpp.training.lora import inject, peft_names, write_adapter
 from zbpp.training.weights import weights_of_run
 
 _log = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from pathlib import Path
 from zbpp.config import TrainConfig
 from zbpp.error_text import shown_path
 from zbpp.render import chrome_trace, render_picture
-from zbpp.training.fine_tuned import save_adapter
 from zbpp.training.loggers import Loggers, finite
+from zbpp.training.lora import save_adapter
 from zbpp.training.measured_steps import MeasuredSteps, Summary, Title
 from zbpp.training.run_folder import write_whole
 from zbpp.training.trainer import Trainer

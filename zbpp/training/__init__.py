@@ -6,6 +6,7 @@ length_plans    which sequences share a microbatch, and in which order microbatc
 evaluation      means over held-out microbatches
 optim/          the update of the weights: optimizers, precision, post-validation
 fine_tuned      a model of which only a part is trained
+lora            adapters on its stages by peft, and their files
 
 run_folder      the folder of a run
 weights         its weights, by their names in the whole model
