@@ -57,7 +57,7 @@ _OF_SWITCHES = (
     ("weight_offload", "compile", "write compile=none"),
     ("weight_offload", "mixed", "write precision=float32 or bfloat16"),
     ("lora", "tensor", "write parallel.tensor=1"),
-    ("quantized", "no lora", "its weights are frozen; write finetune.lora, or take a base that is not quantized"),
+    ("quantized", "no lora", "its weights are frozen; write finetune.lora, or take an unquantized base"),
     ("quantized", "shard", "write parallel.replicate, or more pipeline ranks"),
     ("quantized", "compile", "write compile=none"),
     ("quantized", "weight_offload", "write memory.offload_weights=false"),
