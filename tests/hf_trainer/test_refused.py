@@ -201,10 +201,23 @@ def sliced(num_ranks, num_microbatches):
     return plan("zb_v", num_ranks, num_microbatches, num_slices=2)
 
 
-def test_a_trainer_of_trl_that_generates():
-    grpo = type("GRPOTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.grpo_trainer"})
-    with pytest.raises(ValueError, match="^GRPOTrainer can't train in a pipeline: [^\n]*SFTTrainer can$"):
-        in_pipeline(grpo)
+@pytest.mark.parametrize("name", ["GRPOTrainer", "DPOTrainer"])
+def test_a_trainer_of_trl_that_generates_or_has_a_second_model(name):
+    trainer = type(name, (transformers.Trainer,), {"__module__": "trl.trainer.its_file"})
+    with pytest.raises(ValueError, match=f"^{name} can't train in a pipeline: [^\n]*SFTTrainer can$"):
+        in_pipeline(trainer)
+
+
+class OwnStep(transformers.Trainer):
+    """A pipeline would not call this step."""
+
+    def training_step(self, model, inputs, num_items_in_batch=None):
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_a_training_step_of_the_users():
+    with pytest.raises(ValueError, match="^OwnStep has a training_step of its own[^\n]*write compute_loss"):
+        in_pipeline(OwnStep)
 
 
 def test_a_version_of_transformers_that_lacks_a_name(monkeypatch):

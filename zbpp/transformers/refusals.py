@@ -15,7 +15,8 @@ from zbpp.models.hf.shrink import build_on_meta
 from zbpp.schedule import Timetable
 from zbpp.transformers.cut_model import base_of
 
-_TRAINERS = {"_BaseTrainer", "SFTTrainer", "DPOTrainer"}  # of TRL
+_TRAINERS = {"_BaseTrainer", "SFTTrainer"}  # of TRL
+_REPLACED = {"training_step", "prediction_step", "_wrap_model"}
 
 _ARGUMENTS = {
     "deepspeed": "the pipeline spreads the model over the ranks: leave deepspeed out",
@@ -39,13 +40,20 @@ _OFF_DEVICE = ("cpu", "meta")
 
 
 def check_trainer(trainer: type[Any]) -> None:
-    """Raise ValueError for a Trainer class of TRL that runs its model in other ways than once per batch."""
+    """Raise ValueError for a Trainer class that runs its model in other ways than once per batch."""
     of_trl = {each.__name__ for each in trainer.__mro__ if each.__module__.startswith("trl.")}
     if others := of_trl - _TRAINERS:
         raise ValueError(
             f"{min(others)} can't train in a pipeline: it generates, or runs the model on other batches "
-            "than a step's; SFTTrainer can"
+            "than a step's, or a second model; SFTTrainer can"
         )
+    for each in trainer.__mro__:
+        own = _REPLACED & vars(each).keys()
+        if own and each.__module__.partition(".")[0] not in ("transformers", "trl"):
+            raise ValueError(
+                f"{each.__name__} has a {min(own)} of its own, which a pipeline does not call: write "
+                "compute_loss, which runs on the last stage"
+            )
 
 
 def check_options(options: Mapping[str, Any]) -> None:
