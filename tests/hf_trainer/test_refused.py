@@ -133,6 +133,19 @@ def test_a_model_on_a_device_already():
         made(model=model)
 
 
+def test_a_quantization_of_the_folder_that_is_given():
+    with pytest.raises(ValueError, match="quantized model[^\n]*model.quantize=nf4"):
+        made(quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True))
+
+
+def test_a_version_of_trl_that_lacks_an_attribute():
+    trainer = type("SFTTrainer", (transformers.Trainer,), {"__module__": "trl.trainer.its_file"})
+    with pytest.raises(
+        ValueError, match="^this version of trl has no _metrics, _total_train_tokens[^\n]*install"
+    ):
+        made({"eval_strategy": "no"}, trainer=trainer)
+
+
 def test_model_init_and_a_search_which_make_models_anew():
     with pytest.raises(ValueError, match="^model_init makes models anew"):
         in_pipeline(transformers.Trainer)(model_init=model_of)

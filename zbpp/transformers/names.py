@@ -1,4 +1,4 @@
-"""The names of the Trainer that a pipeline overrides or calls, and the versions that have them.
+"""The names of the Trainer, and of TRL's, that a pipeline needs, and the versions that have them.
 
 Most of them are no documented interface. So each is looked up before a Trainer is made, and a version that
 lacks one is refused.
@@ -35,6 +35,13 @@ CALLED = {
     "_get_num_items_in_batch": "counts the targets of a batch that is evaluated",
 }
 
+OF_TRL = {
+    "_metrics": "what compute_loss has counted: it goes from the last stage's rank to all ranks",
+    "_total_train_tokens": "likewise",
+}
+SEEN_OF_TRL = ("1.0.0", "1.16.0")
+"""The attributes of a Trainer of TRL that are read, and the versions of TRL that have them."""
+
 
 def check_names(trainer: type) -> None:
     """Raise ValueError if a Trainer class lacks one of the names."""
@@ -45,4 +52,15 @@ def check_names(trainer: type) -> None:
         raise ValueError(
             f"{trainer.__name__} of transformers {transformers.__version__} has no {', '.join(missing)}, "
             f"which a pipeline needs: install transformers from {SEEN[0]} to {SEEN[-1]}"
+        )
+
+
+def check_names_of_trl(trainer: object) -> None:
+    """Raise ValueError if a Trainer of TRL lacks one of the attributes."""
+    if not any(each.__module__.startswith("trl.") for each in type(trainer).__mro__):
+        return
+    if missing := [name for name in OF_TRL if not hasattr(trainer, name)]:
+        raise ValueError(
+            f"this version of trl has no {', '.join(missing)} in its trainer, which a pipeline needs: "
+            f"install trl from {SEEN_OF_TRL[0]} to {SEEN_OF_TRL[-1]}"
         )

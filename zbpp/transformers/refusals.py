@@ -104,7 +104,7 @@ def check_arguments(args: Any) -> None:
         )
 
 
-def check_model(model: Any, model_init: Any = None) -> None:
+def check_model(model: Any, model_init: Any = None, quantization: Any = None) -> None:
     """Raise ValueError for a model, as the user gives it, that can't be cut or should not be here whole."""
     from transformers import PreTrainedModel
 
@@ -117,9 +117,9 @@ def check_model(model: Any, model_init: Any = None) -> None:
         raise ValueError(
             f"in_pipeline takes a model of transformers, a PeftModel or a folder, not {kind_of(model)}"
         )
-    if getattr(base, "is_quantized", False):
+    if quantization is not None or getattr(base, "is_quantized", False):
         raise ValueError(
-            "the model is quantized, and its layers can't be left out: train adapters on a quantized base by "
+            "layers of a quantized model can't be left out of a rank: train adapters on a quantized base by "
             "zbpp train, with model.quantize=nf4 (docs/huggingface.md)"
         )
     if device := next(

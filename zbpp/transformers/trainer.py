@@ -34,7 +34,7 @@ from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
 from zbpp.transformers.cut_model import CutModel
 from zbpp.transformers.folder import read_own
 from zbpp.transformers.losses import OwnLoss, has_own_loss
-from zbpp.transformers.names import check_names
+from zbpp.transformers.names import check_names, check_names_of_trl
 from zbpp.transformers.refusals import (
     check_arguments,
     check_made_model,
@@ -83,7 +83,8 @@ class PipelineTrainer(Checkpoints):
     schedule: Schedule = "zb_h1"
     layers_per_stage: Sequence[int] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
-    _metrics: Any  # of TRL's classes alone
+    _metrics: Any  # of TRL's classes alone, as the next
+    _total_train_tokens: Any
     _recorder: Recorder | None = None  # of the last step, if it was measured
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
@@ -94,10 +95,11 @@ class PipelineTrainer(Checkpoints):
             check_arguments(given)
         if isinstance(model, str | Path):
             model = self._read(str(model), given)
-        check_model(model, more.get("model_init"))
+        check_model(model, more.get("model_init"), more.get("quantization_config"))
         super().__init__(model, *others, **more)
         check_arguments(self.args)
         check_made_model(self.model)
+        check_names_of_trl(self)
         self._own_loss = OwnLoss(self) if has_own_loss(self) else None
 
     # ---- Making it
@@ -308,8 +310,8 @@ class PipelineTrainer(Checkpoints):
         if "loss" in logs and self._recorder is not None:
             logs["bubble"] = round(self._recorder.timeline().bubble_rate, 4)
             self._recorder = None
-        if self._cut is not None and self._own_loss is not None and hasattr(self, "_metrics"):
-            counted: Any = self._metrics, getattr(self, "_total_train_tokens", None)
+        if self._cut is not None and self._own_loss is not None and hasattr(self, "_total_train_tokens"):
+            counted: Any = self._metrics, self._total_train_tokens
             self._metrics, self._total_train_tokens = self._cut.from_last(counted)
         super().log(logs, *args, **kwargs)
 
