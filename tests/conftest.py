@@ -5,6 +5,7 @@ Random tests draw the same data in every run; `--free-seeds` lets them draw anew
 
 import gc
 import importlib.util
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from helpers.installed import ROOT, Installation, install
+from helpers.installed import ROOT, Installation, install_once
 from helpers.warm import WarmPython
 from zbpp import tracebacks
 
@@ -61,10 +62,11 @@ def first_seed(request: pytest.FixtureRequest) -> int:
 
 @pytest.fixture(scope="session")
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Installation:
-    """zbpp installed from a wheel that is built now; without hatchling, the repository."""
+    """zbpp installed from a wheel that is built once in a run; without hatchling, the repository."""
     if importlib.util.find_spec("hatchling") is None:
         return Installation(Path(sys.executable), pythonpath=str(ROOT))
-    return install(tmp_path_factory.mktemp("wheel"))
+    folder = tmp_path_factory.getbasetemp()
+    return install_once((folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "wheel")
 
 
 @pytest.fixture(scope="session")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -45,13 +46,24 @@ class Installation(NamedTuple):
         return SimpleNamespace(rc=done.returncode, text=done.stdout)
 
 
+def install_once(folder: Path) -> Installation:
+    """`install`, by the first of several processes that ask."""
+    folder.mkdir(exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "done").exists():
+            install(folder)
+            (folder / "done").touch()
+    return Installation(_python_in(folder))
+
+
 def install(folder: Path) -> Installation:
     """Build the wheel and install it into a new environment, which shares the running one's requirements.
 
     The running environment's folders of packages are on the path of the new one. Their .pth files are not
     read there, so an editable zbpp is not found.
     """
-    python = folder / "venv/bin/python"
+    python = _python_in(folder)
     _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(folder))
     (wheel,) = folder.glob("*.whl")
     _run("-m", "venv", "--without-pip", str(folder / "venv"))
@@ -61,6 +73,10 @@ def install(folder: Path) -> Installation:
     options = ["--quiet", "--no-deps", "--no-index", "--no-compile", "--ignore-installed"]
     _run("-m", "pip", "--python", str(python), "install", *options, str(wheel))
     return Installation(python)
+
+
+def _python_in(folder: Path) -> Path:
+    return folder / "venv/bin/python"
 
 
 def _run(*arguments: str) -> None:

@@ -55,8 +55,16 @@ def losses_by_row(whole, batch, target):
     return found
 
 
-@pytest.mark.parametrize("kind", BATCHES)
-@pytest.mark.parametrize("is_keyword", [True, False])
+@pytest.mark.parametrize(
+    "is_keyword, kind",
+    [
+        *((True, kind) for kind in BATCHES),
+        *(
+            pytest.param(False, kind, marks=[] if kind == "padding" else pytest.mark.nightly)
+            for kind in BATCHES
+        ),
+    ],
+)
 def test_losses_and_gradients_are_those_of_the_uncut_model(folder, kind, is_keyword):
     """Each microbatch is a row. gpt2 ties its head: the pipeline of one rank has one Parameter."""
     batch, target = BATCHES[kind], PADDED_TARGET if "padding" in kind else TARGET

@@ -65,7 +65,12 @@ def in_float64():
         yield
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+AT_NIGHT = {"gpt_neox", "olmo2", "granite", "falcon"}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.nightly) if kind in AT_NIGHT else kind for kind in CONFIGS]
+)
 def test_slices_are_the_whole_sequence(kind, in_float64):
     """Two stages in training mode; a trial on a small copy accepts them, and the linears wait for W."""
     stages = stages_of(kind)

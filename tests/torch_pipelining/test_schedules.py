@@ -225,8 +225,15 @@ def with_data_parallel(rank, kind, name):
     return parity_of(schedule, stages, batch(rank % 2))
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fully_shard"])
-@pytest.mark.parametrize("name", ["ScheduleInterleavedZeroBubble", "ScheduleZBVZeroBubble"])
+@pytest.mark.parametrize(
+    "name, kind",
+    [
+        ("ScheduleInterleavedZeroBubble", "ddp"),
+        ("ScheduleZBVZeroBubble", "fully_shard"),
+        pytest.param("ScheduleInterleavedZeroBubble", "fully_shard", marks=pytest.mark.nightly),
+        pytest.param("ScheduleZBVZeroBubble", "ddp", marks=pytest.mark.nightly),
+    ],
+)
 def test_data_parallel_stages_have_the_mean_of_all_rows_gradients(kind, name):
     """torch skips this for interleaved zero bubble (pytorch #144530)."""
     for verdict, listed in run_ranks(with_data_parallel, 4, kind, name, fresh=True):
@@ -471,7 +478,7 @@ def traced(rank, skips):
     return vars(schedule)["_zbpp_engine"].reason, losses
 
 
-@pytest.mark.parametrize("skips", [False, True])
+@pytest.mark.parametrize("skips", [pytest.param(False, marks=pytest.mark.nightly), True])
 @pytest.mark.filterwarnings("ignore")
 def test_a_pipeline_that_torch_has_traced(skips):
     told = run_ranks(traced, 3, skips)
