@@ -86,6 +86,33 @@ def test_the_rank_that_makes_one_step_more_is_told_what_the_other_one_has_made(r
     assert nothing is None
 
 
+def beside_another_process(rank):
+    """What ranks 1 and 2 of a job of three are told: in other calls, and where rank 2 closes too late."""
+    group, told = dist.new_group([1, 2]), []
+    for case in ("calls", "late") if rank else ():
+        stages, timetable = {rank - 1: nn.Linear(SIZE, SIZE)}, plan("gpipe", 2, M)
+        pipeline = Pipeline(stages, timetable, F.mse_loss, group, timeout=5.0 if case == "calls" else 0.5)
+        x = torch.ones(M, SIZE)
+        pipeline.step(x, target=x)
+        if case == "late":
+            time.sleep(1.5 * (rank - 1))
+        try:
+            pipeline.evaluate(x, target=x) if (case, rank) == ("calls", 1) else pipeline.close()
+        except (AgreementError, CommunicationError) as error:
+            told.append((str(error), *getattr(error, "__notes__", [])))
+            pipeline.close()
+    return told
+
+
+def test_ranks_have_their_numbers_in_the_job_and_a_rank_that_closes_late_is_named():
+    """A send that has begun fails in its wait: that error, too, says what was sent to which rank."""
+    _, (calls, late), (others, _) = run_ranks(beside_another_process, 3)
+    assert calls[0].startswith("rank 2 is in close() while rank 1 is in evaluate()")
+    assert others[0].startswith("rank 1 is in evaluate() while rank 2 is in close()")
+    assert late[0].startswith("rank 0, Send sizes to 1: Timed out")
+    assert late[1].startswith("rank 2 has begun 1 calls of this pipeline, the last one step(), and rank 1 2")
+
+
 def reads_of_the_store(rank):
     """How often steps and evaluations, the sizes of which change, read what another rank has called."""
     pipeline = Pipeline({rank: nn.Linear(SIZE, SIZE)}, plan("zb_h1", 2, M), F.mse_loss)

@@ -151,7 +151,8 @@ class Rank:
         # Beside links that run on the device: they would let the host wait for all that the device has to do.
         ways = ways_of_sizes(timetable.rank_of) if self.receives_on_device else []
         self._host_links = link_groups(group, ways, timeout, torch.device("cpu"), "gloo") if ways else {}
-        self._announcer = Announcer(timetable.rank_of, index, self._host_links or self._links)
+        in_job = dist.get_process_group_ranks(place.pipeline) if dist.is_initialized() else [0]
+        self._announcer = Announcer(timetable.rank_of, index, self._host_links or self._links, in_job)
         self._message_limit: timedelta | None = None  # how long a wait for a message lasts, if it was set
         self.executors = Executors(self._executor)
         self.executors["step"]  # made here, so that a program that can't run is refused before the first step
@@ -390,6 +391,9 @@ class Rank:
         self._abandon()
         try:
             self.extras.fail(error)
+        except BaseException as cause:
+            error = cause
+            raise
         finally:
             lost = self.lost or ("" if self.is_alone else "its messages are lost")
             if lost and not self.over:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -159,18 +160,23 @@ class Announcer:
 
     rank_of: the rank of each stage. links: {(sender, receiver): group}, on gloo, of `ways_of_sizes` at least.
     source: the rank before this one; None for the rank that has the inputs. limit: of a wait, see
-    `OWN_LIMIT`.
+    `OWN_LIMIT`. in_job: the number in the job of each rank, for AgreementErrors; (): its own number.
     """
 
     def __init__(
-        self, rank_of: Sequence[int], index: int, links: Mapping[tuple[int, int], LinkGroup]
+        self,
+        rank_of: Sequence[int],
+        index: int,
+        links: Mapping[tuple[int, int], LinkGroup],
+        in_job: Sequence[int] = (),
     ) -> None:
         ways = ways_of_sizes(rank_of)
         self.source = next((source for source, rank in ways if rank == index), None)
         self._groups = {rank: group_of(links[index, rank]) for source, rank in ways if source == index}
         self._inbound = None if self.source is None else group_of(links[self.source, index])
         self._first, self._index, self.limit = rank_of[0], index, OWN_LIMIT
-        self._pending: list[tuple[Tensor, Started]] = []
+        self._in_job = in_job or range(max(rank_of) + 1)
+        self._pending: list[tuple[int, Tensor, Started]] = []  # (receiver, what is sent, the send)
         self._num_calls = 0
 
     @property
@@ -192,8 +198,8 @@ class Announcer:
             with communicating(f"rank {self._index}, Recv sizes from {self.source}"):
                 data = self._received(self._inbound, tag)
         for peer, group in self._groups.items():
-            with communicating(f"rank {self._index}, Send sizes to {peer}"):
-                self._send(group, int(peer > self._index), data, tag)
+            with self._sending_to(peer):
+                self._send(group, peer, data, tag)
         if self._inbound is None:
             return mine
         sizes = Sizes.decoded(data)
@@ -201,7 +207,7 @@ class Announcer:
         return sizes
 
     def _check_agree(self, mine: Sizes, sizes: Sizes) -> None:
-        rank, first = self._index, self._first
+        rank, first = self._in_job[self._index], self._in_job[self._first]
         refuse_another_call(mine.call, rank, sizes.call, first)
         refuse_other_rows(mine.call, mine.rows, rank, sizes.rows, first)
         if sizes.timetable != mine.timetable:
@@ -232,9 +238,13 @@ class Announcer:
                 )
 
     def end(self) -> None:
-        """Wait until the sizes that this rank has sent are out: called when a call ends."""
-        for _, work in self._pending:
-            work.wait(self.limit)
+        """Wait until the sizes that this rank has sent are out: called when a call ends.
+
+        Raises CommunicationError if a rank that they go to is gone, or does not come.
+        """
+        for peer, _, work in self._pending:
+            with self._sending_to(peer):
+                work.wait(self.limit)
         self._pending.clear()
 
     def close(self) -> None:
@@ -243,8 +253,11 @@ class Announcer:
         self._groups.clear()
         self._inbound = None
 
+    def _sending_to(self, peer: int) -> AbstractContextManager[None]:
+        return communicating(f"rank {self._index}, Send sizes to {peer}")
+
     def _send(self, group: LinkGroup, peer: int, data: bytes, tag: int) -> None:
-        """peer: the receiver in the group, which has two ranks: 0 is the lower one."""
+        in_group = int(peer > self._index)  # of two ranks: 0 is the lower one
         words = torch.frombuffer(bytearray(data + bytes(-len(data) % 8)), dtype=torch.int64)
         first = torch.zeros(_NUM_NUMBERS, dtype=torch.int64, device="cpu")
         first[0] = len(data)
@@ -252,7 +265,7 @@ class Announcer:
         first[1 : 1 + len(begin)] = begin
         for number, part in enumerate((first, rest)):
             if len(part):
-                self._pending.append((part, group.send([part], peer, tag + number)))
+                self._pending.append((peer, part, group.send([part], in_group, tag + number)))
 
     def _received(self, group: LinkGroup, tag: int) -> bytes:
         peer = int((self.source or 0) > self._index)
