@@ -575,7 +575,7 @@ class Pipeline:
         Modules, gradients and the group that the caller gave stay. Collective: a rank waits here until all
         ranks have come, since another may still read what this one has sent. After a failure, and the second
         time, it doesn't wait. Raises CommunicationError if another rank is gone, or does not come within the
-        timeout.
+        timeout: close several pipelines in the same order on all ranks.
         """
         try:
             if not self._rank.over:
