@@ -91,6 +91,29 @@ def plain_mean(trainer):
     return Mine
 
 
+def evaluated_first(trainer):
+    """The model is cut before there is an optimizer."""
+
+    class Mine(trainer):
+        def train(self, **options):
+            self.evaluate()
+            return super().train(**options)
+
+    return Mine
+
+
+def without_a_target(trainer):
+    """A batch of the evaluation has no target, and the library's loss is NaN."""
+
+    class Mine(trainer):
+        def __init__(self, **given):
+            super().__init__(**given)
+            for row in self.eval_dataset[:5]:
+                row["labels"] = [-100] * len(row["labels"])
+
+    return Mine
+
+
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 EVERY_3 = {"save_steps": 3, "eval_steps": 3}
 
@@ -132,6 +155,8 @@ CASES = {
         Case(arguments={"eval_strategy": "epoch", "save_strategy": "epoch", "logging_strategy": "epoch"}),
         {},
     ),
+    "evaluated first": (Case(trainer=evaluated_first), {}),
+    "a batch without targets": (Case(trainer=without_a_target), {}),
     "twice": (Case(finish=twice), {}),
     "one microbatch": (Case(arguments={"gradient_accumulation_steps": 1, "max_steps": 8}), {}),
     "gpt2": (

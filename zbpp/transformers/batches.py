@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -64,9 +65,16 @@ def target_of(inputs: Inputs) -> Tensor:
     return shifted(inputs["labels"]).contiguous() if given is None else given
 
 
-def num_targets(microbatches: Sequence[Inputs]) -> int:
-    """How many targets the microbatches have."""
-    return sum(int((target_of(each) != IGNORED).sum()) for each in microbatches)
+def share_of_targets(microbatches: Sequence[Inputs], num_items: Any) -> float:
+    """What the mean over the microbatches' targets is multiplied by to give the Trainer's loss.
+
+    num_items: by which the Trainer divides. For some models it counts labels before they are shifted; None:
+    it takes the mean. NaN where it counts none, as the Trainer's loss is then.
+    """
+    if num_items is None:
+        return 1.0
+    count = sum(int((target_of(each) != IGNORED).sum()) for each in microbatches)
+    return count / float(num_items) if num_items else math.nan
 
 
 def split(inputs: Inputs, most: int) -> list[Inputs]:

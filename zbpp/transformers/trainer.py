@@ -29,7 +29,7 @@ from zbpp.planning import plan
 from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch
 from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timetable
-from zbpp.transformers.batches import arguments, check_columns, checksum, num_targets, split, targets
+from zbpp.transformers.batches import arguments, check_columns, checksum, share_of_targets, split, targets
 from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
 from zbpp.transformers.cut_model import CutModel
 from zbpp.transformers.folder import read_own
@@ -205,10 +205,7 @@ class PipelineTrainer(Checkpoints):
             to_train_mode()
         pipeline = self.pipeline
         pipeline.num_steps = self.state.global_step  # seeds the random numbers of the step
-        pipeline.loss_scale = 1.0
-        if self._own_loss is None and num_items_in_batch is not None:
-            # For some models the Trainer counts labels before they are shifted.
-            pipeline.loss_scale = num_targets(self._microbatches) / float(num_items_in_batch)
+        pipeline.loss_scale = self._share(self._microbatches, num_items_in_batch)
         args, target = self._arguments(
             self._microbatches, pipeline.timetable.num_microbatches, num_items_in_batch
         )
@@ -236,6 +233,9 @@ class PipelineTrainer(Checkpoints):
         self._own_loss.begin_step(num_items, len(microbatches), num_planned)
         pad = [None] * (num_planned - len(microbatches))
         return args, per_microbatch([*microbatches, *pad])
+
+    def _share(self, microbatches: list[Any], num_items: Any) -> float:
+        return share_of_targets(microbatches, num_items) if self._own_loss is None else 1.0
 
     def _told(self, losses: list[Tensor], batch: list[Any]) -> Tensor:
         """The mean of the losses, which the last stage's rank has, on all ranks.
@@ -279,8 +279,8 @@ class PipelineTrainer(Checkpoints):
         num_items = None if labels is None else self._get_num_items_in_batch([inputs], self.args.device)
         losses, logits = self._evaluated(inputs, num_items, returns_logits=not prediction_loss_only)
         loss = None if labels is None else self._told(losses, [inputs])
-        if loss is not None and self._own_loss is None and num_items is not None:
-            loss *= num_targets([inputs]) / float(num_items)
+        if loss is not None:
+            loss *= self._share([inputs], num_items)
         if prediction_loss_only:
             return loss, None, None
         if logits is not None and self._preprocess is not None:
