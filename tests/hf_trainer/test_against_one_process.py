@@ -4,15 +4,16 @@ import json
 from functools import partial
 
 import pytest
+import torch
 
 from helpers.hf_trainer import ARGUMENTS, Case, assert_same, trained
 from helpers.processes import run_ranks
 from zbpp import plan, simulate
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from zbpp.transformers.report import report  # after the check for its libraries
+from zbpp.transformers.report import report  # noqa: E402  # after the check for its libraries
 
 TIED = Case(sizes={"tie_word_embeddings": True})
 
@@ -85,3 +86,13 @@ def test_the_report_names_the_cut_and_the_bubble_and_what_more_microbatches_brin
         "zbpp: gradient_accumulation_steps=1 are all microbatches that there are; the bubble would be with 4 "
         f"{rates[1]}, with 8 {rates[2]}: write more of them, with a smaller per_device_train_batch_size",
     ]
+
+
+def test_the_library_loads_what_was_saved(piped):
+    """The head is tied again, and every tensor has the value that was saved."""
+    both, folder = piped
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "final")
+    state = model.state_dict()
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert both[0].weights.keys() == state.keys() - {"lm_head.weight"}
+    assert all(torch.equal(state[name], each) for name, each in both[0].weights.items())
