@@ -17,8 +17,8 @@ from helpers.tensors import drawn
 from zbpp import Pipeline, auxiliary_loss, plan
 from zbpp.autograd import recompute
 from zbpp.runtime import StageWorker
-from zbpp.runtime.call import Feed, LossGradients
-from zbpp.runtime.results import summed
+from zbpp.runtime.call.feed import Feed, LossGradients
+from zbpp.runtime.call.results import summed
 
 M, ROWS = 3, 4
 SCALE = 8.0  # the pipeline's loss_scale

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from zbpp import per_microbatch, replicate
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.call import Call
-from zbpp.runtime.sizes import Size, Sizes
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.sizes import Size, Sizes
 from zbpp.runtime.stage import StageLosses
 
 FIRST, LAST, SEED = 0, 1, 100

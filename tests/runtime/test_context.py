@@ -12,7 +12,7 @@ from zbpp.autograd import backward_input
 from zbpp.autograd.weight_grads import ComputedTask
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.dtensors import whole_of
 from zbpp.runtime.parallel.sequence_parts import SequenceParts
 from zbpp.stage_api import mean_over

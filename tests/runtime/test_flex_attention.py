@@ -15,7 +15,7 @@ import zbpp
 from helpers.processes import run_ranks
 from zbpp import torch_pipelining
 from zbpp.runtime import BoundaryError
-from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.call.microbatch import into_microbatches
 
 WIDTH, HEADS, TOKENS, ROWS, MICROBATCHES = 8, 2, 16, 8, 4
 

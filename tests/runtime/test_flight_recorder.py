@@ -16,7 +16,7 @@ from helpers.processes import outcomes, run_ranks
 from zbpp import Pipeline, plan
 from zbpp.commands import hang
 from zbpp.runtime import CommunicationError, FlightRecorder
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.failures import flight_recorder
 from zbpp.schedule import Action, Op
 

@@ -8,7 +8,7 @@ from helpers.graph_maker import EmulatedGraphs
 from zbpp import CudaGraphs, GradientRelease, HeadAtOnce, Pipeline, plan
 from zbpp.models.llama import Llama
 from zbpp.runtime import StageWorker
-from zbpp.runtime.call import Feed, LossGradients
+from zbpp.runtime.call.feed import Feed, LossGradients
 from zbpp.schedule.program import HeadW
 
 WORDS, M, STEPS = 500, 4, 3

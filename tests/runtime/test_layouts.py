@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zbpp.runtime.call.sizes import Size, Sizes, is_empty, size_of
 from zbpp.runtime.layout import TensorLayout
 from zbpp.runtime.layouts import Layouts
-from zbpp.runtime.sizes import Size, Sizes, is_empty, size_of
 from zbpp.schedule import Value
 
 numbers = st.integers(0, 50)

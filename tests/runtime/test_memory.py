@@ -9,7 +9,7 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
 from zbpp.models.mlp import Mlp
-from zbpp.runtime.fingerprint import NUM_COMPARED
+from zbpp.runtime.call.fingerprint import NUM_COMPARED
 from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
 from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 from zbpp.stage_api import mean_over

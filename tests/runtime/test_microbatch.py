@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from zbpp import Pipeline, per_microbatch, plan, replicate
-from zbpp.runtime.microbatch import Cutter, into_microbatches
-from zbpp.runtime.sequence_lengths import SequenceLengths
+from zbpp.runtime.call.microbatch import Cutter, into_microbatches
+from zbpp.runtime.call.sequence_lengths import SequenceLengths
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 2, 3, 6])

@@ -13,7 +13,7 @@ from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from helpers.toy_lm import rows_of
 from zbpp import Pipeline, plan
-from zbpp.runtime.sequence_lengths import SequenceLengths
+from zbpp.runtime.call.sequence_lengths import SequenceLengths
 from zbpp.stage_api import IGNORED
 
 M = 4

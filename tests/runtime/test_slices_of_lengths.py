@@ -12,8 +12,8 @@ from helpers.processes import run_ranks
 from helpers.sliced_toy import SCHEDULES, TIME, WORDS, Toy, grads_of
 from helpers.split import assert_close
 from zbpp import Pipeline, plan
-from zbpp.runtime.microbatch import Cutter
-from zbpp.runtime.sequence_lengths import SequenceLengths
+from zbpp.runtime.call.microbatch import Cutter
+from zbpp.runtime.call.sequence_lengths import SequenceLengths
 from zbpp.schedule.slice_bounds import scaled_bounds
 from zbpp.stage_api import IGNORED
 

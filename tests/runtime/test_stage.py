@@ -10,7 +10,7 @@ from torch import nn
 from helpers.tensors import drawn
 from zbpp.planning import plan
 from zbpp.runtime import BoundaryError, Pipeline, StageWorker
-from zbpp.runtime.call import Feed, LossGradients
+from zbpp.runtime.call.feed import Feed, LossGradients
 
 M, ROWS, SIZE = 3, 4, 5
 

@@ -32,7 +32,7 @@ from zbpp import (
 )
 from zbpp.planning import SCHEDULES
 from zbpp.runtime import AgreementError, CommunicationError
-from zbpp.runtime.sizes import Announcer, Size, Sizes
+from zbpp.runtime.call.sizes import Announcer, Size, Sizes
 from zbpp.seeding import seed_of
 from zbpp.stage_api import IGNORED, mean_over_tokens
 

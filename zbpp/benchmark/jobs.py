@@ -21,7 +21,7 @@ from zbpp.job.world import world
 from zbpp.planning import plan
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, check_data_fit, layers_per_stage
-from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
 from zbpp.training.measured_steps import machine

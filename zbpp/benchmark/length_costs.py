@@ -20,8 +20,8 @@ from zbpp.benchmark.measurement import both_forms
 from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
 from zbpp.planning import RankCosts
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.measure import measured_costs, two_parts
-from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
 

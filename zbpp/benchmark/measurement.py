@@ -16,6 +16,7 @@ from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time
 from zbpp.benchmark.workload import Workload
 from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.measure.microbatch_memory import (
     StageMemory,
@@ -23,7 +24,6 @@ from zbpp.runtime.measure.microbatch_memory import (
     memory_per_stage,
     static_per_stage,
 )
-from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable
 from zbpp.schedule.costs import ACTIVATIONS
 

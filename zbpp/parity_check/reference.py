@@ -19,9 +19,9 @@ from zbpp.autograd import auxiliary_losses
 from zbpp.devices import restored_generators, seed_generators
 from zbpp.error_text import kind_of
 from zbpp.parity_check.ranks import Facts, Sent, without_dropout
-from zbpp.runtime.microbatch import into_microbatches
+from zbpp.runtime.call.microbatch import into_microbatches
+from zbpp.runtime.call.sizes import is_empty
 from zbpp.runtime.restored import Buffers, eval_mode
-from zbpp.runtime.sizes import is_empty
 
 Gradients = dict[str, Tensor | None]
 Weight = Callable[[int, int, str], float]

@@ -26,6 +26,7 @@ from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import build_model, explained_as_data, keeps_documents_apart
 from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.dtensors import is_spread, local_of
 from zbpp.runtime.layout import layout_of
 from zbpp.runtime.measure.fake_tensors import FakeTensors
@@ -34,7 +35,6 @@ from zbpp.runtime.measure.microbatch_memory import MicrobatchMemory, bytes_that_
 from zbpp.runtime.measure.products import Products, products
 from zbpp.runtime.memory.restricted_update import parameters_of, update
 from zbpp.runtime.memory.weight_buffers import Piece
-from zbpp.runtime.microbatch import into_microbatches
 from zbpp.runtime.parallel.context import as_if_divided
 from zbpp.runtime.parallel.experts import as_if_spread, no_experts
 from zbpp.runtime.parallel.sequence_parts import sequence_part

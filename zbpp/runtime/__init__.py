@@ -7,22 +7,18 @@ From `Pipeline(...)` to the end of a step, in reading order:
     parameters    names and state_dict of the parameters
     lowering      timetables with this rank's programs, made ahead in any thread; last_used: keeps the last 64
     rank          Rank: one rank's stages, links and programs; WHEN A RANK FAILS or dies is explained here
-    batch         one call's arguments, cut, and in which order they go: THE WAY OF A BATCH is drawn here
-    call          what the caller gives, and what each stage gets (inputs, keywords, targets, seeds)
-    results       what a call returns: losses, named losses, outputs, metrics
+    call/         one call: its arguments are cut, told to all ranks once, and given to the stages; what it
+                  returns. THE WAY OF A BATCH is drawn in call/batch
     executor      one rank's program: sends, receives and actions, run in the plan's order
     resolve       a program's instructions as functions over slots
     stage         StageWorker: F, B, W and BW of one stage (zbpp/autograd splits B and W)
     boundary      what passes between two stages, with or without a message; BoundaryError
     links         messages between two ranks; THE LIFE OF A RECEIVE BUFFER is explained here
     buffers       the memory that messages are received into
-    layouts       what messages look like, by the size of their microbatch; sizes: all ranks know them
-    fingerprint   of a call's arguments: shows whether two ranks were given the same rows
+    layouts       what messages look like, by the size of their microbatch, which call/sizes tells all ranks
     host_links    the same through host memory, for GPUs in a job on gloo
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
-    microbatch    cuts one value into microbatches, and slices of them. marks: replicate, per_microbatch
-    sequence_lengths  how long the sequences are that slices cut
     restored      random numbers, training mode, buffers of a step that begins again
     mesh          make_mesh; MeshPosition, where a process is in it. groups: one for each link
     dtensors      tensors that lie on the mesh: how they are split, this process's part, the whole
@@ -55,12 +51,12 @@ from zbpp.job.errors import CommunicationError
 from zbpp.job.joining import StartError
 from zbpp.job.world import DeviceError
 from zbpp.runtime.boundary import BoundaryError
+from zbpp.runtime.call.marks import per_microbatch, replicate
 from zbpp.runtime.checks.non_finite import NonFinite, find_non_finite
 from zbpp.runtime.checks.replicas import check_replicas
 from zbpp.runtime.extra import Extra, Feature, Observer
 from zbpp.runtime.failures import FlightRecorder
 from zbpp.runtime.graphs import CudaGraphs
-from zbpp.runtime.marks import per_microbatch, replicate
 from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
 from zbpp.runtime.memory.activation_offload import ActivationOffload
 from zbpp.runtime.memory.gradient_release import GradientRelease

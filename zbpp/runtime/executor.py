@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError, communicating, is_out_of_memory
 from zbpp.runtime.buffers import BufferPool
+from zbpp.runtime.call.sizes import Size
 from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.last_used import LastUsed
@@ -27,7 +28,6 @@ from zbpp.runtime.layout import Message
 from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.links import Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
-from zbpp.runtime.sizes import Size
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, PassGate, Program, Send
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived

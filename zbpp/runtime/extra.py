@@ -40,14 +40,14 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from zbpp.autograd import WeightGrads
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.results import Result
 from zbpp.schedule import Action, Op, Program
 from zbpp.schedule.program import HeadW, Instruction
 
 if TYPE_CHECKING:
-    from zbpp.runtime.batch import Batch
+    from zbpp.runtime.call.batch import Batch
     from zbpp.runtime.rank import Rank
     from zbpp.runtime.stage import StageWorker
 

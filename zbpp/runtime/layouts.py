@@ -25,8 +25,8 @@ from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from zbpp.runtime.call.sizes import Size
 from zbpp.runtime.layout import Layout, TensorLayout
-from zbpp.runtime.sizes import Size
 from zbpp.schedule import Unit, Value
 
 _MOST_SIZES = 4096  # then all are forgotten, and layouts are learned anew

@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 
 from zbpp.runtime.buffers import BufferPool
+from zbpp.runtime.call.sizes import Size
 from zbpp.runtime.host_links import OWN_LIMIT, HostLink, LinkGroup, Started
 from zbpp.runtime.in_place import check_unchanged, versions_of
 from zbpp.runtime.layout import (
@@ -57,7 +58,6 @@ from zbpp.runtime.layout import (
     layout_of,
 )
 from zbpp.runtime.layouts import Layouts, channel_of
-from zbpp.runtime.sizes import Size
 from zbpp.schedule import Program, Recv, Send, Value
 
 _TAG_LIMIT = 2**30

@@ -31,7 +31,9 @@ from zbpp.runtime.arguments import (
     rank_in,
     timetable_of,
 )
-from zbpp.runtime.call import Call, Metrics, Observe, named_target
+from zbpp.runtime.call.feed import Call, Metrics, Observe, named_target
+from zbpp.runtime.call.results import NamedLosses, Result, summed
+from zbpp.runtime.call.weights import Count
 from zbpp.runtime.dtensors import is_counted
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra
 from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
@@ -39,10 +41,8 @@ from zbpp.runtime.mesh import EXPERT, SHARD, MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode
-from zbpp.runtime.results import NamedLosses, Result, summed
 from zbpp.runtime.stage import Loss
 from zbpp.runtime.ties import TiedStages, copies_here
-from zbpp.runtime.weights import Count
 from zbpp.schedule import Timetable
 from zbpp.schedule.slice_bounds import bounds_for
 from zbpp.seeding import seed_of

@@ -33,8 +33,11 @@ from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.devices import sum_over
 from zbpp.error_text import error_text
 from zbpp.job.errors import communicating
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
+from zbpp.runtime.call.sizes import Announcer, Sizes, ways_of_sizes
+from zbpp.runtime.call.weights import Count
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras, Observer
 from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
@@ -43,11 +46,8 @@ from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.lowering import Lowering, Lowerings
 from zbpp.runtime.mesh import MeshPosition
 from zbpp.runtime.resolve import StageMethod
-from zbpp.runtime.results import Result
-from zbpp.runtime.sizes import Announcer, Sizes, ways_of_sizes
 from zbpp.runtime.stage import Loss, StageWorker
 from zbpp.runtime.ties import Tie
-from zbpp.runtime.weights import Count
 from zbpp.schedule import Op, Timetable
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST, Postings
 from zbpp.stage_api import mark_of

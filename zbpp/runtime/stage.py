@@ -34,11 +34,11 @@ from zbpp.runtime.boundary import (
     gradient_edge,
     graph_input,
 )
-from zbpp.runtime.call import NO_FEED, Feed
+from zbpp.runtime.call.feed import NO_FEED, Feed
+from zbpp.runtime.call.results import checked_losses
+from zbpp.runtime.call.weights import weighed
 from zbpp.runtime.in_place import explained_in_backward, place_in
 from zbpp.runtime.layout import Message, describe, layout_of
-from zbpp.runtime.results import checked_losses
-from zbpp.runtime.weights import weighed
 from zbpp.stage_api import own_loss
 
 FORWARD_NOTE = "the forward was given what stage"  # how the note on a forward's error begins

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.data.source import num_rows
 from zbpp.runtime import Pipeline
-from zbpp.runtime.weights import Count
+from zbpp.runtime.call.weights import Count
 from zbpp.stage_api import num_tokens
 from zbpp.training.batches import Batch, Batches
 from zbpp.training.non_finite import text_of

@@ -20,10 +20,10 @@ from typing import Any
 from torch import nn
 
 from zbpp.runtime import HeadAtOnce, Pipeline
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.measure import measured_costs
 from zbpp.runtime.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.mesh import planned_by_rank_0
-from zbpp.runtime.microbatch import into_microbatches
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.rank import Rank
 from zbpp.stage_api import batch_norms

@@ -12,10 +12,10 @@ from collections.abc import Callable
 from functools import partial
 
 from zbpp.devices import num_allocation_retries
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 
 _log = logging.getLogger(__name__)
 

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch.distributed as dist
 
 from zbpp.job.agreement import gather
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.mesh import TENSOR
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 
 
 class LossesAlike(Observer):

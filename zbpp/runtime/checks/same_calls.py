@@ -25,11 +25,11 @@ import torch.distributed as dist
 
 from zbpp.job.agreement import gather
 from zbpp.job.errors import CommunicationError, communicating
-from zbpp.runtime.batch import Batch
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.sizes import refuse_another_call, refuse_other_rows
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.groups import Store, job_store
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.sizes import refuse_another_call, refuse_other_rows
 
 _MOST_SHOWN = 4
 _TIMED_OUT = re.compile("timed? ?out", re.IGNORECASE)

@@ -33,13 +33,13 @@ import torch.distributed as dist
 
 from zbpp.error_text import error_text, shown_path
 from zbpp.job.errors import CommunicationError
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.schedule import to_csv
 from zbpp.schedule.program import Instruction
 

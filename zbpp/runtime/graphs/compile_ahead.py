@@ -20,7 +20,7 @@ from torch import Tensor
 
 from zbpp.job.agreement import gather
 from zbpp.runtime.boundary import graph_input
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.rank import Rank

@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import torch
 
-from zbpp.runtime.call import Call, Feed, LossGradients
+from zbpp.runtime.call.feed import Call, Feed, LossGradients
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.graphs.capture import CAPTURED, ActionGraphs, Captured, GraphMaker, noting, receive_into
 from zbpp.runtime.graphs.cuda import TorchGraphs
 from zbpp.runtime.graphs.static import Key, StaticGradients, StaticInputs, key_of
 from zbpp.runtime.layout import Layout, Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.schedule import Program
 from zbpp.schedule.program import Instruction
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zbpp.autograd.leaf_grad import new_gradient
-from zbpp.runtime.call import Feed
+from zbpp.runtime.call.feed import Feed
 
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None))
 

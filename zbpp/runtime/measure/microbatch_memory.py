@@ -25,11 +25,11 @@ from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import bytes_of, storages_of
 from zbpp.devices import restored_generators
 from zbpp.job.agreement import gather
-from zbpp.runtime.call import Feed, LossGradients
+from zbpp.runtime.call.feed import Feed, LossGradients
+from zbpp.runtime.call.weights import weights_of
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
 from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.weights import weights_of
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes
 from zbpp.stage_api import mark_of, takes_slices

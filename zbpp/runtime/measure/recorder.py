@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from zbpp.autograd.models.exchange import Pending, RowExchange, Transfer, exchanges_in
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.extra import Background, Observer
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.measure.record import StepRecord

@@ -23,11 +23,11 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timeline, Timetable, Value, simulate
 from zbpp.schedule.costs import BYTES

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.memory.accumulation import Accumulation, refusal_of
 from zbpp.runtime.memory.restricted_update import is_optimi, parameters_of, update
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.runtime.squares import squares_of
 from zbpp.schedule import Program
 from zbpp.schedule.passes.update import with_accumulation, with_updates

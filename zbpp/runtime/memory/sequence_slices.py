@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from types import MappingProxyType
 
 from zbpp.autograd.models.past import Past
-from zbpp.runtime.call import Call, Feed
+from zbpp.runtime.call.feed import Call, Feed
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction

@@ -43,12 +43,12 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, extras_of, register_extra, replaced_w
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.memory.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action
 from zbpp.schedule.dataflow_arrays import complete_stages

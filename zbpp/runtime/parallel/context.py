@@ -21,14 +21,14 @@ from torch import nn
 from zbpp.autograd.models.context import Context, refusal_of_heads
 from zbpp.autograd.models.exchange import stays
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.mesh import CONTEXT, TENSOR
 from zbpp.runtime.parallel.all_to_all import AllToAll
 from zbpp.runtime.parallel.sequence_parts import SequenceParts
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 
 
 class ContextParallel(Feature):

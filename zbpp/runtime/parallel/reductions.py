@@ -25,8 +25,9 @@ from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooke
 from zbpp.devices import carried
 from zbpp.job.agreement import refuse_together
 from zbpp.job.errors import communicating
-from zbpp.runtime.batch import Batch
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.batch import Batch
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
 from zbpp.runtime.extra import Feature, Handler, replaced_w
 from zbpp.runtime.groups import close_groups, group_like
@@ -37,7 +38,6 @@ from zbpp.runtime.parallel.shard_stages import shard_stages
 from zbpp.runtime.parallel.tied_gradients import TiedGradients
 from zbpp.runtime.parameters import persistent_buffers
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.results import Result
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
 from zbpp.schedule.passes.reduce import with_reductions

@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.devices import sum_over
 from zbpp.job.errors import communicating
-from zbpp.runtime.call import Call
-from zbpp.runtime.marks import PerMicrobatch, Replicated
-from zbpp.runtime.results import Result
-from zbpp.runtime.sequence_lengths import sequence_length
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.marks import PerMicrobatch, Replicated
+from zbpp.runtime.call.results import Result
+from zbpp.runtime.call.sequence_lengths import sequence_length
 
 
 class SequenceParts:

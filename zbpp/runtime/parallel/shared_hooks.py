@@ -17,7 +17,7 @@ from torch.autograd.graph import Node
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.hooked_leaves import HookedTask, give_to_leaves
 from zbpp.autograd.hooks import multi_grad_hooks, num_hooks_made
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
 from zbpp.runtime.extra import Feature, replaced_w
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank

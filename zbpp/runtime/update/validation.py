@@ -13,13 +13,13 @@ from typing import Protocol
 
 from zbpp.error_text import error_text
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.call import Call
+from zbpp.runtime.call.feed import Call
+from zbpp.runtime.call.results import Result
 from zbpp.runtime.executor import BeginAgain
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers, InPlaceChanges
-from zbpp.runtime.results import Result
 from zbpp.runtime.update.posts import Posts
 from zbpp.schedule import Program
 from zbpp.schedule.passes.gate import with_gate

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from zbpp.runtime.call.marks import PerMicrobatch, Replicated, is_marked
 from zbpp.runtime.digest import digest
-from zbpp.runtime.marks import PerMicrobatch, Replicated, is_marked
 
 NUM_COMPARED = 3  # calls of a pipeline that tell fingerprints: on a GPU each waits for the values
 _NUM_VALUES = 4096  # of each tensor, evenly spread

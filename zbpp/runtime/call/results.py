@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 from zbpp.autograd.models.auxiliary import named_scalar
 from zbpp.error_text import kind_of
-from zbpp.runtime.call import Metrics, Observe
+from zbpp.runtime.call.feed import Metrics, Observe
 
 
 class Result(NamedTuple):

@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves
 from zbpp.devices import accelerator_name
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import communicating
-from zbpp.runtime.fingerprint import NUM_COMPARED, Fingerprint
+from zbpp.runtime.call.fingerprint import NUM_COMPARED, Fingerprint
 from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started, group_of
 from zbpp.runtime.layout import name_of
 

@@ -33,8 +33,8 @@ from zbpp.autograd.arguments import edge_of
 from zbpp.autograd.graph import leaves_below
 from zbpp.autograd.leaf_grad import engine_adds_to_main_grad
 from zbpp.error_text import kind_of
-from zbpp.runtime.marks import PLAIN, PerMicrobatch, Replicated, is_marked
-from zbpp.runtime.sequence_lengths import SequenceLengths, sequence_length
+from zbpp.runtime.call.marks import PLAIN, PerMicrobatch, Replicated, is_marked
+from zbpp.runtime.call.sequence_lengths import SequenceLengths, sequence_length
 
 
 def into_microbatches(

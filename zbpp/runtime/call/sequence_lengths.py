@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from zbpp.runtime.marks import PerMicrobatch, is_marked
+from zbpp.runtime.call.marks import PerMicrobatch, is_marked
 from zbpp.schedule.slice_bounds import scaled_bounds
 
 

@@ -28,14 +28,14 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils._pytree import tree_leaves
 
-from zbpp.runtime.call import Call, Feed, LossGradients, Observe
-from zbpp.runtime.fingerprint import Fingerprint, fingerprint_of
-from zbpp.runtime.marks import PerMicrobatch
-from zbpp.runtime.microbatch import Cutter, is_cut_whole
-from zbpp.runtime.results import JoinedSlices, NamedLosses, Outputs, Result
-from zbpp.runtime.sizes import Size, Sizes, is_empty, size_of
+from zbpp.runtime.call.feed import Call, Feed, LossGradients, Observe
+from zbpp.runtime.call.fingerprint import Fingerprint, fingerprint_of
+from zbpp.runtime.call.marks import PerMicrobatch
+from zbpp.runtime.call.microbatch import Cutter, is_cut_whole
+from zbpp.runtime.call.results import JoinedSlices, NamedLosses, Outputs, Result
+from zbpp.runtime.call.sizes import Size, Sizes, is_empty, size_of
+from zbpp.runtime.call.weights import Count, Weights, weights_of
 from zbpp.runtime.stage import StageLosses
-from zbpp.runtime.weights import Count, Weights, weights_of
 from zbpp.schedule.slice_bounds import scaled_bounds
 
 

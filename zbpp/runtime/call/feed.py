@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.runtime.marks import mapped
-from zbpp.runtime.weights import Weights
+from zbpp.runtime.call.marks import mapped
+from zbpp.runtime.call.weights import Weights
 from zbpp.stage_api import TargetNames
 
 Observe = Callable[[Any, Any], None]  # (output, target)
