@@ -163,6 +163,15 @@ def test_a_run_writes_the_chosen_cut_into_its_config_and_keeps_it_when_it_goes_o
     assert trained(folder)["layers_per_stage"] == first
 
 
+def test_another_schedule_replaces_a_cut_that_does_not_fit_it_and_the_run_says_so(tmp_path, capsys):
+    folder = tmp_path / "run"
+    first = trained(folder, "stop_after=1")["layers_per_stage"]
+    capsys.readouterr()
+    figures = trained(folder, "schedule=1f1b")
+    assert (figures["schedule"], figures["layers_per_stage"]) == ("1f1b", [8])
+    assert f"a new cut: the earlier start's, {first}, doesn't fit this one" in capsys.readouterr().out
+
+
 @pytest.mark.nightly
 def test_all_ranks_get_the_cut_that_rank_0_has_chosen(tmp_path):
     given = all_forms(*MLP, *AUTO, "schedule=auto", "steps=8", f"run_dir={tmp_path}")

@@ -495,6 +495,21 @@ def test_what_lora_can_not_be_on_a_pipeline_is_said(options, words):
         FineTuned(Toy(), lora=options)
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"target_modules": "q_proj"}, r"text is a pattern of whole names: write a list, \[q_proj\]"),
+        (
+            {"target_modules": ["q_proj"], "layers_to_transform": [9]},
+            "layers_to_transform or modules_to_save",
+        ),
+    ],
+)
+def test_a_module_that_is_there_and_no_target_is_not_called_a_typing_error(options, words, base):
+    with pytest.raises(ValueError, match=words):
+        Pipeline(model_of(base, options), "1f1b", num_ranks=1, num_microbatches=2)
+
+
 @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
 @pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
 @pytest.mark.parametrize("stage", range(3))

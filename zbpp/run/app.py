@@ -24,7 +24,7 @@ from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, check_device, world
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
-from zbpp.run.cut import Changes, check_cut, kept_cut, uncut
+from zbpp.run.cut import Changes, check_cut, earlier_cut, fits, uncut
 from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import (
     build_model,
@@ -174,13 +174,17 @@ def _chosen_cut(config: TrainConfig, num_ranks: int) -> tuple[Changes, str]:
     check_cut(config, num_ranks)
     if not config.asks_for_cut:
         return {}, ""
-    kept = kept_cut(config, num_ranks)
-    if kept:
-        return kept, "the cut is that of the run's earlier start"
+    earlier, replaced = earlier_cut(config), ""
+    if earlier:
+        if fits(earlier, config, num_ranks):
+            return earlier, "the cut is that of the run's earlier start"
+        replaced = (
+            f"a new cut: the earlier start's, {earlier['model.layers_per_stage']}, doesn't fit this one\n"
+        )
     from zbpp.prediction.chosen_cut import chosen_cut  # imports torch's fake tensors: seconds
 
     chosen = chosen_cut(config, num_ranks)
-    return chosen.changes, chosen.text()
+    return chosen.changes, f"{replaced}{chosen.text()}"
 
 
 def _make_plan(config: TrainConfig, num_ranks: int) -> Plan:

@@ -49,18 +49,26 @@ def check_cut(config: TrainConfig, num_ranks: int) -> None:
         )
 
 
-def kept_cut(config: TrainConfig, num_ranks: int) -> Changes:
-    """What an earlier start of this run has chosen; {} if there is none, or if it does not fit any more."""
+def earlier_cut(config: TrainConfig) -> Changes:
+    """What an earlier start of this run has chosen, which goes on now; {} if there is none.
+
+    A schedule belongs to the cut if it was chosen, too (schedule=auto); a named one may change.
+    """
     folder = Path(config.run_dir)
     if config.overwrite or config.resume == "none" or not checkpoints_in(folder / CHECKPOINTS):
         return {}
-    with suppress(ConfigError, PlanError, KeyError):
+    with suppress(ConfigError, KeyError):
         saved = read_run_config(folder / "config.yaml")
-        names = ("name", "placement", "stages_per_rank")
-        found = {
-            _KEY: saved["model"]["layers_per_stage"],
-            **{f"schedule.{name}": saved["schedule"][name] for name in names},
-        }
-        check_plan(with_values(config, found), num_ranks)
-        return found if found[_KEY] is not None else {}
+        if (counts := saved["model"]["layers_per_stage"]) is None:
+            return {}
+        names = () if config.schedule.replan is None else ("name", "placement", "stages_per_rank")
+        return {_KEY: counts, **{f"schedule.{name}": saved["schedule"][name] for name in names}}
     return {}
+
+
+def fits(cut: Changes, config: TrainConfig, num_ranks: int) -> bool:
+    """Whether a run can have this cut."""
+    with suppress(ConfigError, PlanError):
+        check_plan(with_values(config, cut), num_ranks)
+        return True
+    return False

@@ -199,10 +199,10 @@ def check_targets(pipeline: Pipeline, options: Mapping[str, Any]) -> None:
         missing = [] if adapted else [targets]
     else:
         missing = [each for each in targets if not any(_is_target(name, each) for name in adapted)]
-    _refuse_missing(pipeline, "target_modules", missing)
+    _refuse_missing(pipeline, options, "target_modules", missing)
     copied = _everywhere(pipeline, (name.partition(_COPY)[0] for name in own if _COPY in name))
     missing = [each for each in saved if not any(name.endswith(each) for name in copied)]
-    _refuse_missing(pipeline, "modules_to_save", missing)
+    _refuse_missing(pipeline, options, "modules_to_save", missing)
     for pattern in _PATTERNS:
         for key in options.get(pattern) or ():
             if not _matches_one(key, adapted):
@@ -213,14 +213,22 @@ def _everywhere(pipeline: Pipeline, own: Iterable[str]) -> set[str]:
     return set().union(*pipeline.place.gather(set(own)))
 
 
-def _refuse_missing(pipeline: Pipeline, option: str, missing: Sequence[str]) -> None:
+def _refuse_missing(
+    pipeline: Pipeline, options: Mapping[str, Any], option: str, missing: Sequence[str]
+) -> None:
     if not missing:
         return
     modules = _everywhere(pipeline, (_unwrapped(name) for name, _ in pipeline.named_parameters()))
     names = sorted({each.split(".")[-1] for each in modules})
+    name = missing[0]
+    hint = did_you_mean(name, names)
+    if name in names:  # a module has this name, and is no target nevertheless
+        hint = "; exclude_modules, layers_to_transform or modules_to_save leave it out"
+        if options[option] == name:
+            hint = f"; text is a pattern of whole names: write a list, [{name}]"
     raise ValueError(
         f"lora.{option}: {', '.join(missing)} matches no module of the model; its modules with "
-        f"weights are {', '.join(names)}{did_you_mean(missing[0], names)}"
+        f"weights are {', '.join(names)}{hint}"
     )
 
 
