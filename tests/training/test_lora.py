@@ -507,7 +507,7 @@ def test_what_lora_can_not_be_on_a_pipeline_is_said(options, words):
 )
 def test_a_module_that_is_there_and_no_target_is_not_called_a_typing_error(options, words, base):
     with pytest.raises(ValueError, match=words):
-        Pipeline(model_of(base, options), "1f1b", num_ranks=1, num_microbatches=2)
+        Pipeline(model_of(base, options), "1f1b", num_microbatches=2)
 
 
 @pytest.mark.parametrize("option", ["target_modules", "modules_to_save"])
