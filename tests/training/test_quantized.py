@@ -472,8 +472,10 @@ def test_a_run_that_a_quantized_base_does_not_go_with_is_refused_before_it_is_re
         check_together(config)
 
 
-def test_merging_writes_the_dequantized_weights_with_the_adapter(base, tmp_path, caplog):
-    run, lora = tmp_path / "run", {**LORA, "target_modules": ["q_proj"]}
+@pytest.mark.parametrize(("family", "target"), [("llama", "q_proj"), ("gpt2", "c_attn")])  # gpt2: Conv1D
+def test_merging_writes_the_dequantized_weights_with_the_adapter(family, target, tmp_path, caplog):
+    base, run, lora = str(tmp_path / "base"), tmp_path / "run", {**LORA, "target_modules": [target]}
+    saved(family, base)
     node = {"_target_": "zbpp.models.hf.HuggingFace", "path": base, "quantize": "nf4"}
     model = FineTuned(HuggingFace(path=base, quantize="nf4"), lora=lora)
     tokens, _ = batch(0)

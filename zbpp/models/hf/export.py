@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from zbpp.models.hf.dtypes import dtypes_of, named_tensors
-from zbpp.models.hf.quantize import quantization_states
+from zbpp.models.hf.quantize import quantization_states, transposed_layers
 from zbpp.models.hf.shrink import build_on_meta
 
 if TYPE_CHECKING:
@@ -97,14 +97,18 @@ def write_merged(
         read["dtype"] = quantization.dtype
         if not quantization.is_of_folder:
             read["quantization_config"] = quantization.config
-    model = AutoModelForCausalLM.from_pretrained(base, **read, **own)
+    model, transposed = AutoModelForCausalLM.from_pretrained(base, **read, **own), list[str]()
     if quantization is not None:
         _log.warning("the adapter is merged into the weights that %s has made of the base", quantization.kind)
         for state in quantization_states(model):
             state.dtype = torch.float32  # else they are rounded to the dtype that they had before
+        transposed = transposed_layers(model)
         model = model.dequantize(torch.float32).float()  # type: ignore[no-untyped-call]  # the library's
         _forget_deserialization(model)
     merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
+    for name in transposed:
+        weight = merged.get_submodule(name).weight
+        weight.data = weight.data.T.contiguous()
     _forget_unmade_layers(merged.config, merged)
     config = AutoConfig.from_pretrained(base, **own)
     dtypes = dtypes_of(config, dtype or config.dtype or torch.float32)

@@ -153,6 +153,13 @@ def quantization_states(model: nn.Module) -> Iterator[Any]:
     return (each for each in states if each is not None)
 
 
+def transposed_layers(model: nn.Module) -> list[str]:
+    """The names of quantized layers whose weights are transposed: those that were Conv1D (gpt2)."""
+    kind = importlib.import_module("transformers.pytorch_utils").Conv1D
+    layers = set(quantized_layers(model))
+    return [name for name, each in model.named_modules() if each in layers and each.source_cls is kind]
+
+
 def _apply_to_8_bits(layer: Any, function: Any, recurse: bool = True) -> Any:
     """`nn.Module._apply`: the statistics, which are no buffers, follow the weight to its device."""
     nn.Module._apply(layer, function, recurse)
