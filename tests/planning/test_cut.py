@@ -193,3 +193,8 @@ def test_what_can_not_be_cut_is_refused(changed, said):
     given = {"layers": [Costs()] * 6, "speeds": [1, 2], "num_microbatches": 4, "time_limit": 0, **changed}
     with pytest.raises(PlanError, match=said):
         choose_cut(**given)
+
+
+def test_given_schedules_that_have_more_stages_than_layers_are_named():
+    with pytest.raises(PlanError, match="^zb_v can't run 3 layers on 2 ranks"):
+        choose_cut([Costs()] * 3, [1, 1], 4, timetables={"zb_v": plan("zb_v", 2, 4)})

@@ -173,8 +173,11 @@ def choose_cut(
         raise PlanError(f"placements={placements!r}: write some of {', '.join(PLACEMENTS)}")
     model, limits = Layers(layers, speeds), limits_per_rank(memory_limits, len(speeds))
     deadline = Deadline(time_limit)
+    refusal, instead = f"no schedule of placements={list(placements)} can run", "placements=['one']"
     if timetables is None:
         timetables = timetables_of_families(len(speeds), num_microbatches, placements, is_limited=True)
+    else:
+        refusal, instead = f"{', '.join(timetables)} can't run", "a schedule with fewer stages"
     judges = [
         _Judge(name, timetable, model, limits)
         for name, timetable in timetables.items()
@@ -182,8 +185,8 @@ def choose_cut(
     ]
     if not judges:
         raise PlanError(
-            f"no schedule of placements={list(placements)} can run {len(model)} layers on {len(speeds)} "
-            f"ranks with {num_microbatches} microbatches: write more of one of them, or placements=['one']"
+            f"{refusal} {len(model)} layers on {len(speeds)} ranks with {num_microbatches} microbatches: "
+            f"write fewer ranks, or {instead}"
         )
     compared = []
     for number, judge in enumerate(judges):
