@@ -288,7 +288,7 @@ FILES = {
         ("--choose --layers 8 --f 1,2,3", "f has 3 numbers for 8 layers: write one for each"),
         (
             "--choose --layers 3",
-            "zb_v, v_half, v_min can't run 3 layers on 4 ranks with 8 microbatches: write fewer ranks",
+            "1f1b, zb_h1, interleaved_zb, zb_v, v_half, v_min can't run 3 layers on 4 ranks",
         ),
         (
             "--choose --layers 8 --memory-limit 0.1",
