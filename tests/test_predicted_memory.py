@@ -108,7 +108,7 @@ def all_reports(rank, names):
 
 @pytest.fixture(scope="module")
 def measured():
-    """Of the cases of the day."""
+    """What the ranks measure in the daily cases."""
     return run_ranks(all_reports, RANKS, [name for name in CASES if name not in AT_NIGHT], timeout=400.0)
 
 

@@ -87,7 +87,7 @@ def all_losses(folder, model, names, device="cpu", backend="gloo"):
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory, model):
-    """Of the runs of the day."""
+    """The losses of the daily runs on the CPU."""
     return all_losses(tmp_path_factory.mktemp("cpu") / "runs", model, BY_DAY)
 
 

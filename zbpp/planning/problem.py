@@ -31,7 +31,7 @@ from zbpp.planning.placement import placement_name
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow_arrays import kind_of, kinds_of, op_of, stage_of
 from zbpp.schedule.interpret.exchange import hide_in_exchanges
-from zbpp.schedule.row_costs import RowCosts
+from zbpp.schedule.row_costs import RowCosts, messages_by_kind
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, PlanError, Row, Timetable, numbered
@@ -201,11 +201,14 @@ class Problem:
         """What a message takes whatever its length, and how much longer at length 1 (ms)."""
         if self.rank_of[source] == self.rank_of[target]:
             return 0.0, 0.0
-        comm = self.stage_costs.comm[source]
-        if not self.stage_costs.routes:
-            return 0.0, comm
-        route = self.stage_costs.routes[kind_of(source, Op.F if target > source else Op.B)]
-        return (route.latency, comm + route.busy) if route else (0.0, comm)
+        kind = kind_of(source, Op.F if target > source else Op.B)
+        fixed, per_length = self._messages_by_kind
+        return fixed[kind], per_length[kind]
+
+    @cached_property
+    def _messages_by_kind(self) -> tuple[list[float], list[float]]:
+        fixed, per_length = messages_by_kind(self.stage_costs)
+        return fixed.tolist(), per_length.tolist()
 
     def first_message(self, source: int, target: int) -> float:
         """`message` of unit 0."""

@@ -36,6 +36,7 @@ from zbpp.render.table import decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
 from zbpp.schedule.dataflow_arrays import Values, complete_stages, kinds_of
+from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -116,11 +117,19 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
         "peaks": timeline.peak_memory,
         "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
-        "ranks": [_rank(timeline, rank) for rank in range(timetable.num_ranks)],
+        "ranks": [_rank(timeline, rank, each) for rank, each in enumerate(_delays(timeline, costs))],
     }
 
 
-def _rank(timeline: Timeline, rank: int) -> dict[str, list[Any]]:
+def _delays(timeline: Timeline, costs: Costs | None) -> Sequence[Floats]:
+    """Per rank, how long after its end each action's message arrives; in a measured timeline by the costs."""
+    if timeline.delays or costs is None:
+        return timeline.delays or [np.zeros(len(row)) for row in timeline.timetable.rows]
+    row_costs = RowCosts(costs.of_units(timeline.timetable))
+    return [row_costs.times(row).delays for row in timeline.timetable.rows]
+
+
+def _rank(timeline: Timeline, rank: int, delays: Floats) -> dict[str, list[Any]]:
     row = timeline.timetable.rows[rank]
     reductions = [each for each in timeline.reductions if each.rank == rank]
     complete_at = complete_stages(row) if reductions else {}
@@ -129,8 +138,7 @@ def _rank(timeline: Timeline, rank: int) -> dict[str, list[Any]]:
         "units": row.microbatches.tolist(),
         "starts": _times(timeline, timeline.starts[rank]),
         "ends": _times(timeline, timeline.ends[rank]),
-        # how long after its end an action's message arrives; null in a measured timeline
-        "delays": timeline.delays[rank].round(_DIGITS).tolist() if timeline.delays else None,
+        "delays": delays.round(_DIGITS).tolist(),  # how long after its end an action's message arrives
         # stage, the index of the action that completes it, start, end
         "reductions": [
             [stage, complete_at[stage], *_times(timeline, np.array(times))] for stage, _, *times in reductions
@@ -146,20 +154,20 @@ def _times(timeline: Timeline, clock: Floats) -> list[float]:
 
 
 def _costs(costs: Costs | None, timetable: Timetable) -> dict[str, list[float] | None]:
-    """comm: by stage the time of a message. changes: by kind what an action adds to its rank's memory.
+    """changes: by kind what an action adds to its rank's memory, of a unit of length 1.
 
-    Both are those of a unit of length 1. static: by rank what it holds all the time.
+    static: by rank what it holds all the time.
     past, pastGradients: by stage what the slices of a microbatch of length 1 share; only with slices.
     """
     num_stages = timetable.num_stages
     if costs is None:
-        return {"comm": [0.0] * num_stages, "static": None, "changes": None}
+        return {"static": None, "changes": None}
     own = costs.of_units(timetable)
     changes = [own.memory[op][stage] for stage in range(num_stages) for op in Op]
     stages = map(timetable.stages_of, range(timetable.num_ranks))
     static = [sum(own.static[stage] for stage in each) for each in stages]
     shared = {"past": own.past, "pastGradients": own.past_gradients} if timetable.num_slices > 1 else {}
-    return {"comm": own.comm, "static": static, "changes": changes, **shared}
+    return {"static": static, "changes": changes, **shared}
 
 
 def _limits(memory_limit: MemoryLimit, num_ranks: int) -> list[float | None]:

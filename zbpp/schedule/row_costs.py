@@ -31,8 +31,8 @@ class RowTimes(NamedTuple):
     durations: Floats
     delays: Floats
     exposed: Floats
-    busy: Floats
-    receivers: npt.NDArray[np.int64]
+    busy: Floats = _NOTHING
+    receivers: npt.NDArray[np.int64] = _NOTHING.astype(np.int64)
 
     def outbox(self) -> Outbox | None:
         """The links that a run of the row occupies; None if it occupies none."""
@@ -60,7 +60,7 @@ class RowCosts:
             durations, exposed = hide_in_exchanges(row, durations, self.exchange(row))
         delays = self._scaled(self._comm[row.stages], row)
         if self._links is None:
-            return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
+            return RowTimes(durations, delays, exposed)
         kinds = kinds_of(row)
         latency, receivers = self._links.latency[kinds], self._links.receiver[kinds]
         if self._lengths is not None:  # of an empty unit nothing is sent
@@ -68,7 +68,7 @@ class RowCosts:
             latency[is_empty], receivers[is_empty] = 0.0, _NOBODY
         delays = delays + latency
         if not self._links.busy.any():
-            return RowTimes(durations, delays, exposed, _NOTHING, np.zeros(0, dtype=np.int64))
+            return RowTimes(durations, delays, exposed)
         busy = self._scaled(self._links.busy[kinds], row)
         return RowTimes(durations, delays, exposed, busy, receivers)
 

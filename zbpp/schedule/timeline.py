@@ -142,7 +142,7 @@ def transfers_of(timeline: Timeline) -> list[Transfer]:
 
 
 def _predicted(timeline: Timeline, rank: int) -> Iterator[Transfer]:
-    """The predicted messages of a rank: sent when the value is made, received by their delay later."""
+    """The predicted messages of a rank: sent when the value is made, received after their delay."""
     timetable = timeline.timetable
     row, values = timetable.rows[rank], Values.of(timetable)
     positions, numbers = values.produced_in(row)

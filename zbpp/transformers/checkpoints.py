@@ -30,7 +30,7 @@ class Checkpoints(_Trainer):
 
     _cut: CutModel | None = None
     _groups: list[list[str]] | None = None
-    """Of the optimizer over the whole model: the names of the parameters in each group."""
+    """The names of the parameters in each group of the optimizer over the whole model."""
 
     _whole: dict[str, Tensor] | None = None
     """What `save_model` writes, on rank 0 while it runs."""

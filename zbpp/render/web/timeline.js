@@ -106,10 +106,7 @@ class Timeline {
     const values = this.consumed[kinds[place]].map((value) => value + units[place]);
     return values.map((value) => {
       const [rank, index] = this.producers.get(value);
-      const length = this.lengths[units[place]];
-      const { delays } = this.ranks[rank];
-      const sent = delays ? delays[index] : this.comm[this.stage(rank, index)] * length;
-      const message = rank === receiver ? 0 : sent;
+      const message = rank === receiver ? 0 : this.ranks[rank].delays[index];
       return { value, rank, index, arrival: this.ranks[rank].ends[index] + message };
     }).sort((one, other) => one.arrival - other.arrival);
   }
