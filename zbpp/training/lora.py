@@ -111,7 +111,7 @@ def _saved_modules(stage: nn.Module, own: Iterable[str], names: Iterable[str]) -
     return found or None
 
 
-# What a pipeline trains, saves and loads as peft does; tests/training/test_lora_options.py tries each option.
+# What a pipeline trains, saves and loads as peft does; tests/training/test_lora.py tries each option.
 _SUPPORTED = (
     "r",
     "target_modules",

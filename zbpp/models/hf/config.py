@@ -74,7 +74,7 @@ def read_folder(folder: Path, overrides: Mapping[str, Any], sizes: Mapping[str, 
 
 
 def quantized_as(folder: Path) -> dict[str, Any] | None:
-    """How bitsandbytes has quantized the weights in a folder, by its config.json; None if it has not."""
+    """How the weights in a folder are quantized, by its config.json; None if they are not."""
     path = folder / "config.json"
     try:
         found: dict[str, Any] | None = json.loads(path.read_text()).get("quantization_config")

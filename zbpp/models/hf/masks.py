@@ -69,9 +69,9 @@ def as_one_document(*, asked: bool) -> AbstractContextManager[Any]:
 
 
 def made_without_reading(given: Given) -> AbstractContextManager[Any]:
-    """Within the block the library makes its masks of those on a device, whatever their values.
+    """Within the block the library makes masks without a look at the values of those given on a device.
 
-    It would look whether a mask is needed, and the host would wait for the device.
+    It would look whether a mask is needed at all, and the host would wait for the device.
     """
     if all(each is None or each.device.type == "cpu" for each in given) or torch.compiler.is_compiling():
         return nullcontext()
