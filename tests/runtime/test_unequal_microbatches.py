@@ -498,5 +498,5 @@ def test_a_layout_that_does_not_follow_from_the_others_is_refused_at_the_sender(
     )
     assert "the messages before promised (float64[2, 17," in sender
     assert "dynamic_shapes=True" in sender
-    # Whichever instruction notices first that the sender has left: it posts the message, or it waits for it.
-    assert re.search(r"(Post|Recv) x\(1,\d\) from 0", receiver)
+    # Where the receiver is when the sender leaves is up to the machine: in any wait for it.
+    assert re.search(r"^rank 1, .*(Post|Recv) (x\(1,\d\)|sizes) from 0", receiver)
