@@ -38,13 +38,16 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
+from zbpp.features.experts.overlap_exchange import OverlapExchange
 from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure import measured_costs
 from zbpp.models.emulated import Emulated
 from zbpp.models.llama import Llama
+from zbpp.observers.recorder import Recorder
 from zbpp.planning import lower_bound, plan
-from zbpp.runtime import OverlapExchange, Pipeline, Recorder, measured_costs
+from zbpp.runtime import Pipeline
 from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.mesh import MeshPosition, make_mesh, planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate

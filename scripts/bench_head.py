@@ -33,13 +33,14 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from zbpp.autograd import backward_input, linear_cross_entropy
+from zbpp.features.head_at_once.head_at_once import HeadAtOnce
 from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure.live_tensors import LiveTensors
 from zbpp.models.llama import Llama
 from zbpp.planning import plan
-from zbpp.runtime import HeadAtOnce, Pipeline
-from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.runtime import Pipeline
 from zbpp.training.measured_steps import machine
 
 MIB = 2**20

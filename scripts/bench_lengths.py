@@ -43,10 +43,11 @@ from zbpp.data.token_batches import Group, MicrobatchShape, TokenBatches
 from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure import measured_costs_of_lengths
 from zbpp.models.llama import Llama
+from zbpp.observers.recorder import Recorder
 from zbpp.planning import plan
-from zbpp.runtime import Pipeline, Recorder, per_microbatch
-from zbpp.runtime.measure import measured_costs_of_lengths
+from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 from zbpp.training.batches import positional
 from zbpp.training.length_plans import LengthPlanner, Lengths, agreed_plan

@@ -37,8 +37,8 @@ from zbpp.autograd import backward_input
 from zbpp.autograd.compiled import compile_stage
 from zbpp.autograd.compiled.inductor import Backend
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
+from zbpp.measure.live_tensors import Level, counter_of
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.live_tensors import Level, counter_of
 from zbpp.training.measured_steps import machine
 
 MIB = 2**20

@@ -32,8 +32,8 @@ from zbpp import torch_pipelining
 from zbpp.job.agreement import gather
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.live_tensors import live_bytes
 
 SCHEDULES = ("Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleZBVZeroBubble", "ScheduleDualPipeV")
 BLOCKS = ("plain", "checkpointed", "compiled")

@@ -11,9 +11,9 @@ from helpers.trainers import small_trainer
 from zbpp import Pipeline, backward_input, checkpoint, plan
 from zbpp.autograd.compiled import compile_stage
 from zbpp.config import ConfigError
+from zbpp.measure import measured_costs
 from zbpp.models.mlp import Mlp
 from zbpp.run.model import build_model
-from zbpp.runtime import measured_costs
 from zbpp.training.optim.optimizer import adamw
 
 

@@ -19,7 +19,8 @@ ROOT = Path(__file__).parent.parent
 # error_text; streams knows devices.
 _PLANS = {"schedule", "planning"}
 _LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
-_RUNTIME = {"runtime", "schedule", "autograd", "job"} | _LEAVES
+_CORE = {"runtime", "schedule", "autograd", "job"} | _LEAVES
+_RUNTIME = {"features", "observers", "measure"} | _CORE
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
 MAY_IMPORT = {
     "zbpp/__init__.py": {
@@ -28,6 +29,8 @@ MAY_IMPORT = {
         "planning",
         "autograd",
         "runtime",
+        "features",
+        "observers",
         "cutting",
         "partition",
         "checkpoints",
@@ -67,9 +70,14 @@ MAY_IMPORT = {
     "zbpp/commands/__init__.py": set(),
     "zbpp/commands/plan/": {"commands", "packing", "ranges", "render"} | _PLANS,
     "zbpp/autograd/": {"autograd", "devices", "seeding", "streams"},
+    "zbpp/features/": {"features", "observers"} | _CORE,
+    "zbpp/observers/": {"observers"} | _CORE,
+    "zbpp/measure/": {"measure", "observers"} | _CORE,
+    # The one file of the core that names what is beside it: the extras of every pipeline.
+    "zbpp/runtime/__init__.py": {"features"} | _CORE,
     # Pipeline(stages, "zb_h1"): a schedule's name in place of a timetable. No other file of runtime plans.
-    "zbpp/runtime/arguments.py": {"planning"} | _RUNTIME,
-    "zbpp/runtime/": _RUNTIME,
+    "zbpp/runtime/arguments.py": {"planning"} | _CORE,
+    "zbpp/runtime/": _CORE,
     "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     # transformers' Trainer on a Pipeline. Nothing imports it but users.
     "zbpp/transformers/": {"models", "planning", "transformers"} | _RUNTIME,
@@ -130,14 +138,10 @@ MUST_NOT_IMPORT = [
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
 ]
-# The core of the runtime is its folder's own files; folders in it hold features and observers.
-EXTRAS = tuple(
-    f"zbpp.runtime.{room}"
-    for room in ("parallel", "memory", "update", "checks", "failures", "graphs", "measure")
-)
+# A folder in zbpp/features is one feature, which knows no other; the file that names them all is no feature.
+MAKES_EXTRAS = "zbpp/features/standard.py"
 # The split is the files of its folder; folders in it hold extras, which __init__.py registers.
 EXTRAS_OF_SPLIT = ("zbpp.autograd.models", "zbpp.autograd.offload", "zbpp.autograd.compiled")
-MAKES_EXTRAS = ("zbpp/runtime/__init__.py", "zbpp/runtime/standard.py")
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
 _SILENT = ("zbpp/schedule/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
@@ -150,7 +154,7 @@ NAMES_A_KIND = (
     "zbpp/devices.py",
     "zbpp/config/commands.py",  # the names that a config may write
     "zbpp/job/cuda_settings.py",  # of the driver and of the allocator
-    "zbpp/runtime/graphs/",  # CUDA graphs
+    "zbpp/features/graphs/",  # CUDA graphs
     "zbpp/models/attention.py",  # kernels, by what the GPU can do
     "zbpp/autograd/adding.py",
     "zbpp/autograd/models/grouped_linear.py",
@@ -166,7 +170,7 @@ def violations(root: Path) -> list[str]:
     for folder in ("zbpp", "scripts"):
         for path in sorted((root / folder).rglob("*.py")):
             name, tree = path.relative_to(root).as_posix(), ast.parse(path.read_text())
-            checks = (_rooms, _forbidden, _families, _core, _split, _calls, _kinds)
+            checks = (_rooms, _forbidden, _families, _features, _split, _calls, _kinds)
             found += [f"{name}:{line}: {what}" for check in checks for line, what in check(name, tree)]
     return found
 
@@ -222,16 +226,18 @@ def _families(name: str, tree: ast.AST) -> Iterator[Finding]:
             yield line, f"imports {dotted}: dataflow knows no placement, order or cost"
 
 
-def _core(name: str, tree: ast.AST) -> Iterator[Finding]:
-    """The core of the runtime knows no extra; an extra knows no extra of another folder."""
-    room, *_ = name.removeprefix("zbpp/runtime/").rpartition("/")
-    if not name.startswith("zbpp/runtime/") or name in MAKES_EXTRAS or "/" in room:
+def _features(name: str, tree: ast.AST) -> Iterator[Finding]:
+    """A feature knows no other feature; files beside the features' folders are for several of them."""
+    folder, _, file = name.removeprefix("zbpp/features/").partition("/")
+    if not name.startswith("zbpp/features/") or name == MAKES_EXTRAS:
         return
+    beside = {path.stem for path in (ROOT / "zbpp/features").glob("*.py")} - {"standard"}
     for line, dotted in _imports(name, tree):
-        is_own = bool(room) and _within(dotted, (f"zbpp.runtime.{room}",))
-        if _within(dotted, EXTRAS) and not is_own:
-            law = "an extra knows no other" if room else "the core knows no extra"
-            yield line, f"imports {dotted}: {law}"
+        if not _within(dotted, ("zbpp.features",)):
+            continue
+        room = dotted.split(".")[2]
+        if room != folder and not (file and room in beside):
+            yield line, f"imports {dotted}: a feature knows no other"
 
 
 def _split(name: str, tree: ast.AST) -> Iterator[Finding]:
@@ -305,10 +311,10 @@ def test_the_map_of_a_room_has_all_of_its_files():
         ("zbpp/autograd/split.py", "from zbpp import Timetable", "may import autograd"),
         ("zbpp/autograd/graph.py", "from .models.sharded import is_on_mesh", "the split knows no extra"),
         ("zbpp/models/gpt.py", "import torch.distributed as dist", "a model sees no rank"),
-        ("zbpp/runtime/rank.py", "from zbpp.runtime.graphs import CudaGraphs", "the core knows no extra"),
-        ("zbpp/runtime/pipeline.py", "import zbpp.runtime.parallel.reductions", "the core knows no extra"),
-        ("zbpp/runtime/stage.py", "from zbpp.runtime.parallel.experts import A", "the core knows no extra"),
-        ("zbpp/runtime/measure/a.py", "import zbpp.runtime.graphs.cuda", "an extra knows no other"),
+        ("zbpp/runtime/rank.py", "from zbpp.features.graphs import CudaGraphs", "imports zbpp.features"),
+        ("zbpp/runtime/pipeline.py", "import zbpp.features.reductions.reductions", "imports zbpp.features"),
+        ("zbpp/runtime/stage.py", "from zbpp.observers.replicas import A", "imports zbpp.observers"),
+        ("zbpp/features/context/a.py", "import zbpp.features.graphs.cuda", "a feature knows no other"),
         ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         ("zbpp/launch.py", "import torch\n\ntorch.cuda.synchronize()", "says cuda: ask zbpp/devices.py"),

@@ -10,14 +10,14 @@ from helpers.configs import FREE_COPIES, composed
 from helpers.memory_record import last_step_of
 from helpers.processes import run_ranks
 from zbpp.autograd.storages import bytes_of
+from zbpp.features.activation_offload.activation_offload import offload_plan_of
+from zbpp.features.experts import experts
 from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.programs import step_programs
 from zbpp.run import app
 from zbpp.run.plan import build_timetable, costs_of, slice_bounds_of
 from zbpp.run.stages import build_mesh, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
-from zbpp.runtime.memory.activation_offload import offload_plan_of
-from zbpp.runtime.parallel import experts
 from zbpp.schedule import lower
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]

@@ -40,7 +40,7 @@ from zbpp import (
 )
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.seeding import seed_of
 
 STEPS = 3

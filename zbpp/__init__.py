@@ -4,6 +4,9 @@
     planning     which plan to run: by name or by search, with bounds
     autograd     the split backward: B and W
     runtime      one rank's life inside one step: Pipeline
+    features     what a user can switch on beside it, a folder for each: replicas, offload, CUDA graphs ...
+    observers    what sees each step and changes nothing: recorders, checks
+    measure      what stages take: costs, and bytes of a microbatch
     cutting      an existing module cut into stages
     models       models that are built one stage at a time
     render       timelines and answers of the planner as text, pictures and pages
@@ -49,28 +52,20 @@ if TYPE_CHECKING:
     )
     from zbpp.checkpoints import load, save
     from zbpp.cutting import split_sequential, trace_stages
+    from zbpp.features.activation_offload.activation_offload import ActivationOffload
+    from zbpp.features.experts.overlap_exchange import OverlapExchange
+    from zbpp.features.gradient_release.gradient_release import GradientRelease
+    from zbpp.features.graphs import CudaGraphs
+    from zbpp.features.head_at_once.head_at_once import HeadAtOnce
+    from zbpp.features.reductions.norm import clip_grad_norm_
+    from zbpp.observers.flight_recorder import FlightRecorder
+    from zbpp.observers.non_finite import find_non_finite
+    from zbpp.observers.recorder import Recorder
+    from zbpp.observers.replicas import check_replicas
     from zbpp.parity_check import parity
     from zbpp.partition import split_layers
     from zbpp.planning import SCHEDULES, order_microbatches, plan
-    from zbpp.runtime import (
-        ActivationOffload,
-        CudaGraphs,
-        Extra,
-        Feature,
-        FlightRecorder,
-        GradientRelease,
-        HeadAtOnce,
-        Observer,
-        OverlapExchange,
-        Pipeline,
-        Recorder,
-        check_replicas,
-        clip_grad_norm_,
-        find_non_finite,
-        make_mesh,
-        per_microbatch,
-        replicate,
-    )
+    from zbpp.runtime import Extra, Feature, Observer, Pipeline, make_mesh, per_microbatch, replicate
     from zbpp.schedule import Costs, Links, PlanError, Timeline, Timetable, lower, simulate
     from zbpp.training.optim.master_weights import MasterWeights
     from zbpp.training.optim.post_validation import PostValidation
@@ -79,34 +74,34 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "ActivationOffload": "zbpp.runtime",
+    "ActivationOffload": "zbpp.features.activation_offload.activation_offload",
     "SCHEDULES": "zbpp.planning",
     "Costs": "zbpp.schedule",
     "Links": "zbpp.schedule",
-    "CudaGraphs": "zbpp.runtime",
+    "CudaGraphs": "zbpp.features.graphs",
     "Extra": "zbpp.runtime",
     "Feature": "zbpp.runtime",
-    "FlightRecorder": "zbpp.runtime",
-    "GradientRelease": "zbpp.runtime",
-    "HeadAtOnce": "zbpp.runtime",
+    "FlightRecorder": "zbpp.observers.flight_recorder",
+    "GradientRelease": "zbpp.features.gradient_release.gradient_release",
+    "HeadAtOnce": "zbpp.features.head_at_once.head_at_once",
     "LossScale": "zbpp.training.optim.precision",
     "MasterWeights": "zbpp.training.optim.master_weights",
     "Observer": "zbpp.runtime",
-    "OverlapExchange": "zbpp.runtime",
+    "OverlapExchange": "zbpp.features.experts.overlap_exchange",
     "Pipeline": "zbpp.runtime",
     "PlanError": "zbpp.schedule",
     "PostValidation": "zbpp.training.optim.post_validation",
     "Timeline": "zbpp.schedule",
     "Timetable": "zbpp.schedule",
-    "Recorder": "zbpp.runtime",
+    "Recorder": "zbpp.observers.recorder",
     "WeightGrads": "zbpp.autograd",
     "auxiliary_loss": "zbpp.autograd",
     "auxiliary_losses": "zbpp.autograd",
     "backward_input": "zbpp.autograd",
-    "check_replicas": "zbpp.runtime",
+    "check_replicas": "zbpp.observers.replicas",
     "checkpoint": "zbpp.autograd",
-    "clip_grad_norm_": "zbpp.runtime",
-    "find_non_finite": "zbpp.runtime",
+    "clip_grad_norm_": "zbpp.features.reductions.norm",
+    "find_non_finite": "zbpp.observers.non_finite",
     "linear_cross_entropy": "zbpp.autograd",
     "load": "zbpp.checkpoints",
     "lower": "zbpp.schedule",

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from cluster_check.rows import Check, Timeouts
 from zbpp.job.world import World
+from zbpp.observers.flight_recorder import FlightRecorder
 from zbpp.planning import plan
 from zbpp.render import render_hang
-from zbpp.runtime import FlightRecorder, Pipeline
+from zbpp.runtime import Pipeline
 from zbpp.runtime.groups import job_store
 
 SPARE = 15.0  # s beyond the timeout in which a stopped rank has to be named

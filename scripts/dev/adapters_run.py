@@ -27,10 +27,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.models.hf import HuggingFace
 from zbpp.planning import balanced_bounds, plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs
 from zbpp.training.fine_tuned import FineTuned
 

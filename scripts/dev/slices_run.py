@@ -28,12 +28,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.models.emulated import SlowBackward, sleep
 from zbpp.models.llama import Llama
+from zbpp.observers.recorder import Recorder
 from zbpp.planning import balanced_bounds, plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure import Recorder
-from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, simulate
 from zbpp.stage_api import mean_over
 

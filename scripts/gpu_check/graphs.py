@@ -12,9 +12,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from gpu_check.measuring import MIB, digest, gradients, unlike
 from gpu_check.page import Here, Page
 from gpu_check.stages import MIDDLE, SMALL, Sizes, llama_stages, token_batch, token_loss
+from zbpp.features.graphs import CudaGraphs
+from zbpp.observers.record import StepRecord
+from zbpp.observers.recorder import Recorder
 from zbpp.planning import plan
-from zbpp.runtime import CudaGraphs, Pipeline
-from zbpp.runtime.measure import Recorder, StepRecord
+from zbpp.runtime import Pipeline
 
 M, NUM_STEPS, CAPTURED = 4, 8, 2  # the step that is captured
 

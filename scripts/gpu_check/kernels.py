@@ -14,8 +14,9 @@ from gpu_check.measuring import MIB, error_of, has_same_bits, ms_of, peak_mib
 from gpu_check.page import ROUNDED, Page
 from gpu_check.stages import LLAMA_8B, SMALL, Sizes
 from zbpp.autograd import backward_input
+from zbpp.features.reductions.norm import clip_grad_norm_
 from zbpp.planning import plan
-from zbpp.runtime import Pipeline, clip_grad_norm_
+from zbpp.runtime import Pipeline
 
 Run = Callable[[], dict[str, Tensor]]  # the results by name
 

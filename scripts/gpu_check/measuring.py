@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from gpu_check.page import Here
-from zbpp.runtime.measure.live_tensors import live_bytes
+from zbpp.measure.live_tensors import live_bytes
 
 MIB = 2**20
 _AHEAD = 10_000_000  # cycles of the device, about 5 ms

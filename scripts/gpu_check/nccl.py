@@ -17,11 +17,11 @@ from torch.distributed.fsdp import fully_shard
 from gpu_check.measuring import MIB, digest, unlike
 from gpu_check.page import Here, Page
 from zbpp.devices import urgent_options
+from zbpp.features.reductions.reduce import AllReduce
 from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
 from zbpp.runtime.groups import close_groups, new_group, unique_name
-from zbpp.runtime.parallel.reduce import AllReduce
 
 _LIMIT = timedelta(seconds=20)
 

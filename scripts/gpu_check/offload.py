@@ -15,10 +15,11 @@ from gpu_check.measuring import MIB, ms_of
 from gpu_check.page import Here, Page
 from gpu_check.stages import LLAMA_1B, SMALL, Sizes, llama_stages, saved_mib, token_batch, token_loss
 from zbpp.autograd.offload.host_copier import Copier
+from zbpp.features.activation_offload.activation_offload import ActivationOffload
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.planning import plan
-from zbpp.runtime import ActivationOffload, Pipeline
-from zbpp.runtime.measure.live_tensors import live_bytes
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
+from zbpp.runtime import Pipeline
 from zbpp.schedule import Costs
 
 M, LAYERS = 4, 4

@@ -22,10 +22,12 @@ from gpu_check.measuring import digest, gradients, unlike
 from gpu_check.page import Here, Page
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
+from zbpp.features.activation_offload.activation_offload import ActivationOffload
+from zbpp.features.graphs import CudaGraphs
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.planning import plan
-from zbpp.runtime import ActivationOffload, CudaGraphs, Pipeline
+from zbpp.runtime import Pipeline
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timetable
 

@@ -15,7 +15,7 @@ from zbpp.autograd.models import linear_cross_entropy as head
 from zbpp.autograd.models import loss_kernels as kernels
 from zbpp.autograd.models.linear_cross_entropy import logits_cross_entropy
 from zbpp.autograd.weight_grads import ChangedInPlace
-from zbpp.runtime.measure.live_tensors import LiveTensors
+from zbpp.measure.live_tensors import LiveTensors
 
 TOKENS, HIDDEN, WORDS = 64, 16, 101
 FORMS = pytest.mark.parametrize("keep_logits", [True, False], ids=["keep logits", "logits again"])

@@ -7,10 +7,10 @@ from torch import nn
 from zbpp import backward_input
 from zbpp.autograd.offload.host_copier import Copier
 from zbpp.autograd.offload.saved_activations import SavedActivations
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.runtime.boundary import graph_input
 from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.layout import TensorLayout
-from zbpp.runtime.measure.live_tensors import live_bytes
 
 CPU = torch.device("cpu")
 ROWS, SIZE = 64, 32

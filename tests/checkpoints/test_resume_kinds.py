@@ -9,8 +9,8 @@ from torch import nn
 from zbpp import ActivationOffload, Costs, Pipeline, plan
 from zbpp.config import OptimizerConfig
 from zbpp.data import regression_data
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.run.optimizer import build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.leaving import StopAfter

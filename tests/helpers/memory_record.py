@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.storages import storages_of
+from zbpp.features.post_validation.validation import Validation
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
+from zbpp.measure.live_tensors import Counter, LiveTensors, counter_of
+from zbpp.observers.record import StepRecord
+from zbpp.observers.recorder import Recorder
 from zbpp.runtime import Pipeline
 from zbpp.runtime.extra import extras_of
-from zbpp.runtime.measure import Recorder, StepRecord
-from zbpp.runtime.measure.live_tensors import Counter, LiveTensors, counter_of
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.runtime.update.validation import Validation
 from zbpp.schedule import Action
 from zbpp.schedule.program import HeadW, Instruction
 from zbpp.training.trainer import Trainer

@@ -21,12 +21,12 @@ from zbpp import (
 )
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
+from zbpp.measure.live_tensors import LiveTensors
 from zbpp.models.gpt import Gpt
 from zbpp.models.hf import HuggingFace
 from zbpp.models.layers import HEADS
 from zbpp.models.llama import Llama
-from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.stage_api import IGNORED, blocks_of, mean_over_tokens
 
 WORDS, TIME, M = 19, 8, 4

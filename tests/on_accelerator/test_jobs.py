@@ -16,8 +16,8 @@ from helpers import sliced_toy
 from helpers.processes import outcomes, run_ranks
 from zbpp import ActivationOffload, CudaGraphs, GradientRelease, Pipeline, PostValidation, make_mesh
 from zbpp.autograd import recompute
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.llama import Llama
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 VOCAB, TIME, ROWS, M, STEPS, CLIP = 17, 4, 16, 8, 3, 0.5
 WITH_GRAPHS = 5  # steps: two eager ones, a capture, which is replayed, and two replays

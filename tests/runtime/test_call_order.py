@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import zbpp
 from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
+from zbpp.observers.same_calls import CallOrder
 from zbpp.runtime import AgreementError, CommunicationError
-from zbpp.runtime.checks.same_calls import CallOrder
 
 M, SIZE = 2, 3
 

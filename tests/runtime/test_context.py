@@ -10,11 +10,11 @@ from helpers.processes import run_ranks
 from zbpp import OverlapExchange, Pipeline, clip_grad_norm_, make_mesh, per_microbatch, plan, replicate
 from zbpp.autograd import backward_input
 from zbpp.autograd.weight_grads import ComputedTask
+from zbpp.features.context.sequence_parts import SequenceParts
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.dtensors import whole_of
-from zbpp.runtime.parallel.sequence_parts import SequenceParts
 from zbpp.stage_api import mean_over
 
 M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32

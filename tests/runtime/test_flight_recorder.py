@@ -15,9 +15,10 @@ from torch import nn
 from helpers.processes import outcomes, run_ranks
 from zbpp import Pipeline, plan
 from zbpp.commands import hang
-from zbpp.runtime import CommunicationError, FlightRecorder
+from zbpp.observers import flight_recorder
+from zbpp.observers.flight_recorder import FlightRecorder
+from zbpp.runtime import CommunicationError
 from zbpp.runtime.call.feed import Call
-from zbpp.runtime.failures import flight_recorder
 from zbpp.schedule import Action, Op
 
 M, SIZE, TIMEOUT = 4, 4, 3.0

@@ -12,7 +12,7 @@ from torch import nn
 
 from zbpp import Pipeline
 from zbpp.job import cuda_settings
-from zbpp.runtime.checks.full_device import FullDevice
+from zbpp.observers.full_device import FullDevice
 
 
 def test_a_step_in_which_the_allocator_tried_again_is_told_once(caplog):

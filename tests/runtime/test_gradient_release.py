@@ -8,7 +8,7 @@ from torch.optim.lr_scheduler import StepLR
 from helpers.processes import run_ranks
 from helpers.toy_lm import HIDDEN, ROWS, VOCAB, ToyLm, batch
 from zbpp import GradientRelease, Pipeline, Timetable, clip_grad_norm_, make_mesh
-from zbpp.runtime.parallel.norm import norm_of, squares_in_mesh
+from zbpp.features.reductions.norm import norm_of, squares_in_mesh
 
 M, STEPS = 4, 5
 OPTIMIZERS = {

@@ -7,9 +7,10 @@ import torch
 
 from helpers.processes import run_ranks
 from zbpp import Costs, Pipeline, Timetable, plan, simulate
+from zbpp.measure import measured_costs, measured_costs_of_lengths
 from zbpp.models.emulated import Emulated
-from zbpp.runtime import measured_costs
-from zbpp.runtime.measure import Recorder, StepRecord, measured_costs_of_lengths
+from zbpp.observers.record import StepRecord
+from zbpp.observers.recorder import Recorder
 from zbpp.schedule import Action, Op, Recv, Send, Value, consumes, produces
 from zbpp.schedule.timeline import transfers_of
 
@@ -154,5 +155,5 @@ def test_a_message_leaves_where_its_send_begins_and_is_there_where_its_receive_e
 def clock(monkeypatch):
     """A clock that a test sets, in ms."""
     now = [0.0]
-    monkeypatch.setattr("zbpp.runtime.measure.record._now", lambda: float(now[0]))
+    monkeypatch.setattr("zbpp.observers.record._now", lambda: float(now[0]))
     return now

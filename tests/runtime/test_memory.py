@@ -8,10 +8,10 @@ from torch.utils.checkpoint import checkpoint
 from helpers.processes import run_ranks
 from zbpp import Pipeline, plan
 from zbpp.autograd import recompute
+from zbpp.measure.live_tensors import Level, LiveTensors, live_bytes
+from zbpp.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 from zbpp.models.mlp import Mlp
 from zbpp.runtime.call.fingerprint import NUM_COMPARED
-from zbpp.runtime.measure.live_tensors import Level, LiveTensors, live_bytes
-from zbpp.runtime.measure.microbatch_memory import StageMemory, first_inputs, stage_memory
 from zbpp.stage_api import mean_over
 
 CPU = torch.device("cpu")

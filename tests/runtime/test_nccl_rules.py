@@ -18,9 +18,9 @@ from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, clip_grad_norm_, make_mesh
 from zbpp.autograd import recompute
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.llama import Llama
 from zbpp.runtime import groups, links
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.schedule import Timetable
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.passes.posts import ON_HOST

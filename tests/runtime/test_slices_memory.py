@@ -7,11 +7,11 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zbpp import plan
+from zbpp.measure.live_tensors import LiveTensors
+from zbpp.measure.microbatch_memory import past_of, slice_keywords
 from zbpp.models import layers, llama_layer
 from zbpp.models.llama import Llama
 from zbpp.runtime.call.feed import Feed, LossGradients
-from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.microbatch_memory import past_of, slice_keywords
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Op
 

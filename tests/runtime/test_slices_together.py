@@ -16,7 +16,7 @@ from zbpp import CudaGraphs, HeadAtOnce, Pipeline, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.compiled import compile_stage
 from zbpp.models.llama import Llama
-from zbpp.runtime import find_non_finite
+from zbpp.observers.non_finite import find_non_finite
 from zbpp.stage_api import IGNORED, blocks_of, mean_over_tokens
 
 WORDS, TIME, M, ROWS = 31, 12, 4, 8

@@ -19,13 +19,13 @@ from zbpp import ActivationOffload, Costs, Pipeline, Timetable, plan
 from zbpp.autograd.offload.host_copier import Copier, Copy
 from zbpp.autograd.offload.saved_activations import SavedActivations
 from zbpp.devices import urgent_options
+from zbpp.features.activation_offload.activation_offload import offload_of
+from zbpp.features.weight_offload.weight_buffers import DeviceBuffers
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights, ToHost
+from zbpp.observers.recorder import Recorder
 from zbpp.runtime.buffers import BufferPool
 from zbpp.runtime.host_links import HostLink
 from zbpp.runtime.links import Inbox, Outbox
-from zbpp.runtime.measure import Recorder
-from zbpp.runtime.memory.activation_offload import offload_of
-from zbpp.runtime.memory.weight_buffers import DeviceBuffers
-from zbpp.runtime.memory.weight_offload import OffloadedWeights, ToHost
 from zbpp.schedule import Value
 
 M, SIZE, WIDE = 4, 16, 64

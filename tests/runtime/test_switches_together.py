@@ -19,9 +19,9 @@ from zbpp import (
     plan,
 )
 from zbpp.autograd import recompute
+from zbpp.features.activation_offload.activation_offload import offload_of
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.mlp import Mlp
-from zbpp.runtime.memory.activation_offload import offload_of
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 SIZE, M, STEPS, SCHEDULE = 64, 4, 5, "zb_v"
 CLIP = 0.05  # the first steps' gradients are larger: every kind of update has to clip

@@ -10,11 +10,11 @@ from torch import nn
 from helpers.split import grads_of
 from zbpp import Pipeline, backward_input
 from zbpp.autograd import recompute
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
+from zbpp.measure.live_tensors import live_bytes
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime import StageWorker
-from zbpp.runtime.measure.live_tensors import live_bytes
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 
 SIZES = {"vocab_size": 20, "num_layers": 3, "hidden_size": 16, "num_heads": 4, "sequence_length": 8}
 

@@ -16,11 +16,11 @@ import zbpp
 from helpers.hf_folders import config_of, reference, saved
 from zbpp import MasterWeights, Pipeline, plan
 from zbpp.autograd.compiled import compile_stage
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.export import write_folder
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_loss, move_stages
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.training.batches import batch_for
 from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.optim.precision import PRECISIONS, give_dtypes, kept_in_float32

@@ -13,13 +13,13 @@ from torch.utils._pytree import tree_map
 from helpers.processes import run_ranks
 from zbpp import Feature, LossScale, Pipeline, PostValidation, clip_grad_norm_, make_mesh, plan
 from zbpp.data import Data
+from zbpp.features.post_validation.posts import Posts
+from zbpp.features.post_validation.validation import validation_of
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
 from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.update.posts import Posts
-from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 

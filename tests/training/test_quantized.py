@@ -18,10 +18,10 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, backward_input, plan
 from zbpp.commands import export
 from zbpp.config import ConfigError
+from zbpp.measure.fake_tensors import FakeTensors
+from zbpp.measure.live_tensors import LiveTensors
+from zbpp.measure.products import products
 from zbpp.run.checks import check_together
-from zbpp.runtime.measure.fake_tensors import FakeTensors
-from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.products import products
 from zbpp.training.fine_tuned import FineTuned
 from zbpp.training.lora import save_adapter
 from zbpp.training.measured_steps import trained_and_all

@@ -9,8 +9,8 @@ from helpers.processes import open_things, run_ranks
 from helpers.trainers import small_trainer
 from zbpp import Pipeline, PlanError, plan, simulate
 from zbpp.data import text_data
+from zbpp.features.post_validation.validation import validation_of
 from zbpp.models.gpt import Gpt
-from zbpp.runtime.update.validation import validation_of
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.optim.optimizer import adamw

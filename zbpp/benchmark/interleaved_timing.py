@@ -15,9 +15,11 @@ from torch import Tensor
 from zbpp.benchmark.workload import Workload
 from zbpp.error_text import first_cause
 from zbpp.job.agreement import gather
+from zbpp.measure import measured_costs
+from zbpp.measure.live_tensors import live_bytes
+from zbpp.observers.recorder import Recorder
+from zbpp.observers.timeline import clock_offset
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure import Recorder, clock_offset, measured_costs
-from zbpp.runtime.measure.live_tensors import live_bytes
 from zbpp.schedule import Costs, PlanError, Timeline, Timetable, simulate
 
 

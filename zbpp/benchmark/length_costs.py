@@ -19,9 +19,9 @@ from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time
 from zbpp.benchmark.measurement import both_forms
 from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
+from zbpp.measure import measured_costs, two_parts
 from zbpp.planning import RankCosts
 from zbpp.runtime.call.microbatch import into_microbatches
-from zbpp.runtime.measure import measured_costs, two_parts
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.costs import TIMES
 

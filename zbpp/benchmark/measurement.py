@@ -16,14 +16,14 @@ from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time
 from zbpp.benchmark.workload import Workload
 from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
-from zbpp.runtime.call.microbatch import into_microbatches
-from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.measure.microbatch_memory import (
+from zbpp.measure import measured_costs
+from zbpp.measure.microbatch_memory import (
     StageMemory,
     first_inputs,
     memory_per_stage,
     static_per_stage,
 )
+from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.schedule import Action, Costs, Op, Timetable
 from zbpp.schedule.costs import ACTIVATIONS
 

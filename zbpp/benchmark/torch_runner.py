@@ -15,7 +15,8 @@ from torch.distributed import pipelining
 
 from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
-from zbpp.runtime.measure import StepRecord, measured_timeline
+from zbpp.observers.record import StepRecord
+from zbpp.observers.timeline import measured_timeline
 from zbpp.schedule import Action, Op, Timeline, Timetable
 
 SCHEDULES = {

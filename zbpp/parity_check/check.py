@@ -11,11 +11,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zbpp.features.reductions.norm import clip_grad_norm_
 from zbpp.parity_check.judge import Judge
 from zbpp.parity_check.ranks import Held, Naming, Ranks, Stages, digest_of, without_dropout
 from zbpp.parity_check.reference import Reference, check_batch
 from zbpp.parity_check.report import Report
-from zbpp.runtime import clip_grad_norm_
 from zbpp.stage_api import mark_of
 
 _NUM_UPDATES = 3

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zbpp.features.reductions.norm import clip_factor
 from zbpp.parity_check.reference import Gradients, Reference, Weight
-from zbpp.runtime.parallel.norm import clip_factor
 
 
 class Difference(NamedTuple):

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from zbpp.config import TrainConfig
-from zbpp.runtime.measure.products import Products
+from zbpp.measure.products import Products
 from zbpp.schedule import Costs, Op, Program
 from zbpp.schedule.interpret.memory import RankMemory, program_memory
 from zbpp.schedule.interpret.stage_bytes import StageBytes, released, validated_later, weights_on_host

@@ -20,7 +20,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 from zbpp.autograd.storages import bytes_of
 from zbpp.config import ConfigError, ParallelConfig, TrainConfig, naming
 from zbpp.data.token_batches import TokenBatches, longest_microbatch
+from zbpp.features.context.context import as_if_divided
+from zbpp.features.context.sequence_parts import sequence_part
+from zbpp.features.experts.experts import as_if_spread, no_experts
+from zbpp.features.gradient_release.restricted_update import parameters_of, update
+from zbpp.features.weight_offload.weight_buffers import Piece
 from zbpp.job.world import fake_world
+from zbpp.measure.fake_tensors import FakeTensors
+from zbpp.measure.live_tensors import LiveTensors
+from zbpp.measure.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
+from zbpp.measure.products import Products, products
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
 from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import build_model, explained_as_data, keeps_documents_apart
@@ -29,15 +38,6 @@ from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.dtensors import is_spread, local_of
 from zbpp.runtime.layout import layout_of
-from zbpp.runtime.measure.fake_tensors import FakeTensors
-from zbpp.runtime.measure.live_tensors import LiveTensors
-from zbpp.runtime.measure.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
-from zbpp.runtime.measure.products import Products, products
-from zbpp.runtime.memory.restricted_update import parameters_of, update
-from zbpp.runtime.memory.weight_buffers import Piece
-from zbpp.runtime.parallel.context import as_if_divided
-from zbpp.runtime.parallel.experts import as_if_spread, no_experts
-from zbpp.runtime.parallel.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded

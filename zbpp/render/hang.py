@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from zbpp.render.table import aligned
 from zbpp.schedule import from_csv
 
-Record = Mapping[str, Any]  # what a flight-rank-N.json holds; see zbpp/runtime/failures/flight_recorder.py
+Record = Mapping[str, Any]  # what a flight-rank-N.json holds; see zbpp/observers/flight_recorder.py
 
 _BEFORE, _AFTER = 6, 6  # actions that are shown around the place where a rank stood
 _LINES = 12  # of a stack

@@ -22,6 +22,8 @@ from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.errors import CommunicationError, is_out_of_memory
 from zbpp.job.joining import of_first_start, rank_and_size
 from zbpp.job.world import World, check_device, world
+from zbpp.observers.flight_recorder import FlightRecorder
+from zbpp.observers.timeline import peak_memory_bytes
 from zbpp.run.callbacks import build_callbacks, build_loggers, build_saving
 from zbpp.run.checks import check_config
 from zbpp.run.cut import Changes, check_cut, earlier_cut, fits, uncut
@@ -47,8 +49,6 @@ from zbpp.run.plan import (
 from zbpp.run.results import write_results
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
-from zbpp.runtime import FlightRecorder
-from zbpp.runtime.measure import peak_memory_bytes
 from zbpp.runtime.mesh import MeshPosition
 from zbpp.schedule import Timetable
 from zbpp.stage_api import target_names

@@ -7,15 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from zbpp.config import ConfigError, TrainConfig, check_node, without_batching
+from zbpp.features.activation_offload.activation_offload import ActivationOffload
+from zbpp.features.context.context import ContextParallel
+from zbpp.features.experts.experts import ExpertParallel
+from zbpp.features.experts.overlap_exchange import OverlapExchange
+from zbpp.features.gradient_release.gradient_release import NOT_WITH_ACCUMULATION, GradientRelease
+from zbpp.features.graphs import CudaGraphs
+from zbpp.features.post_validation.validation import Validation
+from zbpp.features.slices.sequence_slices import SequenceSlices
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.hf.config import quantized_as
 from zbpp.planning import takes_costs
-from zbpp.runtime import ActivationOffload, CudaGraphs, GradientRelease, OverlapExchange
-from zbpp.runtime.memory.gradient_release import NOT_WITH_ACCUMULATION
-from zbpp.runtime.memory.sequence_slices import SequenceSlices
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
-from zbpp.runtime.parallel.context import ContextParallel
-from zbpp.runtime.parallel.experts import ExpertParallel
-from zbpp.runtime.update.validation import Validation
 from zbpp.training.optim.precision import PRECISIONS
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from torch import nn
 
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConfig, naming
+from zbpp.features.activation_offload.activation_offload import ActivationOffload
 from zbpp.planning import (
     MemoryLimit,
     RankCosts,
@@ -24,7 +25,6 @@ from zbpp.planning import (
 from zbpp.planning.plan import check_shape, stages_per_rank
 from zbpp.planning.slices import balanced_bounds, balanced_shares
 from zbpp.run.model import build_model, layers_per_stage
-from zbpp.runtime import ActivationOffload
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
 from zbpp.schedule.slice_bounds import bounds_for, checked_bounds
 from zbpp.training.measured_steps import Title

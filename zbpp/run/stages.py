@@ -15,13 +15,13 @@ from zbpp.autograd import recompute
 from zbpp.config import ParallelConfig, TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.token_batches import TokenBatches
+from zbpp.features.context.sequence_parts import sequence_part
+from zbpp.features.experts.experts import spread_experts
+from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.call.sequence_lengths import SequenceLengths
-from zbpp.runtime.memory.weight_offload import OffloadedWeights
 from zbpp.runtime.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
-from zbpp.runtime.parallel.experts import spread_experts
-from zbpp.runtime.parallel.sequence_parts import sequence_part
 from zbpp.runtime.tensor_parallel import parallelize
 from zbpp.runtime.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable

@@ -12,6 +12,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from zbpp.config import TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.token_batches import TokenBatches
+from zbpp.features.experts.overlap_exchange import OverlapExchange
+from zbpp.features.graphs import CudaGraphs
+from zbpp.features.head_at_once.head_at_once import HeadAtOnce
 from zbpp.planning import MemoryLimit
 from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
@@ -19,7 +22,7 @@ from zbpp.run.model import metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
 from zbpp.run.plan import build_offload, build_replan
 from zbpp.run.stages import Parts
-from zbpp.runtime import CudaGraphs, Extra, HeadAtOnce, OverlapExchange, Pipeline
+from zbpp.runtime import Extra, Pipeline
 from zbpp.runtime.mesh import MeshPosition, Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.stage_api import check_pipeline

@@ -28,17 +28,7 @@ From `Pipeline(...)` to the end of a step, in reading order:
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: features and observers, which the core knows by
                   this interface alone
 
-Features and observers, and what they use:
-
-    standard      those of every pipeline
-
-    parallel/     replicas, shards, tied parameters, experts: ALL COPIES GET ONE GRADIENT; norm
-    memory/       offload of activations and weights, gradient release, the head's W at once
-    update/       an update that is validated at the gate of the next step
-    checks/       do all ranks make the same calls? Are copies equal? WHERE DID NaN COME FROM?
-    failures/     FlightRecorder: the file that a rank leaves when it fails or hangs, for `zbpp hang`
-    graphs/       actions that CUDA graphs capture and replay
-    measure/      timelines, costs and bytes of measured steps
+What an extra does is not here: zbpp/features has a folder for each feature, zbpp/observers what sees steps.
 
 How a process joins the job, and what all ranks agree on: zbpp/job.
 
@@ -46,55 +36,32 @@ WHERE A W GOES is decided by the timetable alone: a schedule (zbpp/schedule/fami
 (zbpp/planning/search/initial_orders.py, then its moves) puts it there, and the executor runs it there.
 """
 
+from zbpp.features.standard import standard_extras
 from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
 from zbpp.job.joining import StartError
 from zbpp.job.world import DeviceError
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.call.marks import per_microbatch, replicate
-from zbpp.runtime.checks.non_finite import NonFinite, find_non_finite
-from zbpp.runtime.checks.replicas import check_replicas
 from zbpp.runtime.extra import Extra, Feature, Observer
-from zbpp.runtime.failures import FlightRecorder
-from zbpp.runtime.graphs import CudaGraphs
-from zbpp.runtime.measure import Recorder, measured_costs, peak_memory_bytes
-from zbpp.runtime.memory.activation_offload import ActivationOffload
-from zbpp.runtime.memory.gradient_release import GradientRelease
-from zbpp.runtime.memory.head_at_once import HeadAtOnce
 from zbpp.runtime.mesh import make_mesh
-from zbpp.runtime.parallel.norm import clip_grad_norm_
-from zbpp.runtime.parallel.overlap_exchange import OverlapExchange
 from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.standard import standard_extras
 
 Pipeline.standard_extras = staticmethod(standard_extras)
 
 __all__ = [
-    "ActivationOffload",
     "AgreementError",
     "BoundaryError",
     "CommunicationError",
-    "CudaGraphs",
     "DeviceError",
     "Extra",
     "Feature",
-    "FlightRecorder",
-    "GradientRelease",
-    "HeadAtOnce",
-    "NonFinite",
     "Observer",
-    "OverlapExchange",
     "Pipeline",
-    "Recorder",
     "StageWorker",
     "StartError",
-    "check_replicas",
-    "clip_grad_norm_",
-    "find_non_finite",
     "make_mesh",
-    "measured_costs",
-    "peak_memory_bytes",
     "per_microbatch",
     "replicate",
 ]

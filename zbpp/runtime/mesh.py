@@ -70,7 +70,7 @@ def make_mesh(
 
     Each pipeline has (number of processes) / (replicate x shard x context x tensor) ranks; ValueError is
     raised if that is no whole number. context: how many processes share each sequence, see
-    zbpp/runtime/parallel/context.py. expert: over how many processes the experts of a layer are spread; it
+    zbpp/features/context/context.py. expert: over how many processes the experts of a layer are spread; it
     divides replicate x shard. device_type: "cpu", "cuda", ...; None: the accelerator's if the job's backend
     carries its tensors itself, as NCCL does; else "cpu".
     """

@@ -76,8 +76,8 @@ class Pipeline:
     instead of group; see zbpp.make_mesh. The processes of one pipeline differ in the first dimension alone.
     Replicas and shards are given different rows; all that hold a copy of a parameter get the mean of its
     gradients. Processes of one context group are given the same rows, whole, of which each computes a part of
-    each sequence (zbpp/runtime/parallel/context.py); losses and outputs are those of whole sequences. If
-    the mesh was made with expert=, experts are spread here (zbpp/runtime/parallel/experts.py). With shards,
+    each sequence (zbpp/features/context/context.py); losses and outputs are those of whole sequences. If
+    the mesh was made with expert=, experts are spread here (zbpp/features/experts/experts.py). With shards,
     plain stages are wrapped in fully_shard here: make the optimizer afterwards, of `parameters()`.
     reshard: when gathered weights of sharded stages are freed: "step", after a stage's last W; "microbatch",
     after each F and each B, and then they are gathered twice per microbatch.

@@ -21,10 +21,12 @@ from zbpp.autograd.leaf_grad import set_aside
 from zbpp.devices import restored_generators
 from zbpp.error_text import kind_of
 from zbpp.job.agreement import gather
+from zbpp.measure import measured_costs
+from zbpp.measure.live_tensors import counter_of
+from zbpp.observers.record import StepRecord
+from zbpp.observers.timeline import measured_timeline
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Run
-from zbpp.runtime.measure import StepRecord, measured_costs, measured_timeline
-from zbpp.runtime.measure.live_tensors import counter_of
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
 from zbpp.schedule.program import Instruction

@@ -27,13 +27,13 @@ from torch.distributed.pipelining import schedules as torchs
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_map
 
+from zbpp.features.reductions.fully_shard import meshes_of
 from zbpp.job.agreement import gather, gather_over
 from zbpp.planning import plan
 from zbpp.planning.plan import check_name
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
-from zbpp.runtime.parallel.fully_shard import meshes_of
 from zbpp.schedule import PlanError, Timetable
 from zbpp.torch_pipelining.features import ForwardKeywords, WeightsByUser, forward_keywords
 from zbpp.torch_pipelining.order import orders_of, scales_gradients, timetable_of

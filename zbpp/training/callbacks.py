@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from zbpp.runtime import check_replicas
-from zbpp.runtime.measure import ProfilerNames
+from zbpp.observers.recorder import ProfilerNames
+from zbpp.observers.replicas import check_replicas
 from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Callback, Trainer
 

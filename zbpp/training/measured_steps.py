@@ -18,15 +18,15 @@ import torch
 from torch import Tensor
 
 from zbpp.devices import is_accelerator, name_of
+from zbpp.features.activation_offload.activation_offload import offload_plan_of
+from zbpp.features.experts.experts import has_experts
 from zbpp.job.agreement import gather
 from zbpp.job.world import World
+from zbpp.measure import measured_costs, measured_costs_of_lengths
 from zbpp.planning import RankCosts
-from zbpp.runtime import Pipeline, measured_costs
+from zbpp.runtime import Pipeline
 from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.measure import measured_costs_of_lengths
-from zbpp.runtime.memory.activation_offload import offload_plan_of
 from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
-from zbpp.runtime.parallel.experts import has_experts
 from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
 from zbpp.schedule.passes.copies import RankOffload, with_copies

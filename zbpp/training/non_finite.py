@@ -22,7 +22,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-from zbpp.runtime import NonFinite, Pipeline, find_non_finite
+from zbpp.observers.non_finite import NonFinite, find_non_finite
+from zbpp.runtime import Pipeline
 from zbpp.training.batches import Batch
 from zbpp.training.optim.update import Metrics, Outcome, with_named_losses
 

@@ -19,10 +19,11 @@ from typing import Any
 
 from torch import nn
 
-from zbpp.runtime import HeadAtOnce, Pipeline
+from zbpp.features.head_at_once.head_at_once import HeadAtOnce
+from zbpp.measure import measured_costs
+from zbpp.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
+from zbpp.runtime import Pipeline
 from zbpp.runtime.call.microbatch import into_microbatches
-from zbpp.runtime.measure import measured_costs
-from zbpp.runtime.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 

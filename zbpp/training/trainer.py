@@ -28,8 +28,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from zbpp.checkpoints import Stateful
 from zbpp.data import Data
 from zbpp.devices import synchronize
+from zbpp.observers.recorder import Recorder
 from zbpp.runtime import Pipeline
-from zbpp.runtime.measure import Recorder
 from zbpp.schedule import Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out

@@ -25,9 +25,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from zbpp.features.reductions.norm import clip_grad_norm_
+from zbpp.observers.recorder import Recorder
 from zbpp.planning import plan
-from zbpp.runtime import Pipeline, clip_grad_norm_, per_microbatch
-from zbpp.runtime.measure import Recorder
+from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.schedule import Timetable
 from zbpp.transformers.batches import arguments, check_columns, checksum, share_of_targets, split, targets
 from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer

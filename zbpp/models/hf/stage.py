@@ -206,7 +206,7 @@ class Stage(nn.Module):
         return next(iter(self._contexts), None)
 
     def hold_contexts(self, connect: Connect | None) -> None:
-        """See zbpp/runtime/parallel/context.py. The first stage of a process tries a small copy."""
+        """See zbpp/features/context/context.py. The first stage of a process tries a small copy."""
         from zbpp.models.hf.context import hold_contexts
 
         hold_contexts(self.library_model, connect)

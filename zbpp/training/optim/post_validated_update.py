@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from zbpp.features.post_validation.posts import Ticket
+from zbpp.features.post_validation.validation import validation_of
+from zbpp.features.reductions.norm import clip_factor, gradients_of, is_bound, norm_of
 from zbpp.job.agreement import check_equal
 from zbpp.runtime import Pipeline
-from zbpp.runtime.parallel.norm import clip_factor, gradients_of, is_bound, norm_of
-from zbpp.runtime.update.posts import Ticket
-from zbpp.runtime.update.validation import validation_of
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.precision import LossScale
 from zbpp.training.optim.rollback import Rollback

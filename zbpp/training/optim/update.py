@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from zbpp.runtime import GradientRelease, Pipeline
+from zbpp.features.gradient_release.gradient_release import GradientRelease
+from zbpp.features.reductions.norm import clip_factor, gradients_of, norm_of, scale_gradients, squares_in_mesh
+from zbpp.runtime import Pipeline
 from zbpp.runtime.call.results import Means, NamedLosses, summed
-from zbpp.runtime.parallel.norm import clip_factor, gradients_of, norm_of, scale_gradients, squares_in_mesh
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.precision import LossScale
 

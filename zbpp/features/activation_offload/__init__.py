@@ -1,0 +1,1 @@
+"""Activations in host memory between F and B: activation_offload."""

@@ -1,0 +1,6 @@
+"""Weights that are updated inside the step, whose gradients are then dropped.
+
+gradient_release    the feature
+accumulation        each microbatch's gradients go into the optimizer's states, and are dropped
+restricted_update   an optimizer's step for some of its parameters
+"""

@@ -1,0 +1,5 @@
+"""An update that is validated at the gate of the next step.
+
+validation   the feature, and what a step does at its gate
+posts        a gather in two halves: post a value now, collect all of them later
+"""

@@ -1,0 +1,16 @@
+"""What stages take: costs of measured steps for a planner, and the bytes of one microbatch.
+
+costs              costs of measured steps
+length_costs       the same where microbatches differ in length: times in two parts
+fake_tensors       torch's fake tensors, with values for small tensors of integers
+live_tensors       the bytes of live tensors at any moment
+microbatch_memory  the bytes that one microbatch takes on a stage
+products           the matrix products of a stage's F, B and W
+
+When instructions ran: zbpp/observers/recorder.py.
+"""
+
+from zbpp.measure.costs import measured_costs
+from zbpp.measure.length_costs import measured_costs_of_lengths, two_parts
+
+__all__ = ["measured_costs", "measured_costs_of_lengths", "two_parts"]

@@ -1,5 +1,0 @@
-"""Post-validation: an update that is validated at the gate of the next step.
-
-validation   the extra, and what a step does at its gate
-posts        a gather in two halves: post a value now, collect all of them later
-"""
