@@ -310,7 +310,7 @@ def programs_of_steps(rank):
 
         step()
         step()
-        with pipeline.using(zbpp.runtime.Recorder()):
+        with pipeline.using(zbpp.Recorder()):
             step()
             step()
         step()
