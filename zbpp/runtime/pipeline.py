@@ -103,7 +103,7 @@ class Pipeline:
     """
 
     standard_extras: ClassVar[Callable[[Rank, Reshard, Any], Iterable[Sequence[Extra]]]]
-    """Those of every pipeline, see zbpp/features/standard.py. The package sets it, since the core knows no extra."""
+    """Those of every pipeline, see features/standard.py. The package sets it: the core knows no extra."""
 
     @hiding_own_frames
     def __init__(
