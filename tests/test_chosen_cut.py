@@ -1,6 +1,8 @@
 """model.layers_per_stage=auto: the cut that `zbpp train` and `zbpp memory` choose, keep and refuse."""
 
+import os
 import re
+import time
 
 import pytest
 
@@ -8,6 +10,7 @@ from helpers.configs import all_forms, composed
 from zbpp import simulate
 from zbpp.config import ConfigError, read_run_config, with_values
 from zbpp.launch import on_ranks
+from zbpp.models.mlp import Mlp
 from zbpp.prediction.chosen_cut import chosen_cut
 from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.switches import Switches
@@ -15,6 +18,7 @@ from zbpp.run import app
 from zbpp.run.cut import check_cut
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.run.plan import planned
+from zbpp.run.speeds import speeds_by_time
 
 MLP = [
     "model=mlp",
@@ -179,3 +183,43 @@ def test_all_ranks_get_the_cut_that_rank_0_has_chosen(tmp_path):
     assert (
         figures["layers_per_stage"] == chosen(*MLP, *AUTO, "schedule=auto").changes["model.layers_per_stage"]
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speeds"),
+    [
+        ([1.0, 1.08, 0.99], [1, 1, 1]),
+        ([2.0, 1.0, 1.05], [1, 1.95, 1.95]),
+        ([1.0, 1.2], [1.2, 1]),
+    ],
+)
+def test_speeds_within_ten_percent_count_as_equal(seconds, speeds):
+    assert speeds_by_time(seconds) == pytest.approx(speeds, abs=0.01)
+
+
+class SlowOnRank0(Mlp):
+    """An MLP whose blocks take 30 ms more on rank 0."""
+
+    def build_stage(self, index, num_stages):
+        stage = super().build_stage(index, num_stages)
+        if os.environ.get("RANK") == "0":
+            stage.register_forward_hook(lambda *_: time.sleep(0.03))
+        return stage
+
+
+def measured_run(folder, *more):
+    given = [*MLP, f"model._target_={__name__}.SlowOnRank0", AUTO[0], "schedule=1f1b", "steps=2"]
+    return on_ranks(2, app.train, all_forms(*given, "evaluate_every=0", f"run_dir={folder}", *more))
+
+
+def test_without_speeds_each_rank_times_a_block_and_the_slow_one_gets_less(tmp_path, capfd):
+    folder = tmp_path / "run"
+    first, second = measured_run(folder, "stop_after=1")["layers_per_stage"]
+    assert first < second
+    saved = read_run_config(folder / "config.yaml")
+    slow, fast = saved["parallel"]["speeds"]
+    assert slow == 1 < 2 < fast
+    assert "measured on a block of the model: parallel.speeds=[1," in capfd.readouterr().out
+    assert measured_run(folder)["layers_per_stage"] == [first, second]
+    assert "measured on a block" not in capfd.readouterr().out
+    assert read_run_config(folder / "config.yaml")["parallel"]["speeds"] == [slow, fast]

@@ -106,7 +106,7 @@ class ParallelConfig(Checked):
     speeds: Any = field(
         default=None,
         metadata={
-            "help": "of a pipeline's ranks, as [1,1,2,2], for model.layers_per_stage=auto; null: all alike"
+            "help": "of a pipeline's ranks, as [1,1,2,2], for model.layers_per_stage=auto; null: measured"
         },
     )
     replicate: int = ranged(1, least=1, help="copies of each stage, which see different data")

@@ -21,6 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from zbpp.job.agreement import AgreementError, check_equal
@@ -91,6 +92,38 @@ def join(store: Any, rank: int, size: int, facts: dict[str, str], timeout: float
     if verdict != _FINE:
         raise StartError(verdict)
     return attempt
+
+
+class Meeting:
+    """All ranks of the job, which exchange texts before any process group is made.
+
+    Keep it until the process group is made: rank 0 may hold the job's store. Raises StartError if a rank
+    never comes.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self._store, self._rank, self._size = job_store(timeout)
+        self._timeout = timeout
+        attempt = join(self._store, self._rank, self._size, versions(), timeout)
+        self._texts = PrefixStore(f"zbpp/{attempt}", self._store)
+
+    def of_rank_0(self, name: str, text: str) -> str:
+        """Rank 0's text, on every rank. text: ignored on the others."""
+        if self._rank == 0:
+            self._texts.set(name, text)
+        return self._of(0, name)
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+        self._texts.set(f"{name}/{self._rank}", text)
+        return [self._of(rank, f"{name}/{rank}") for rank in range(self._size)]
+
+    def _of(self, rank: int, key: str) -> str:
+        try:
+            self._texts.wait([key], timedelta(seconds=self._timeout))
+        except RuntimeError as error:
+            raise StartError(_never_came([rank], self._size, self._timeout)) from error
+        return str(self._texts.get(key).decode())
 
 
 def versions() -> dict[str, str]:

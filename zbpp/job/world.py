@@ -57,7 +57,7 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     device: "cpu" (gloo), "cuda" (NCCL) or another accelerator's name, or "auto": the accelerator if there is
     one. timeout: seconds that a wait for another rank may last.
     """
-    chosen = _device(device)
+    chosen = own_device(device)
     if is_accelerator(chosen):
         make_current(chosen)
         use_expandable_segments()
@@ -78,7 +78,7 @@ def world(*, device: str = "auto", timeout: float = 600.0) -> Iterator[World]:
     dist.destroy_process_group()
 
 
-def _device(name: str) -> torch.device:
+def own_device(name: str) -> torch.device:
     """This process's device; "auto" is the accelerator's if every process of this machine gets its own."""
     needed = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     place = int(os.environ.get("LOCAL_RANK", "0"))

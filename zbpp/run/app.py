@@ -20,7 +20,7 @@ from zbpp.data import Data
 from zbpp.data.source import Unread
 from zbpp.job.agreement import broadcast, check_agreement, check_equal, gather
 from zbpp.job.errors import CommunicationError, is_out_of_memory
-from zbpp.job.joining import of_first_start, rank_and_size
+from zbpp.job.joining import Meeting, of_first_start, rank_and_size
 from zbpp.job.world import World, check_device, world
 from zbpp.observers.flight_recorder import FlightRecorder
 from zbpp.observers.timeline import peak_memory_bytes
@@ -47,6 +47,7 @@ from zbpp.run.plan import (
     title_of,
 )
 from zbpp.run.results import write_results
+from zbpp.run.speeds import measured_speeds
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime.mesh import MeshPosition
@@ -75,10 +76,12 @@ def train(composed: Composed) -> dict[str, Any]:
     check_device(config.parallel.device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
     plan, parts, note = None, None, ""
     cut: Changes = {}
+    num_ranks = pipeline_ranks(config.parallel, num_processes)
     with out_of_memory_explained(rank):
+        meeting, measured = _measured_speeds(config, num_ranks)
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
-            num_ranks = pipeline_ranks(config.parallel, num_processes)
-            cut, note = _chosen_cut(config, num_ranks)
+            cut, note = _chosen_cut(with_values(config, measured), num_ranks)
+            cut, note = {**measured, **cut}, _with_speeds(note, measured)
             config = with_values(config, cut)
             plan = _make_plan(config, num_ranks)
             parts = build_parts(config, plan.timetable, rank)
@@ -90,6 +93,7 @@ def train(composed: Composed) -> dict[str, Any]:
         out_of_memory_explained(rank, here.device),
         _heard_of_last(signals),
     ):
+        del meeting  # rank 0 may have held the store, which the job now holds
         check_agreement("configs", _without_run_dir(composed.settings))
         composed = composed.changed(broadcast(cut))
         config, settings = composed.tree, _without_run_dir(composed.settings)
@@ -163,6 +167,24 @@ def _place_in_job(wanted: int | None) -> tuple[int, int]:
 
 def _without_run_dir(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "run_dir"}
+
+
+def _measured_speeds(config: TrainConfig, num_ranks: int) -> tuple[Meeting | None, Changes]:
+    """The speeds that model.layers_per_stage=auto needs and the config does not give, as changes to it."""
+    if not config.asks_for_cut or config.parallel.speeds is not None or num_ranks == 1:
+        return None, {}
+    check_config(config)
+    check_cut(config, num_ranks)
+    meeting = Meeting(config.parallel.timeout)
+    found = measured_speeds(meeting, config, num_ranks, build_parts)
+    return meeting, {"parallel.speeds": found} if found else {}
+
+
+def _with_speeds(note: str, measured: Changes) -> str:
+    if not measured:
+        return note
+    speeds = ",".join(f"{each:g}" for each in measured["parallel.speeds"])
+    return f"measured on a block of the model: parallel.speeds=[{speeds}]\n{note}"
 
 
 def _chosen_cut(config: TrainConfig, num_ranks: int) -> tuple[Changes, str]:

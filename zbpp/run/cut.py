@@ -52,7 +52,8 @@ def check_cut(config: TrainConfig, num_ranks: int) -> None:
 def earlier_cut(config: TrainConfig) -> Changes:
     """What an earlier start of this run has chosen, which goes on now; {} if there is none.
 
-    A schedule belongs to the cut if it was chosen, too (schedule=auto); a named one may change.
+    The speeds for which it was chosen belong to it, unless the config gives others. A schedule does if it was
+    chosen, too (schedule=auto); a named one may change.
     """
     folder = Path(config.run_dir)
     if config.overwrite or config.resume == "none" or not checkpoints_in(folder / CHECKPOINTS):
@@ -62,13 +63,16 @@ def earlier_cut(config: TrainConfig) -> Changes:
         if (counts := saved["model"]["layers_per_stage"]) is None:
             return {}
         names = () if config.schedule.replan is None else ("name", "placement", "stages_per_rank")
-        return {_KEY: counts, **{f"schedule.{name}": saved["schedule"][name] for name in names}}
+        speeds = {"parallel.speeds": config.parallel.speeds or saved["parallel"].get("speeds")}
+        return {_KEY: counts, **speeds, **{f"schedule.{name}": saved["schedule"][name] for name in names}}
     return {}
 
 
 def fits(cut: Changes, config: TrainConfig, num_ranks: int) -> bool:
     """Whether a run can have this cut."""
     with suppress(ConfigError, PlanError):
-        check_plan(with_values(config, cut), num_ranks)
+        run = with_values(config, cut)
+        check_plan(run, num_ranks)
+        speeds_of(run, num_ranks)
         return True
     return False

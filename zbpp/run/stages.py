@@ -65,7 +65,7 @@ def prepare_stages(
         with naming("memory.offload_weights=true"):
             OffloadedWeights(stages, device)
     with naming("data"):
-        for inputs in _first_inputs(data, stages, timetable, device):
+        for inputs in first_inputs(data, stages, timetable, device):
             _check_sequences(inputs, slice_bounds)
             if inputs and (context := config.parallel.context) > 1:  # as F gets it; nothing is exchanged yet
                 inputs = sequence_part(inputs, inputs[0].shape[1], 0, context)
@@ -77,7 +77,7 @@ def prepare_stages(
     return parts._replace(stages=TiedStages(stages, ties))
 
 
-def _first_inputs(
+def first_inputs(
     data: Data, stages: Mapping[int, nn.Module], timetable: Timetable, device: torch.device
 ) -> Iterator[Sequence[Any]]:
     """Inputs of stage 0: of the first microbatch, or of two that differ in length."""

@@ -1,0 +1,97 @@
+"""parallel.speeds=null with model.layers_per_stage=auto: each process times a block on its own device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from zbpp.config import NUM_MICROBATCHES, TrainConfig, with_values
+from zbpp.devices import is_accelerator, make_current, restored_generators, synchronize
+from zbpp.job.cuda_settings import use_expandable_segments
+from zbpp.job.joining import Meeting
+from zbpp.job.world import own_device
+from zbpp.planning import plan
+from zbpp.run.cut import earlier_cut, fits, uncut
+from zbpp.run.model import build_model, layers_per_stage
+from zbpp.run.stages import Parts, first_inputs, move_stages
+from zbpp.schedule import Timetable
+from zbpp.training.optim.precision import PRECISIONS
+
+ALIKE = 0.1  # speeds that differ by no more than this share of the larger one count as equal
+_TIMES = 5  # that F and B of the block are timed; the shortest time counts
+
+BuildParts = Callable[[TrainConfig, Timetable, int], Parts]
+
+
+def measured_speeds(
+    meeting: Meeting, config: TrainConfig, num_ranks: int, build_parts: BuildParts
+) -> list[float]:
+    """Measure the speeds of a pipeline's ranks, by `block_seconds` of each process. Collective.
+
+    Returns [] if the run has a cut from an earlier start, which it keeps.
+    A rank with several processes (replicas, shards) is as fast as the slowest of them.
+    """
+    earlier = earlier_cut(config)  # only rank 0 need see the run's folder
+    is_kept = bool(earlier) and fits(earlier, config, num_ranks)
+    if meeting.of_rank_0("is_kept", str(is_kept)) == str(True):
+        return []
+    seconds = [*map(float, meeting.gather("block", repr(block_seconds(config, num_ranks, build_parts))))]
+    each = len(seconds) // num_ranks
+    slowest = [max(seconds[first : first + each]) for first in range(0, len(seconds), each)]
+    return speeds_by_time(slowest)
+
+
+def speeds_by_time(seconds: Sequence[float]) -> list[float]:
+    """The speeds of ranks that took these times for the same work; those of the slowest ranks are 1.
+
+    From the fastest rank down, all within 10 % of a group's fastest rank are one group, which has its mean
+    speed: a noisy machine with equal ranks keeps the even cut.
+    """
+    speeds = {rank: 1 / time for rank, time in enumerate(seconds)}
+    groups: list[list[int]] = []
+    for rank in sorted(speeds, key=speeds.__getitem__, reverse=True):
+        if groups and speeds[rank] >= (1 - ALIKE) * speeds[groups[-1][0]]:
+            groups[-1].append(rank)
+        else:
+            groups.append([rank])
+    of_group = [mean(speeds[rank] for rank in group) for group in groups]
+    found = {
+        rank: round(speed / of_group[-1], 2)
+        for group, speed in zip(groups, of_group, strict=True)
+        for rank in group
+    }
+    return [found[rank] for rank in range(len(seconds))]
+
+
+def block_seconds(config: TrainConfig, num_ranks: int, build_parts: BuildParts) -> float:
+    """How long F and B of the model's first block take on this process's device, for one microbatch."""
+    device = own_device(config.parallel.device)
+    if is_accelerator(device):
+        make_current(device)
+        use_expandable_segments()  # before the first tensor
+    even = uncut(config)
+    number = sum(layers_per_stage(build_model(even.model, even.seed), num_ranks) or ())
+    finest = with_values(even, {"model.layers_per_stage": [1] * number, "schedule.slices": None})
+    microbatches = NUM_MICROBATCHES if config.num_microbatches is None else config.num_microbatches
+    with restored_generators(device):
+        timetable = plan("1f1b", number, microbatches)
+        parts = build_parts(finest, timetable, 0)
+        move_stages(parts.stages, device, PRECISIONS[config.precision])
+        inputs = next(first_inputs(parts.data, parts.stages, timetable, device))
+        return min(_seconds(parts.stages[0], inputs, device) for _ in range(1 + _TIMES))
+
+
+def _seconds(block: nn.Module, inputs: Sequence[Any], device: torch.device) -> float:
+    synchronize(device)
+    begin = time.perf_counter()
+    outputs = [each for each in tree_leaves(block(*inputs)) if isinstance(each, Tensor)]
+    if trained := [each for each in outputs if each.requires_grad]:
+        torch.autograd.backward(trained, [torch.ones_like(each) for each in trained])
+    synchronize(device)
+    return time.perf_counter() - begin
