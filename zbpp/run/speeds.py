@@ -24,7 +24,8 @@ from zbpp.schedule import Timetable
 from zbpp.training.optim.precision import PRECISIONS
 
 ALIKE = 0.1  # speeds that differ by no more than this share of the larger one count as equal
-_TIMES = 5  # that F and B of the block are timed; the shortest time counts
+_TIMES = 5  # that F and B of the block are timed at least; the shortest time counts
+_SECONDS = 0.3  # in which they are timed again: a small block is measured badly by few times
 
 BuildParts = Callable[[TrainConfig, Timetable, int], Parts]
 
@@ -84,7 +85,10 @@ def block_seconds(config: TrainConfig, num_ranks: int, build_parts: BuildParts) 
         parts = build_parts(finest, timetable, 0)
         move_stages(parts.stages, device, PRECISIONS[config.precision])
         inputs = next(first_inputs(parts.data, parts.stages, timetable, device))
-        return min(_seconds(parts.stages[0], inputs, device) for _ in range(1 + _TIMES))
+        found, end = list[float](), time.monotonic() + _SECONDS
+        while len(found) <= _TIMES or time.monotonic() < end:
+            found.append(_seconds(parts.stages[0], inputs, device))
+        return min(found)
 
 
 def _seconds(block: nn.Module, inputs: Sequence[Any], device: torch.device) -> float:
