@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from zbpp.cutting import split_sequential, trace_stages
     from zbpp.features.activation_offload.activation_offload import ActivationOffload
     from zbpp.features.experts.overlap_exchange import OverlapExchange
+    from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes
     from zbpp.features.gradient_release.gradient_release import GradientRelease
     from zbpp.features.graphs import CudaGraphs
     from zbpp.features.head_at_once.head_at_once import HeadAtOnce
@@ -81,6 +82,7 @@ _HOME = {
     "CudaGraphs": "zbpp.features.graphs",
     "Extra": "zbpp.runtime",
     "Feature": "zbpp.runtime",
+    "FewerBytes": "zbpp.features.fewer_bytes.fewer_bytes",
     "FlightRecorder": "zbpp.observers.flight_recorder",
     "GradientRelease": "zbpp.features.gradient_release.gradient_release",
     "HeadAtOnce": "zbpp.features.head_at_once.head_at_once",
@@ -125,6 +127,7 @@ __all__ = [
     "CudaGraphs",
     "Extra",
     "Feature",
+    "FewerBytes",
     "FlightRecorder",
     "GradientRelease",
     "HeadAtOnce",

@@ -31,7 +31,7 @@ from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, PassGate, Program, Send
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
-from zbpp.schedule.program import Instruction, Transport
+from zbpp.schedule.program import Instruction, OnMessage, Transport
 
 _NO_MESSAGE: Message = ()
 _PARTS = {
@@ -229,7 +229,7 @@ def _explain(error: Exception, instructions: Sequence[Instruction | None], posit
     if isinstance(instruction, Action):
         error.add_note(_where(instruction, rank))
         return
-    if isinstance(instruction, Transport):
+    if isinstance(instruction, Transport | OnMessage):
         error.add_note(f"in {instruction} on rank {rank}")
         return
     speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError)

@@ -44,15 +44,18 @@ from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.layout import Message, Run
 from zbpp.schedule import Action, Op, Program
-from zbpp.schedule.program import HeadW, Instruction
+from zbpp.schedule.program import HeadW, Instruction, OnMessage
 
 if TYPE_CHECKING:
     from zbpp.runtime.call.batch import Batch
     from zbpp.runtime.rank import Rank
     from zbpp.runtime.stage import StageWorker
 
-Handler = Callable[[Any], object]
-"""The function that runs at an instruction of a feature. Its argument is the instruction; no message."""
+Handler = Callable[..., Any]
+"""The function that runs at an instruction of a feature. Its argument is the instruction.
+
+At an OnMessage it gets the message, too, and returns the one that takes its place.
+"""
 
 Background = Callable[[], Callable[[], None]]
 """An observer's function for work in the background, such as a copy or a reduction beside F, B and W.
@@ -313,6 +316,8 @@ def _wrapped(extras: Iterable[Extra], call: str, at: Instruction, run: Run) -> R
 
 def _handled(handler: Handler, at: Instruction) -> Run:
     handle = partial(handler, at)
+    if isinstance(at, OnMessage):
+        return handle
 
     def run(message: Message) -> Message:
         handle()

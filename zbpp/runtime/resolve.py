@@ -42,7 +42,7 @@ from zbpp.schedule import (
     consumes,
     produces,
 )
-from zbpp.schedule.program import Instruction, Update
+from zbpp.schedule.program import Instruction, OnMessage, Update
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
@@ -112,14 +112,15 @@ class Resolver:
         """The functions of a program, and behind them one for each outbox, which ends its last sends."""
         functions, resolved, handovers = list[Resolved](), list[Instruction | None](), dict[Value, Handover]()
         messages = [self._messages(each) for each in program.instructions]
-        slots = dict(zip([each.taken for each in messages if each.taken is not None], count(FIRST_SLOT)))
+        taken = dict.fromkeys(each.taken for each in messages if each.taken is not None)
+        slots = dict(zip(taken, count(FIRST_SLOT)))
         bind = self._extras.binder(self._call)
         for each, own in zip(program.instructions, messages, strict=True):
             run = bind(each, self._function(each))
             if run is None:
                 continue
-            if isinstance(each, Action):
-                run = self._handing_over(each.stage, own, run, handovers)
+            if isinstance(each, Action | OnMessage):
+                run = self._handing_over(each, own, run, handovers)
             elif isinstance(each, Update):
                 run = self._updating(each.stage, run, program)
             takes = EMPTY_SLOT if own.taken is None else slots[own.taken]
@@ -158,19 +159,24 @@ class Resolver:
                 return _Messages(taken=value)
             case Recv(value, _):
                 return _Messages(given=value)
+            case OnMessage(value):
+                return _Messages(value, value)
             case _:
                 return _NO_MESSAGES
 
-    def _handing_over(self, stage: int, own: _Messages, run: Run, handovers: dict[Value, Handover]) -> Run:
-        """`run` of an action, with its messages from and to other stages of this rank guarded, see Handover.
+    def _handing_over(
+        self, at: Action | OnMessage, own: _Messages, run: Run, handovers: dict[Value, Handover]
+    ) -> Run:
+        """`run` of an instruction, with its messages between stages of this rank guarded, see Handover.
 
-        handovers: of the actions before this one; the action's own is added. The gradient of the loss stays
+        handovers: of the instructions before this one; its own is added. The gradient of the loss stays
         in its stage, and has no Handover.
         """
         taken, given = own
         if taken in handovers:
             run = handovers[taken].checked(run)
-        if given is not None and given.stage != stage and given.stage in self._workers:
+        stays = isinstance(at, Action) and given is not None and given.stage == at.stage
+        if given is not None and not stays and given.stage in self._workers:
             handovers[given] = Handover(channel_of(given))
             run = handovers[given].noted(run)
         return run

@@ -15,6 +15,7 @@ A program has no decisions in it: str(program) is the whole truth of a step.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -194,6 +195,16 @@ class Update(NamedTuple):
 
     def __str__(self) -> str:
         return f"Update {self.stage}"
+
+
+@dataclass(frozen=True)
+class OnMessage:
+    """Base of a feature's instructions that take the message of a value, and put another one in its place."""
+
+    value: Value
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} {self.value}"
 
 
 class PassGate(NamedTuple):

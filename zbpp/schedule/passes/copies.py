@@ -49,12 +49,12 @@ def with_copies(program: Program, placed: RankOffload) -> Program:
         copies[positions[copy.before], copy.at_once].append(copy.instruction)
     found, receives, position = list[Instruction](), list[Instruction](), 0
     for each in (*program.instructions, None):
-        if isinstance(each, Recv):
-            receives.append(each)
-        elif isinstance(each, Action) or each is None:
+        if isinstance(each, Action) or each is None:
             found += [*copies[position, True], *receives, *copies[position, False]]
             found += [] if each is None else [each]
             receives, position = [], position + 1
+        elif receives or isinstance(each, Recv):  # what follows a Recv may need it
+            receives.append(each)
         else:
             found.append(each)
     return program._replace(instructions=tuple(found))

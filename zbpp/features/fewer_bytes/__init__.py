@@ -1,0 +1,1 @@
+"""Messages between stages with fewer bytes: fewer_bytes; what they are turned into: codes."""
