@@ -21,9 +21,9 @@ from zbpp import (
 )
 
 NAMES = [
-    "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "Feature", "FlightRecorder",
-    "GradientRelease", "HeadAtOnce", "Links", "LossScale", "MasterWeights", "Observer", "OverlapExchange",
-    "Pipeline", "PlanError",
+    "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "Feature", "FewerBytes",
+    "FlightRecorder", "GradientRelease", "HeadAtOnce", "Links", "LossScale", "MasterWeights",
+    "Observer", "OverlapExchange", "Pipeline", "PlanError",
     "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",

@@ -119,9 +119,20 @@ class ParallelConfig(Checked):
     device: str = one_of(*DEVICES, help="auto: the accelerator if there is one, else cpu")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
+    messages: str = one_of(
+        "exact", "bfloat16", "8bit", help="between stages; all but exact are approximations, for slow links"
+    )
+    message_boundaries: list[int] | None = field(
+        default=None, metadata={"help": "[1]: of them only those between stages 1 and 2; null: all"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.messages == "exact" and self.message_boundaries is not None:
+            raise ConfigError(
+                f"parallel.message_boundaries={self.message_boundaries} with parallel.messages=exact: write "
+                "parallel.messages=8bit, or leave the boundaries out"
+            )
         if self.speeds is not None and (numbers := _positive_numbers(self.speeds)) is None:
             raise ConfigError(
                 f"parallel.speeds={self.speeds}: write a number above 0 for each rank of a pipeline, such as "

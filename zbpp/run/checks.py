@@ -11,6 +11,8 @@ from zbpp.features.activation_offload.activation_offload import ActivationOffloa
 from zbpp.features.context.context import ContextParallel
 from zbpp.features.experts.experts import ExpertParallel
 from zbpp.features.experts.overlap_exchange import OverlapExchange
+from zbpp.features.fewer_bytes.codes import CODED
+from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes
 from zbpp.features.gradient_release.gradient_release import NOT_WITH_ACCUMULATION, GradientRelease
 from zbpp.features.graphs import CudaGraphs
 from zbpp.features.post_validation.validation import Validation
@@ -42,8 +44,8 @@ def check_together(config: TrainConfig) -> None:
 
 
 _EXTRAS = (
-    ActivationOffload, ContextParallel, CudaGraphs, ExpertParallel, GradientRelease, OffloadedWeights,
-    OverlapExchange, SequenceSlices, Validation,
+    ActivationOffload, ContextParallel, CudaGraphs, ExpertParallel, FewerBytes, GradientRelease,
+    OffloadedWeights, OverlapExchange, SequenceSlices, Validation,
 )  # fmt: skip
 # (one switch, another one, what to write instead): those that are no matter of a pipeline's extras alone.
 _OF_SWITCHES = (
@@ -64,6 +66,7 @@ _OF_SWITCHES = (
     ("quantized", "compile", "write compile=none"),
     ("quantized", "weight_offload", "write memory.offload_weights=false"),
     ("tokens", "replan", "name a schedule, and give the times that zbpp measure found as schedule.costs"),
+    ("fewer_bytes", "other dtype", "it would change no message; write parallel.messages=exact"),
     ("cuda_graphs", "tokens", "graphs have fixed shapes; leave one of them out"),
     ("tokens", "activation_offload", "copies are planned for microbatches that are alike"),
     ("slices", "replan", "its steps would be measured by the microbatch; write schedule.costs=costs.json"),
@@ -122,6 +125,11 @@ def _switches(config: TrainConfig) -> dict[str, str]:
         "context": (f"parallel.context={parallel.context}", parallel.context > 1),
         "context_parallel": (f"parallel.context={parallel.context}", parallel.context > 1),
         "tensor": (f"parallel.tensor={parallel.tensor}", parallel.tensor > 1),
+        "fewer_bytes": (f"parallel.messages={parallel.messages}", parallel.messages != "exact"),
+        "other dtype": (
+            f"precision={precision}",
+            PRECISIONS[precision].compute not in CODED.get(parallel.messages, ()),
+        ),
         "dynamic_shapes": ("parallel.dynamic_shapes=true", parallel.dynamic_shapes),
         "tokens": ("data.batching=tokens", config.batching.is_tokens),
         "replan": (f"schedule.replan={config.schedule.replan}", config.schedule.replan is not None),

@@ -13,6 +13,8 @@ from zbpp.config import TrainConfig, naming
 from zbpp.data import Data
 from zbpp.data.token_batches import TokenBatches
 from zbpp.features.experts.overlap_exchange import OverlapExchange
+from zbpp.features.fewer_bytes.codes import Form
+from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes
 from zbpp.features.graphs import CudaGraphs
 from zbpp.features.head_at_once.head_at_once import HeadAtOnce
 from zbpp.planning import MemoryLimit
@@ -74,6 +76,8 @@ def build_pipeline(
         switched.append(HeadAtOnce())
     if parallel.overlap_exchange:
         switched.append(OverlapExchange())
+    if parallel.messages != "exact":
+        switched.append(FewerBytes(cast(Form, parallel.messages), parallel.message_boundaries))
     if config.cuda_graphs:
         switched.append(CudaGraphs())
     with naming("model"):

@@ -15,7 +15,7 @@ is number / scale. Rounding up leads to 127 at most. A row with NaN or infinity 
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Literal
 
 import torch
 from torch import Generator, Tensor
@@ -23,13 +23,13 @@ from torch import Generator, Tensor
 from zbpp.runtime.layout import Message
 
 Form = Literal["bfloat16", "8bit"]
-FORMS: tuple[Form, ...] = get_args(Form)
 
 _LEVELS = 126
-_CODED = {
+CODED: dict[str, set[torch.dtype]] = {
     "bfloat16": {torch.float32},
     "8bit": {torch.float32, torch.float64, torch.bfloat16},
 }
+"""{form: the dtypes that it changes}."""
 
 
 def coded(x: Message, form: Form) -> Message:
@@ -47,7 +47,7 @@ def coded_gradient(g: Message, form: Form, seed: int) -> Message:
 def _coded(message: Message, form: Form, chosen: list[bool], generator: Generator | None) -> Message:
     entries: list[Tensor | None] = []
     for tensor, is_chosen in zip(message, chosen, strict=True):
-        if tensor is None or not is_chosen or tensor.dtype not in _CODED[form] or not tensor.dim():
+        if tensor is None or not is_chosen or tensor.dtype not in CODED[form] or not tensor.dim():
             entries += [tensor, None]
         elif form == "bfloat16":
             entries += [None, tensor.bfloat16().requires_grad_(tensor.requires_grad)]

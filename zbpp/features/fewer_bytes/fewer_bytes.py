@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from zbpp.features.fewer_bytes.codes import FORMS, Form, coded, coded_gradient, decoded
+from zbpp.features.fewer_bytes.codes import CODED, Form, coded, coded_gradient, decoded
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
@@ -64,13 +65,16 @@ class FewerBytes(Feature):
     """
 
     name = "fewer_bytes"
+    excludes = MappingProxyType(
+        {"cuda_graphs": "a captured F or B reads its message where it was received; leave one of them out"}
+    )
 
     form: Form
     boundaries: Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        if self.form not in FORMS:
-            raise ValueError(f"form={self.form!r}: write one of {', '.join(map(repr, FORMS))}")
+        if self.form not in CODED:
+            raise ValueError(f"form={self.form!r}: write one of {', '.join(map(repr, CODED))}")
 
     def attach(self, rank: Rank) -> None:
         """See Extra."""
