@@ -8,6 +8,7 @@
     Zero copies, Reduce shared parameters    reduce: tied parameters
     Offload, Drop, Fetch, Await              copies: activations leave the device and come back
     HeadW, Accumulate, Update, Gate          head_w, update, update, gate
+    OnMessage                                a feature's: a message becomes another one
 
 A program has no decisions in it: str(program) is the whole truth of a step.
 """
