@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -65,15 +65,16 @@ def target_of(inputs: Inputs) -> Tensor:
     return shifted(inputs["labels"]).contiguous() if given is None else given
 
 
-def share_of_targets(microbatches: Sequence[Inputs], num_items: Any) -> float:
+def share_of_targets(microbatches: Sequence[Inputs], num_items: Any, total: Callable[[int], int]) -> float:
     """What the mean over the microbatches' targets is multiplied by to give the Trainer's loss.
 
     num_items: by which the Trainer divides. For some models it counts labels before they are shifted; None:
-    it takes the mean. NaN where it counts none, as the Trainer's loss is then.
+    it takes the mean. total: the number of targets in these microbatches -> in all that num_items counts. NaN
+    where it counts none, as the Trainer's loss is then.
     """
     if num_items is None:
         return 1.0
-    count = sum(int((target_of(each) != IGNORED).sum()) for each in microbatches)
+    count = total(sum(int((target_of(each) != IGNORED).sum()) for each in microbatches))
     return count / float(num_items) if num_items else math.nan
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.transformers.cut_model import CutModel
+from zbpp.transformers.replicas import Replicas
 
 if TYPE_CHECKING:
     from transformers import Trainer as _Trainer
@@ -28,6 +29,7 @@ else:
 class Checkpoints(_Trainer):
     """Saving and loading of a Trainer whose model is cut."""
 
+    _replicas: Replicas
     _cut: CutModel | None = None
     _groups: list[list[str]] | None = None
     """The names of the parameters in each group of the optimizer over the whole model."""
@@ -102,7 +104,12 @@ class Checkpoints(_Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks have the same
-            super()._save_rng_state(output_dir)
+            with self._replicas.as_one_process():
+                super()._save_rng_state(output_dir)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        with self._replicas.as_one_process():
+            super()._load_rng_state(checkpoint)
 
     def _load_from_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with _quiet_about_meta():

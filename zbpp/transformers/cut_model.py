@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from zbpp.job.errors import communicating
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Timetable
+from zbpp.transformers.replicas import Replicas
 from zbpp.transformers.stages import OwnModules, keep_only
 
 
@@ -23,10 +23,11 @@ def base_of(model: Any) -> Any:
 
 
 class CutModel:
-    """A pipeline over all processes of the job, of the modules of a model object. Collective.
+    """One pipeline, or several beside each other, of the modules of a model object. Collective.
 
     model: a PreTrainedModel or PeftModel, the same on all ranks; afterwards it has the tensors of this rank's
-    stages alone, and all others are on the meta device. loss: loss(logits, target); None: zbpp's own.
+    stages alone, and all others are on the meta device. All pipelines begin with the first one's values.
+    loss: loss(logits, target); None: zbpp's own. replicas: the pipelines, over all processes of the job.
     options: of Pipeline. Raises ValueError as `OwnModules` and Pipeline do.
     """
 
@@ -36,6 +37,7 @@ class CutModel:
         timetable: Timetable,
         loss: Callable[[Tensor, Any], Tensor] | None,
         device: torch.device,
+        replicas: Replicas,
         layers_per_stage: Sequence[int] | None = None,
         **options: Any,
     ) -> None:
@@ -44,14 +46,15 @@ class CutModel:
         self.names = {id(each): name for name, each in model.named_parameters()}
         stages = OwnModules(base, loss, layers_per_stage)
         self._aliases = stages.tied()
-        self.pipeline = Pipeline(stages, timetable, device=device, **options)
+        self.pipeline = Pipeline(stages, timetable, device=device, mesh=replicas.mesh, **options)
+        replicas.begin_alike(self.pipeline)
         self.layers = stages.layer_counts(timetable.num_stages)
         keep_only(model, self.pipeline.parameters())
         self.names |= {id(each): name for name, each in model.named_parameters()}
         self.wrapped = Wrapped(model, self.pipeline)
         self._is_alone = timetable.num_ranks == 1
-        limit = timedelta(seconds=options.get("timeout", 600.0))
-        self._group = None if self._is_alone else dist.new_group(backend="gloo", timeout=limit)
+        self._group = replicas.pipeline_group()
+        self._is_first = replicas.index == 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of what is saved, on the CPU: of a PeftModel, what is trained."""
@@ -62,11 +65,11 @@ class CutModel:
         return {self._prefix + name: each.cpu() for name, each in state.items()}
 
     def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
-        """The entries of all ranks, on rank 0; {} elsewhere. The first rank counts."""
-        if self._is_alone:
-            return dict(mine)
+        """The entries of all ranks of the first pipeline, on rank 0; {} elsewhere. The first rank counts."""
+        if self._is_alone or not self._is_first:
+            return dict(mine) if self._is_first else {}
         rank = dist.get_rank()
-        parts: list[Any] | None = [None] * dist.get_world_size() if rank == 0 else None
+        parts: list[Any] | None = [None] * self.pipeline.timetable.num_ranks if rank == 0 else None
         with communicating(f"rank {rank}, gathering a checkpoint: all ranks must call save_model"):
             dist.gather_object(dict(mine), parts, dst=0, group=self._group)
         return {name: each for part in reversed(parts or []) for name, each in part.items()}
@@ -77,11 +80,12 @@ class CutModel:
             return value
         values = [value]
         with communicating(f"rank {dist.get_rank()}, waiting for the last stage's rank"):
-            dist.broadcast_object_list(values, src=self.pipeline.timetable.rank_of[-1], group=self._group)
+            source = self.pipeline.timetable.rank_of[-1]
+            dist.broadcast_object_list(values, group_src=source, group=self._group)
         return values[0]
 
     def gather(self, numbers: Tensor) -> list[Tensor]:
-        """The tensors of all ranks, on every rank; they have one shape and dtype."""
+        """The tensors of all ranks of the pipeline, on each of them; they have one shape and dtype."""
         everyone = [torch.empty_like(numbers) for _ in range(self.pipeline.timetable.num_ranks)]
         if self._is_alone:
             return [numbers]

@@ -34,6 +34,10 @@ _ARGUMENTS = {
     "torch_empty_cache_steps": "a step has no moment without activations: leave it out",
     "label_names": "the last stage takes labels: leave it out",
 }
+_WITH_REPLICAS = {  # {key: (its value, what to write)}
+    "average_tokens_across_devices": (True, "all pipelines divide by the targets of all: write True"),
+    "eval_use_gather_object": (False, "tensors alone go between pipelines: leave it out"),
+}
 _OPTIMIZERS = ("lomo", "layerwise")
 _CHOSEN = {"mesh", "group", "device", "loss_fn", "num_microbatches", "timetable"}
 _OFF_DEVICE = ("cpu", "meta")
@@ -65,6 +69,16 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_replicas(count: Any) -> None:
+    """Raise ValueError unless the processes of the job can be so many pipelines."""
+    world = int(os.environ.get("WORLD_SIZE", "1"))
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or world % count:
+        raise ValueError(
+            f"replicas={count!r} does not divide the number of processes, {world}: start others, or write a "
+            "number that does"
+        )
+
+
 def check_slices(timetable: Timetable, own_loss: object) -> None:
     """Raise ValueError for slices of sequences with a loss that shifts the labels of whole ones."""
     if timetable.num_slices > 1 and own_loss is not None:
@@ -74,8 +88,11 @@ def check_slices(timetable: Timetable, own_loss: object) -> None:
         )
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: Any, num_replicas: int = 1) -> None:
     """Raise ValueError for TrainingArguments that a pipeline can't do as the Trainer does."""
+    for name, (value, advice) in _WITH_REPLICAS.items() if num_replicas > 1 else ():
+        if getattr(args, name, value) != value:
+            raise ValueError(f"{name} does not go with replicas={num_replicas}: {advice}")
     for name, advice in _ARGUMENTS.items():
         if getattr(args, name, None):
             raise ValueError(f"{name} does not go with in_pipeline: {advice}")

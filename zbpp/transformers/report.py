@@ -15,16 +15,19 @@ def report(
     layers: Sequence[int],
     held: Sequence[int],
     planned: Callable[[int], Timetable],
+    num_replicas: int = 1,
 ) -> str:
     """Lines to print.
 
-    name: of the schedule. layers: of each stage. held: parameters that each rank has. planned: the timetable
-    for another number of microbatches.
+    name: of the schedule. layers: of each stage. held: parameters that each rank of a pipeline has. planned:
+    the timetable for another number of microbatches.
     """
     num_ranks, num_microbatches = timetable.num_ranks, timetable.num_microbatches
     counts = ", ".join(map(str, layers))
+    pipelines = f"{num_replicas} pipelines of " if num_replicas > 1 else ""
     lines = [
-        f"{name}: {num_ranks} ranks, stages of {counts} layers, {num_microbatches} microbatches a step",
+        f"{name}: {pipelines}{num_ranks} ranks, stages of {counts} layers, "
+        f"{num_microbatches} microbatches a step",
         f"parameters: {', '.join(f'{each / 1e6:,.1f} M' for each in held)} on ranks 0 to {num_ranks - 1}",
         f"predicted bubble: {_percent(timetable)} if F, B and W take equally long",
     ]

@@ -1,6 +1,7 @@
 """in_pipeline: a subclass of a Trainer class that trains in a pipeline over all processes of the job.
 
-accelerate    one process, no DDP, no sharded sampler; rank 0 logs and saves     create_accelerator...
+accelerate    a pipeline is one process, without DDP; rank 0 logs and saves      create_accelerator...
+data          each pipeline's share of the batches, see replicas.py              get_..._dataloader
 optimizer     over the whole model, as ever; then the model is cut               create_optimizer
 wrap          the wrapped model is the rank's stages                             _wrap_model
 microbatches  the batches of a step are kept until its last one comes            get_batch_samples
@@ -41,9 +42,11 @@ from zbpp.transformers.refusals import (
     check_made_model,
     check_model,
     check_options,
+    check_replicas,
     check_slices,
     check_trainer,
 )
+from zbpp.transformers.replicas import Replicas
 from zbpp.transformers.report import report
 
 Schedule = str | Callable[[int, int], Timetable]
@@ -53,6 +56,7 @@ def in_pipeline(
     trainer: type[Any],
     schedule: Schedule = "zb_h1",
     *,
+    replicas: int = 1,
     layers_per_stage: Sequence[int] | None = None,
     **options: Any,
 ) -> type[Any]:
@@ -63,8 +67,9 @@ def in_pipeline(
     tensors. The microbatches of a step are the gradient_accumulation_steps batches of the TrainingArguments.
 
     schedule: one of zbpp.SCHEDULES, or a function of (number of ranks, number of microbatches) that returns a
-    Timetable. layers_per_stage: how many layers each stage has; None: even. options: of zbpp.Pipeline, such
-    as timeout or extras.
+    Timetable. replicas: how many pipelines there are, each of (number of processes) / replicas ranks; each
+    trains on its share of the batches, as a data-parallel process of the Trainer does. layers_per_stage: how
+    many layers each stage has; None: even. options: of zbpp.Pipeline, such as timeout or extras.
     Raises ValueError for a class that can't train in a pipeline, and for a version of transformers without
     one of the names that are needed (names.py). The subclass raises ValueError, when it is made, for
     arguments that don't go with a pipeline (refusals.py).
@@ -72,7 +77,12 @@ def in_pipeline(
     check_names(trainer)
     check_trainer(trainer)
     check_options(options)
-    attributes = {"schedule": schedule, "layers_per_stage": layers_per_stage, "options": options}
+    attributes = {
+        "schedule": schedule,
+        "num_replicas": replicas,
+        "layers_per_stage": layers_per_stage,
+        "options": options,
+    }
     if callable(schedule):
         attributes["schedule"] = staticmethod(schedule)
     return type(f"{trainer.__name__}InPipeline", (PipelineTrainer, trainer), attributes)
@@ -82,23 +92,26 @@ class PipelineTrainer(Checkpoints):
     """What `in_pipeline` puts before a Trainer class."""
 
     schedule: Schedule = "zb_h1"
+    num_replicas: int = 1
     layers_per_stage: Sequence[int] | None = None
     options: Mapping[str, Any] = MappingProxyType({})
     _metrics: Any  # of TRL's classes alone, as the next
     _total_train_tokens: Any
+    _replicas: Replicas
     _recorder: Recorder | None = None  # of the last step, if it was measured
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
         given = next(
             (each for each in (*others, *more.values()) if hasattr(each, "per_device_train_batch_size")), None
         )
+        check_replicas(self.num_replicas)
         if given is not None:
-            check_arguments(given)
+            check_arguments(given, self.num_replicas)
         if isinstance(model, str | Path):
             model = self._read(str(model), given)
         check_model(model, more.get("model_init"), more.get("quantization_config"))
         super().__init__(model, *others, **more)
-        check_arguments(self.args)
+        check_arguments(self.args, self.num_replicas)
         check_made_model(self.model)
         check_names_of_trl(self)
         self._own_loss = OwnLoss(self) if has_own_loss(self) else None
@@ -107,6 +120,7 @@ class PipelineTrainer(Checkpoints):
 
     def _read(self, folder: str, args: Any) -> Any:
         world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
+        world, rank = world // self.num_replicas, rank // self.num_replicas
         timetable = self._timetable(world, 1 if args is None else args.gradient_accumulation_steps)
         options = getattr(args, "model_init_kwargs", None) or {}
         return read_own(
@@ -114,16 +128,19 @@ class PipelineTrainer(Checkpoints):
         )
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Tell accelerate that this is one data-parallel process: it shards no batches and wraps no model."""
+        """Tell accelerate that each pipeline is one data-parallel process, and that it wraps no model."""
         from accelerate import PartialState
         from accelerate.utils import DistributedType
 
         state = PartialState()
-        state.distributed_type, state.num_processes = DistributedType.NO, 1
+        state.distributed_type, state.num_processes = DistributedType.NO, self.num_replicas
+        self._replicas = Replicas(self.num_replicas, self.args.device.type, self._timeout)
         config: Any = self.args.accelerator_config
         config.dispatch_batches = False  # each rank reads a stream by itself
         super().create_accelerator_and_postprocess()
         self.accelerator.clip_grad_norm_ = self._clip
+        self.accelerator.gather = self._replicas.gather
+        self.accelerator.pad_across_processes = self._replicas.pad
         if dist.is_initialized():
             self.accelerator.wait_for_everyone = dist.barrier  # else it would not wait
 
@@ -154,12 +171,17 @@ class PipelineTrainer(Checkpoints):
         if self._cut is None:
             model: Any = self.model
             model.config.use_cache = False
-            world = dist.get_world_size() if dist.is_initialized() else 1
-            timetable = self._timetable(world, self.args.gradient_accumulation_steps)
+            timetable = self._timetable(self._replicas.num_ranks, self.args.gradient_accumulation_steps)
             check_slices(timetable, self._own_loss)
             options = {"seed": self.args.seed, **self.options}
             self._cut = CutModel(
-                model, timetable, self._own_loss, self.args.device, self.layers_per_stage, **options
+                model,
+                timetable,
+                self._own_loss,
+                self.args.device,
+                self._replicas,
+                self.layers_per_stage,
+                **options,
             )
             self._say_plan(self._cut)
         return self._cut
@@ -171,7 +193,10 @@ class PipelineTrainer(Checkpoints):
         if self.args.should_log:
             name = self.schedule if isinstance(self.schedule, str) else "a schedule of your own"
             planned = partial(self._timetable, timetable.num_ranks)
-            print(report(name, timetable, cut.layers, held, planned), flush=True)
+            print(
+                report(name, timetable, cut.layers, held[: timetable.num_ranks], planned, self.num_replicas),
+                flush=True,
+            )
 
     def _timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
         if callable(self.schedule):
@@ -180,6 +205,23 @@ class PipelineTrainer(Checkpoints):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         return self._made_cut().wrapped
+
+    @property
+    def _timeout(self) -> float:
+        return float(self.options.get("timeout", 600.0))
+
+    def get_train_dataloader(self) -> Any:
+        """Of this rank's pipeline, as are the next."""
+        with self._replicas.as_processes():
+            return super().get_train_dataloader()
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replicas.as_processes():
+            return super().get_eval_dataloader(*args, **kwargs)
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        with self._replicas.as_processes():
+            return super().get_test_dataloader(*args, **kwargs)
 
     @property
     def pipeline(self) -> Pipeline:
@@ -206,13 +248,13 @@ class PipelineTrainer(Checkpoints):
             to_train_mode()
         pipeline = self.pipeline
         pipeline.num_steps = self.state.global_step  # seeds the random numbers of the step
-        pipeline.loss_scale = self._share(self._microbatches, num_items_in_batch)
+        pipeline.loss_scale = self._share(self._microbatches, num_items_in_batch, self._replicas.sum)
         args, target = self._arguments(
             self._microbatches, pipeline.timetable.num_microbatches, num_items_in_batch
         )
         with self.accelerator.autocast(), self._recorded(pipeline):
             losses = pipeline.step(*args, target=target)
-        return self._told(losses, self._microbatches) * pipeline.loss_scale
+        return self._replicas.mean(self._told(losses, self._microbatches)) * pipeline.loss_scale
 
     @contextmanager
     def _recorded(self, pipeline: Pipeline) -> Iterator[None]:
@@ -235,11 +277,12 @@ class PipelineTrainer(Checkpoints):
         pad = [None] * (num_planned - len(microbatches))
         return args, per_microbatch([*microbatches, *pad])
 
-    def _share(self, microbatches: list[Any], num_items: Any) -> float:
-        return share_of_targets(microbatches, num_items) if self._own_loss is None else 1.0
+    def _share(self, microbatches: list[Any], num_items: Any, total: Callable[[int], int]) -> float:
+        """See `share_of_targets`."""
+        return share_of_targets(microbatches, num_items, total) if self._own_loss is None else 1.0
 
     def _told(self, losses: list[Tensor], batch: list[Any]) -> Tensor:
-        """The mean of the losses, which the last stage's rank has, on all ranks.
+        """The mean of the losses, which the last stage's rank has, on all ranks of this pipeline.
 
         Raises RuntimeError, on all ranks, unless all ranks had the same batch.
         """
@@ -281,7 +324,9 @@ class PipelineTrainer(Checkpoints):
         losses, logits = self._evaluated(inputs, num_items, returns_logits=not prediction_loss_only)
         loss = None if labels is None else self._told(losses, [inputs])
         if loss is not None:
-            loss *= self._share([inputs], num_items)
+            loss *= self._share(
+                [inputs], num_items, self.num_replicas.__mul__
+            )  # the Trainer takes their mean
         if prediction_loss_only:
             return loss, None, None
         if logits is not None and self._preprocess is not None:
