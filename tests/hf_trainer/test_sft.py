@@ -59,6 +59,63 @@ def sft(case, folder):
     return SFTTrainer, {"model": model, "args": args, "processing_class": tokenizer(), **datasets, **more}
 
 
+def preferences(count, first):
+    """Questions, each with an answer and a worse one."""
+    from datasets import Dataset
+
+    rows = {"prompt": [], "chosen": [], "rejected": []}
+    for messages in chats(count, first)["messages"]:
+        question, answer = (each["content"] for each in messages)
+        rows["prompt"].append(question + " ")
+        rows["chosen"].append(answer)
+        rows["rejected"].append(" ".join(answer.split()[::-2]))
+    return Dataset.from_dict(rows)
+
+
+def dpo(case, folder):
+    """DPOTrainer, whose reference figures are columns of the data."""
+    from trl import DPOConfig, DPOTrainer
+
+    given = {**ARGUMENTS, "gradient_checkpointing": False, "precompute_ref_log_probs": True, **case.arguments}
+    more = {"peft_config": given.pop("peft_config")} if "peft_config" in given else {}
+    datasets = {"train_dataset": preferences(25, 0), "eval_dataset": preferences(12, 40)}
+    args = DPOConfig(output_dir=f"{folder}/run", **given)
+    return DPOTrainer, {
+        "model": model_of(case),
+        "args": args,
+        "processing_class": tokenizer(),
+        **datasets,
+        **more,
+    }
+
+
+PREFERENCES = {
+    "sigmoid": {},
+    "ipo": {"loss_type": ["ipo"]},
+    "several": {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]},
+    "lora": {"peft_config": {}},
+}
+REWARDS = ("rewards/chosen", "rewards/margins", "logps/rejected", "logits/chosen", "eval_rewards/margins")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", PREFERENCES)
+def test_preferences_are_as_in_as_many_processes(name, replicas, tmp_path):
+    arguments = dict(PREFERENCES[name])
+    if "peft_config" in arguments:
+        arguments["peft_config"] = lora()
+    case = Case(arguments=arguments, kit=dpo)
+    expected, *_ = run_ranks(trained, replicas, case, str(tmp_path / "alone"))
+    case = case._replace(schedule="zb_v", options={"replicas": replicas})
+    left = run_ranks(trained, 2 * replicas, case, str(tmp_path / "piped"))
+    assert_same(left[0], expected, rel=1e-5, weights=1e-4)
+    for key in REWARDS:
+        for one in left:
+            values = [[each[key] for each in logs if key in each] for logs in (one.logs, expected.logs)]
+            assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), key
+        assert values[1]
+
+
 def lora(**options):
     from peft import LoraConfig
 

@@ -15,7 +15,7 @@ from zbpp.models.hf.shrink import build_on_meta
 from zbpp.schedule import Timetable
 from zbpp.transformers.cut_model import base_of
 
-_TRAINERS = {"_BaseTrainer", "SFTTrainer"}  # of TRL
+_TRAINERS = {"_BaseTrainer", "SFTTrainer", "DPOTrainer"}  # of TRL
 _REPLACED = {"training_step", "prediction_step", "_wrap_model"}
 
 _ARGUMENTS = {
@@ -29,6 +29,10 @@ _ARGUMENTS = {
     "fp16": "write bf16=True",
     "fp16_full_eval": "write bf16=True, and no full_eval",
     "bf16_full_eval": "write bf16=True, and no full_eval",
+    "debug": "its hooks are on the whole model, which no rank runs: leave it out",
+    "save_on_each_node": "rank 0 alone has what is saved: write to a folder that all nodes see",
+    "sync_ref_model": "no stage has a second model: leave it out",
+    "use_weighting": "the last stage does not compute its weights: leave it out",
     "predict_with_generate": "a pipeline does not generate: load the saved model in one process",
     "enable_jit_checkpoint": "a signal comes to one rank, and all save together: leave it out",
     "torch_empty_cache_steps": "a step has no moment without activations: leave it out",
@@ -49,7 +53,7 @@ def check_trainer(trainer: type[Any]) -> None:
     if others := of_trl - _TRAINERS:
         raise ValueError(
             f"{min(others)} can't train in a pipeline: it generates, or runs the model on other batches "
-            "than a step's, or a second model; SFTTrainer can"
+            "than a step's, or a second model; SFTTrainer and DPOTrainer can"
         )
     for each in trainer.__mro__:
         own = _REPLACED & vars(each).keys()
@@ -106,6 +110,11 @@ def check_arguments(args: Any, num_replicas: int = 1) -> None:
             "train_sampling_strategy=batch_rebalance deals batches out to data-parallel ranks; a pipeline "
             "is one: write group_by_length"
         )
+    if not getattr(args, "precompute_ref_log_probs", True):
+        raise ValueError(
+            "DPO's reference model would run on each rank, whole, in each step: write "
+            "precompute_ref_log_probs=True, and its figures are columns of the data"
+        )
     optimizer = str(getattr(args.optim, "value", args.optim))
     if any(word in optimizer for word in _OPTIMIZERS):
         raise ValueError(
@@ -156,10 +165,14 @@ def _check_config(base: Any) -> None:
         raise ValueError(
             f"a pipeline trains causal language models: {kind.__name__}, not {type(base).__name__}"
         )
+    _check_values(config)
+
+
+def _check_values(config: Any) -> None:
     if asks_for_balance(config):
         raise ValueError(
             "output_router_logits asks for a loss of all routers together, which no stage has: set "
-            "model.config.output_router_logits = False"
+            "model.config.output_router_logits = False, and router_aux_loss_coef=0.0 in the arguments of TRL"
         )
     for name in ("output_hidden_states", "output_attentions"):
         if getattr(config, name, False):
@@ -168,9 +181,28 @@ def _check_config(base: Any) -> None:
             )
 
 
+def check_folder(args: Any) -> None:
+    """Raise ValueError if the whole model is needed, and a rank would read its own tensors of a folder."""
+    if getattr(args, "precompute_ref_log_probs", False):
+        raise ValueError(
+            "precompute_ref_log_probs runs the whole model first: instead of the folder give "
+            "AutoModelForCausalLM.from_pretrained(...)"
+        )
+
+
+def check_precision(precision: str) -> None:
+    """Raise ValueError for one that accelerate was told of by its launcher, and the arguments were not."""
+    if precision not in ("no", "bf16"):
+        raise ValueError(
+            f"accelerate's mixed precision {precision} does not go with in_pipeline: start the script with "
+            "torchrun, and write bf16=True"
+        )
+
+
 def check_made_model(model: Any) -> None:
     """Raise ValueError for what the model has become in the Trainer's constructor, or was made before."""
     base = base_of(model)
+    _check_values(base.config)
     own = vars(base).get("forward")
     if own is not None and own.__func__.__code__.co_name != "_fused_forward":  # TRL's: see StandIn
         raise ValueError("somebody has replaced the model's forward, which a pipeline would not call")

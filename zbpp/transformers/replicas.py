@@ -24,15 +24,18 @@ class Replicas:
     """The pipelines of a job. Collective.
 
     count: how many there are; it divides the number of processes. device_type: of the stages. timeout:
-    seconds that a wait may last. mesh: of all processes; None for one pipeline. index: this process's pipeline.
+    seconds that a wait may last. mesh: of all processes; None for one pipeline. index: of this process's
+    pipeline.
     """
 
     def __init__(self, count: int, device_type: str, timeout: float) -> None:
-        self.count, self.index, self.mesh, self._group = count, 0, None, None
+        self.count, self.index, self.mesh = count, 0, None
+        self._group: dist.ProcessGroup | None = None
         self.num_ranks = dist.get_world_size() // count if dist.is_initialized() else 1
         if count > 1:
             self.mesh = make_mesh(replicate=count, device_type=device_type)
             self.index = self.mesh.get_local_rank(REPLICATE)
+        self._waits = True
         self._limit = timedelta(seconds=timeout)
         if count > 1:
             self._group = self._grouped(
@@ -46,8 +49,10 @@ class Replicas:
         world = dist.get_world_size()
         return self._grouped([[*range(index, world, self.count)] for index in range(self.count)])
 
-    def _grouped(self, ranks: list[list[int]]) -> Any:
-        return dist.new_subgroups_by_enumeration(ranks, backend="gloo", timeout=self._limit)[0]
+    def _grouped(self, ranks: list[list[int]]) -> dist.ProcessGroup:
+        group: dist.ProcessGroup
+        group, _ = dist.new_subgroups_by_enumeration(ranks, backend="gloo", timeout=self._limit)
+        return group
 
     def gather(self, values: Any) -> Any:
         """What accelerate's gather returns where each pipeline is one process."""
@@ -98,17 +103,32 @@ class Replicas:
                 for each in (*stage.parameters(), *stage.buffers()):
                     dist.broadcast(each, group=group, group_src=0)
 
+    def wait(self) -> None:
+        """Wait for all processes of the job."""
+        if self._waits and dist.is_initialized():
+            dist.barrier()
+
+    def tell(self) -> None:
+        """Loaders that an accelerator prepares from now on give this pipeline its share of the batches."""
+        from accelerate.state import AcceleratorState
+
+        AcceleratorState._shared_state["process_index"] = self.index
+
     @contextmanager
     def as_processes(self) -> Iterator[None]:
-        """accelerate takes this process for the one with the number of its pipeline: samplers are made so."""
+        """The Trainer takes this process for the one with its pipeline's number: it seeds workers by it."""
         with _told(process_index=self.index):
             yield
 
     @contextmanager
     def as_one_process(self) -> Iterator[None]:
-        """accelerate takes the job for one process: files are those of one."""
-        with _told(num_processes=1):
-            yield
+        """accelerate takes this process for the only one, which waits for no other."""
+        group, self._group, self._waits = self._group, None, False
+        try:
+            with _told(num_processes=1):
+                yield
+        finally:
+            self._group, self._waits = group, True
 
 
 @contextmanager

@@ -33,15 +33,17 @@ from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.schedule import Timetable
 from zbpp.transformers.batches import arguments, check_columns, checksum, share_of_targets, split, targets
 from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
-from zbpp.transformers.cut_model import CutModel
+from zbpp.transformers.cut_model import CutModel, base_of
 from zbpp.transformers.folder import read_own
 from zbpp.transformers.losses import OwnLoss, has_own_loss
 from zbpp.transformers.names import check_names, check_names_of_trl
 from zbpp.transformers.refusals import (
     check_arguments,
+    check_folder,
     check_made_model,
     check_model,
     check_options,
+    check_precision,
     check_replicas,
     check_slices,
     check_trainer,
@@ -108,10 +110,12 @@ class PipelineTrainer(Checkpoints):
         if given is not None:
             check_arguments(given, self.num_replicas)
         if isinstance(model, str | Path):
+            check_folder(given)
             model = self._read(str(model), given)
         check_model(model, more.get("model_init"), more.get("quantization_config"))
         super().__init__(model, *others, **more)
         check_arguments(self.args, self.num_replicas)
+        check_precision(self.accelerator.mixed_precision)
         check_made_model(self.model)
         check_names_of_trl(self)
         self._own_loss = OwnLoss(self) if has_own_loss(self) else None
@@ -138,11 +142,11 @@ class PipelineTrainer(Checkpoints):
         config: Any = self.args.accelerator_config
         config.dispatch_batches = False  # each rank reads a stream by itself
         super().create_accelerator_and_postprocess()
+        self._replicas.tell()
         self.accelerator.clip_grad_norm_ = self._clip
         self.accelerator.gather = self._replicas.gather
         self.accelerator.pad_across_processes = self._replicas.pad
-        if dist.is_initialized():
-            self.accelerator.wait_for_everyone = dist.barrier  # else it would not wait
+        self.accelerator.wait_for_everyone = self._replicas.wait  # it would not wait
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The stages are moved when the model is cut."""
@@ -164,6 +168,8 @@ class PipelineTrainer(Checkpoints):
         own = {id(each) for each in cut.pipeline.parameters()}
         for group in raw.param_groups:
             group["params"] = [each for each in group["params"] if id(each) in own]
+        for each in [each for each in raw.state if id(each) not in own]:  # Adagrad begins with states
+            del raw.state[each]
         return optimizer
 
     def _made_cut(self) -> CutModel:
@@ -173,6 +179,8 @@ class PipelineTrainer(Checkpoints):
             model.config.use_cache = False
             timetable = self._timetable(self._replicas.num_ranks, self.args.gradient_accumulation_steps)
             check_slices(timetable, self._own_loss)
+            if self.neftune_noise_alpha is not None:  # its hook reads this from the stage's copy of the module
+                base_of(model).get_input_embeddings().neftune_noise_alpha = self.neftune_noise_alpha
             options = {"seed": self.args.seed, **self.options}
             self._cut = CutModel(
                 model,
@@ -320,9 +328,12 @@ class PipelineTrainer(Checkpoints):
         """Loss, logits and labels of a batch, on every rank."""
         inputs = dict(self._prepare_inputs(inputs))
         labels = inputs.get("labels")
+        has_loss = labels is not None or "completion_mask" in inputs  # DPO's batches have no labels
         num_items = None if labels is None else self._get_num_items_in_batch([inputs], self.args.device)
-        losses, logits = self._evaluated(inputs, num_items, returns_logits=not prediction_loss_only)
-        loss = None if labels is None else self._told(losses, [inputs])
+        losses, logits = self._evaluated(
+            inputs, num_items, has_loss=has_loss, returns_logits=not prediction_loss_only
+        )
+        loss = self._told(losses, [inputs]) if has_loss else None
         if loss is not None:
             loss *= self._share(
                 [inputs], num_items, self.num_replicas.__mul__
@@ -333,16 +344,18 @@ class PipelineTrainer(Checkpoints):
             logits = self._preprocess(logits, labels)
         return loss, self._made_cut().from_last(logits), labels
 
-    def _evaluated(self, inputs: Any, num_items: Any, *, returns_logits: bool) -> tuple[list[Tensor], Any]:
+    def _evaluated(
+        self, inputs: Any, num_items: Any, *, has_loss: bool, returns_logits: bool
+    ) -> tuple[list[Tensor], Any]:
         """(losses, logits) of a batch, on the last stage's rank; ([], None) elsewhere."""
         pipeline, own = self.pipeline, self._own_loss
         num_planned, run = pipeline.timetable.num_microbatches, pipeline.evaluate
         target = None
-        if own is not None or "labels" not in inputs:  # compute_loss is a function of the whole batch
+        if own is not None or not has_loss:  # compute_loss is a function of the whole batch
             parts, num_planned, run = [inputs], 1, pipeline.evaluate_as_one
         else:
             parts = split(inputs, num_planned)
-        if "labels" in inputs:
+        if has_loss:
             target = targets(parts, num_planned) if own is None else per_microbatch(parts)
         if own is not None:
             own.begin_evaluation(num_items)
@@ -360,6 +373,22 @@ class PipelineTrainer(Checkpoints):
             counted: Any = self._metrics, self._total_train_tokens
             self._metrics, self._total_train_tokens = self._cut.from_last(counted)
         super().log(logs, *args, **kwargs)
+
+    def _precompute_ref_logps(self, dataset: Any, *args: Any) -> Any:
+        """DPO's reference figures as columns of the data: rank 0 runs the whole model for them."""
+        from datasets import Dataset, concatenate_datasets
+
+        names, told = ("ref_chosen_logps", "ref_rejected_logps"), list[Any]([None])
+        if self.accelerator.is_main_process:
+            model: Any = self.model
+            model.to(self.args.device)
+            with self._replicas.as_one_process():
+                made = super()._precompute_ref_logps(dataset, *args)  # type: ignore[misc]  # DPOTrainer's
+            model.to("cpu")
+            told[0] = {name: made[name] for name in names}
+        if dist.is_initialized():
+            dist.broadcast_object_list(told, src=0, device=self.args.device)
+        return concatenate_datasets([dataset, Dataset.from_dict(told[0])], axis=1)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Raises ValueError."""
