@@ -73,12 +73,13 @@ def preferences(count, first):
 
 
 def dpo(case, folder):
-    """DPOTrainer, whose reference figures are columns of the data."""
+    """DPOTrainer, whose reference figures are columns of the data that lie in the folder."""
+    from datasets import load_from_disk
     from trl import DPOConfig, DPOTrainer
 
     given = {**ARGUMENTS, "gradient_checkpointing": False, "precompute_ref_log_probs": True, **case.arguments}
     more = {"peft_config": given.pop("peft_config")} if "peft_config" in given else {}
-    datasets = {"train_dataset": preferences(25, 0), "eval_dataset": preferences(12, 40)}
+    datasets = {f"{name}_dataset": load_from_disk(f"{folder}/{name}") for name in ("train", "eval")}
     args = DPOConfig(output_dir=f"{folder}/run", **given)
     return DPOTrainer, {
         "model": model_of(case),
@@ -104,6 +105,9 @@ def test_preferences_are_as_in_as_many_processes(name, replicas, tmp_path):
     arguments = dict(PREFERENCES[name])
     if "peft_config" in arguments:
         arguments["peft_config"] = lora()
+    for side in ("alone", "piped"):
+        preferences(25, 0).save_to_disk(tmp_path / side / "train")
+        preferences(12, 40).save_to_disk(tmp_path / side / "eval")
     case = Case(arguments=arguments, kit=dpo)
     expected, *_ = run_ranks(trained, replicas, case, str(tmp_path / "alone"))
     case = case._replace(schedule="zb_v", options={"replicas": replicas})
