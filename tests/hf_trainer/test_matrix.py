@@ -1,8 +1,14 @@
 """What a script may ask of the Trainer, in a pipeline against one process: a case a row."""
 
+import multiprocessing
+import os
+from types import SimpleNamespace
+from unittest import mock
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from helpers.hf_trainer import Case, assert_same, trained
 from helpers.processes import run_ranks
@@ -114,6 +120,69 @@ def without_a_target(trainer):
     return Mine
 
 
+class Hits:
+    """Metrics of batches: tokens that are right, over all of them."""
+
+    def __init__(self):
+        self._hits = 0
+
+    def __call__(self, found, compute_result=False):
+        tokens, labels = found.predictions.argmax(-1)[:, :-1], found.label_ids[:, 1:]
+        self._hits += int((tokens == labels)[labels != -100].sum())
+        if not compute_result:
+            return {}
+        hits, self._hits = self._hits, 0
+        return {"accuracy": hits}
+
+
+def sums(found):
+    """Of the inputs and losses of an evaluation."""
+    return {"accuracy": float(found.inputs.sum() + np.sum(found.losses))}
+
+
+def allows_children(model):
+    """Processes of the tests' pool are daemons, which may have none."""
+    multiprocessing.current_process()._config["daemon"] = False
+    return model
+
+
+def with_constant_noise(trainer):
+    """NEFTune adds the same to each element, and the model is cut before it begins."""
+
+    class Mine(evaluated_first(trainer)):
+        def train(self, **options):
+            with mock.patch.object(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(high)):
+                return super().train(**options)
+
+    return Mine
+
+
+class Hub:
+    """Keeps the names of the files that would be uploaded."""
+
+    def __init__(self):
+        self.files = []
+
+    def create_repo(self, *_, **__):
+        return SimpleNamespace(repo_id="me/run")
+
+    def upload_folder(self, *_, folder_path, **__):
+        self.files.append(sorted(os.listdir(folder_path)))
+        return SimpleNamespace(is_done=lambda: True, result=lambda: None)
+
+
+def uploads(trainer):
+    """The last upload of rank 0 is in `found` of all ranks."""
+    hub = Hub()
+    trainer.hub_model_id = "me/run"
+    with mock.patch("transformers.trainer.hf_api", return_value=hub):
+        trainer.push_to_hub()
+    files = [hub.files[-1:]]
+    if dist.is_initialized():
+        dist.broadcast_object_list(files, src=0)
+    return [files[0][0].index(name) for name in ("config.json", "model.safetensors")] + [len(files[0][0])]
+
+
 BEST = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
 EVERY_3 = {"save_steps": 3, "eval_steps": 3}
 
@@ -146,6 +215,28 @@ CASES = {
     "no clipping": (Case(arguments={"max_grad_norm": 0.0}), {}),
     "sgd": (Case(arguments={"optim": "sgd", "learning_rate": 0.1}), {}),
     "adafactor": (Case(arguments={"optim": "adafactor"}), {"weights": 1e-4}),
+    "adagrad": (Case(arguments={"optim": "adagrad"}), {"weights": 1e-4}),
+    "8 bits": (Case(arguments={"optim": "adamw_bnb_8bit"}), {"weights": 1e-3}),
+    "workers": (
+        Case(
+            arguments={"dataloader_num_workers": 2, "dataloader_persistent_workers": True},
+            change=allows_children,
+        ),
+        {},
+    ),
+    "noise": (Case(arguments={"neftune_noise_alpha": 5.0}, trainer=with_constant_noise), {"weights": 1e-4}),
+    "metrics of batches": (
+        Case(arguments={"batch_eval_metrics": True}, more={"compute_metrics": Hits()}),
+        {},
+    ),
+    "metrics of inputs": (
+        Case(
+            arguments={"include_for_metrics": ["inputs", "loss"], "eval_accumulation_steps": 1},
+            more={"compute_metrics": sums},
+        ),
+        {},
+    ),
+    "hub": (Case(finish=uploads), {}),
     "plateau": (
         Case(arguments={"lr_scheduler_type": "reduce_lr_on_plateau", "eval_steps": 1}),
         {"rel": 1e-5, "weights": 1e-4},

@@ -14,6 +14,7 @@ pytest.importorskip("accelerate")
 peft = pytest.importorskip("peft")
 
 from zbpp.transformers import in_pipeline, names  # noqa: E402  # after the check for its libraries
+from zbpp.transformers.refusals import check_precision  # noqa: E402
 
 
 def made(arguments=(), model=None, trainer=transformers.Trainer, **more):
@@ -34,6 +35,8 @@ ARGUMENTS_REFUSED = {
     "enable_jit_checkpoint": True,
     "torch_empty_cache_steps": 2,
     "label_names": ["targets"],
+    "debug": "underflow_overflow",
+    "save_on_each_node": True,
     "train_sampling_strategy": "batch_rebalance",
     "optim": "lomo",
 }
@@ -214,11 +217,43 @@ def sliced(num_ranks, num_microbatches):
     return plan("zb_v", num_ranks, num_microbatches, num_slices=2)
 
 
-@pytest.mark.parametrize("name", ["GRPOTrainer", "DPOTrainer"])
-def test_a_trainer_of_trl_that_generates_or_has_a_second_model(name):
+@pytest.mark.parametrize("name", ["GRPOTrainer", "KTOTrainer"])
+def test_a_trainer_of_trl_that_generates_or_runs_other_tokens(name):
     trainer = type(name, (transformers.Trainer,), {"__module__": "trl.trainer.its_file"})
-    with pytest.raises(ValueError, match=f"^{name} can't train in a pipeline: [^\n]*SFTTrainer can$"):
+    with pytest.raises(ValueError, match=f"^{name} can't train [^\n]*: [^\n]*SFTTrainer and DPOTrainer can$"):
         in_pipeline(trainer)
+
+
+def test_a_reference_model_that_runs_in_each_step_and_figures_of_a_folder():
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
+    args.precompute_ref_log_probs = False
+    with pytest.raises(ValueError, match="^DPO's reference model[^\n]*write precompute_ref_log_probs=True"):
+        in_pipeline(transformers.Trainer)(model=model_of(Case()), args=args)
+    args.precompute_ref_log_probs = True
+    with pytest.raises(ValueError, match="^precompute_ref_log_probs runs the whole model[^\n]*instead of"):
+        in_pipeline(transformers.Trainer)(model="/nowhere", args=args)
+
+
+def test_a_precision_of_the_launcher():
+    with pytest.raises(ValueError, match="^accelerate's mixed precision fp16[^\n]*torchrun, and write bf16"):
+        check_precision("fp16")
+
+
+@pytest.mark.parametrize("replicas", [0, 3, True, 2.0, "2"])
+def test_replicas_that_do_not_divide_the_processes(replicas, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(ValueError, match="^replicas=[^\n]* does not divide the number of processes, 4"):
+        in_pipeline(transformers.Trainer, replicas=replicas)(model=model_of(Case()))
+
+
+@pytest.mark.parametrize(
+    "name, value", [("average_tokens_across_devices", False), ("eval_use_gather_object", True)]
+)
+def test_arguments_that_do_not_go_with_replicas(name, value, monkeypatch):
+    args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[], **{name: value})
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=f"^{name} does not go with replicas=2: [^\n]*$"):
+        in_pipeline(transformers.Trainer, replicas=2)(model=model_of(Case()), args=args)
 
 
 class OwnStep(transformers.Trainer):

@@ -3,9 +3,10 @@
     trainer = in_pipeline(SFTTrainer, schedule="zb_v")(model=model, args=args, train_dataset=dataset)
     trainer.train()                                            # torchrun --nproc-per-node 2 script.py
 
-The Trainer's loop stays as it is. To accelerate the job is one data-parallel process: every rank reads the
+The Trainer's loop stays as it is. To accelerate a pipeline is one data-parallel process: its ranks read the
 same batches. A step, its norm, an evaluation and a checkpoint are those of the whole pipeline.
 
+replicas     several pipelines beside each other, each a data-parallel process to accelerate
 trainer      in_pipeline; making a Trainer whose model is cut, its steps and evaluations
 cut_model    the user's model object, cut: the pipeline, and what a rank has of the whole model
 stages       the model object as stages, with its own modules

@@ -179,7 +179,7 @@ class PipelineTrainer(Checkpoints):
             model.config.use_cache = False
             timetable = self._timetable(self._replicas.num_ranks, self.args.gradient_accumulation_steps)
             check_slices(timetable, self._own_loss)
-            if self.neftune_noise_alpha is not None:  # its hook reads this from the stage's copy of the module
+            if self.neftune_noise_alpha is not None:  # its hook asks the stage's copy of the module
                 base_of(model).get_input_embeddings().neftune_noise_alpha = self.neftune_noise_alpha
             options = {"seed": self.args.seed, **self.options}
             self._cut = CutModel(
@@ -378,6 +378,11 @@ class PipelineTrainer(Checkpoints):
         """DPO's reference figures as columns of the data: rank 0 runs the whole model for them."""
         from datasets import Dataset, concatenate_datasets
 
+        if self._cut is not None:
+            raise ValueError(
+                "the reference figures of data are computed before the model is cut: give eval_dataset when "
+                "the DPOTrainer is made"
+            )
         names, told = ("ref_chosen_logps", "ref_rejected_logps"), list[Any]([None])
         if self.accelerator.is_main_process:
             model: Any = self.model
