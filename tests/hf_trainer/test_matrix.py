@@ -151,7 +151,9 @@ def with_constant_noise(trainer):
 
     class Mine(evaluated_first(trainer)):
         def train(self, **options):
-            with mock.patch.object(torch.Tensor, "uniform_", lambda self, low, high: self.fill_(high)):
+            with mock.patch.object(
+                torch.Tensor, "uniform_", lambda self, low=0, high=1, **_: self.fill_(high)
+            ):
                 return super().train(**options)
 
     return Mine

@@ -160,6 +160,23 @@ def test_a_case_is_as_in_one_process(name, tmp_path):
     compared(*CASES[name], tmp_path, "zb_h1")
 
 
+MIXTRAL = Case(kind="mixtral", sizes={"num_local_experts": 4, "num_experts_per_tok": 2}, kit=sft)
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
+def test_experts_are_as_in_one_process_without_a_loss_of_their_routers(tmp_path):
+    """TRL asks for that loss by itself, which no stage has."""
+    from zbpp.transformers import in_pipeline
+
+    chosen, given = sft(MIXTRAL, tmp_path)
+    with pytest.raises(ValueError, match="^output_router_logits [^\n]*router_aux_loss_coef=0.0 in the arg"):
+        in_pipeline(chosen)(**given)
+    case = MIXTRAL._replace(arguments={"router_aux_loss_coef": 0.0})
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    both = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
+    assert_same(both[0], expected)
+
+
 def held(trainer):
     """The numbers of this rank's parameters, and of all."""
     own = sum(each.numel() for each in trainer.model.parameters() if not each.is_meta)

@@ -21,7 +21,8 @@ _REPLACED = {"training_step", "prediction_step", "_wrap_model"}
 _ARGUMENTS = {
     "deepspeed": "the pipeline spreads the model over the ranks: leave deepspeed out",
     "fsdp": "the pipeline spreads the model over the ranks: leave fsdp out",
-    "torch_compile": "leave it out",
+    "torch_compile": "it compiles the whole model, which no rank runs: leave it out, or use zbpp train with "
+    "compile=stage",
     "auto_find_batch_size": "all ranks would have to run out of memory together: write a batch size",
     "use_liger_kernel": "it replaces the loss that the last stage computes: leave it out",
     "parallelism_config": "the pipeline is the only parallelism here: leave it out",
