@@ -117,8 +117,22 @@ MAY_IMPORT = {
 
 _PURE = ("torch", "hydra", "omegaconf", "rich")
 
-_PROGRAMS = ("zbpp.schedule.lower", "zbpp.schedule.program", "zbpp.schedule.passes", "zbpp.schedule.gate")
+_PROGRAMS = (
+    "zbpp.schedule.lower",
+    "zbpp.schedule.program",
+    "zbpp.schedule.passes",
+    "zbpp.features.post_validation.gate",
+)
 _INTERPRETERS = ("zbpp.schedule.interpret.timing", "zbpp.schedule.interpret.memory")
+# Instructions of features, and the passes that insert them.
+_PASSES = (
+    "activation_offload/copies",
+    "activation_offload/choice",
+    "gradient_release/updates",
+    "head_at_once/head_w",
+    "post_validation/gate",
+    "reductions/instructions",
+)
 # (where, what it must not import, why); a folder stands for its files.
 MUST_NOT_IMPORT = [
     ("zbpp/schedule/", _PURE, "plans are pure Python and numpy"),
@@ -137,6 +151,10 @@ MUST_NOT_IMPORT = [
     ("zbpp/models/", ("torch.distributed",), "a model sees no rank and no group"),
     ("zbpp/data/", ("torch.distributed",), "every rank makes the same batches"),
     ("zbpp/commands/plan/", ("torch", "hydra", "omegaconf"), "it runs without torch"),
+    *(
+        (f"zbpp/features/{file}.py", _PURE, "instructions and passes are pure Python and numpy")
+        for file in _PASSES
+    ),
 ]
 # A folder in zbpp/features is one feature, which knows no other; the file that names them all is no feature.
 MAKES_EXTRAS = "zbpp/features/standard.py"
@@ -303,10 +321,11 @@ def test_the_map_of_a_room_has_all_of_its_files():
         ("zbpp/schedule/lower.py", "from zbpp.planning import plan", "may import schedule"),
         ("zbpp/schedule/families/a.py", "from .b import c", "families don't know each other"),
         ("zbpp/schedule/families/a.py", "from ..lower import Send", "families know no messages"),
-        ("zbpp/schedule/simulate.py", "from .program import Offload", "F, B, W, BW and messages alone"),
-        ("zbpp/schedule/passes/copies.py", "from ..interpret.timing import Stream", "passes know no time"),
+        ("zbpp/schedule/simulate.py", "from .program import Send", "F, B, W, BW and messages alone"),
+        ("zbpp/schedule/passes/posts.py", "from ..interpret.timing import Stream", "passes know no time"),
         ("zbpp/schedule/dataflow.py", "from zbpp.schedule.costs import Costs", "dataflow knows no placement"),
         ("zbpp/runtime/pipeline.py", "from zbpp.schedule.families import zb_v", "knows no schedule by name"),
+        ("zbpp/features/head_at_once/head_w.py", "from torch import nn", "passes are pure Python"),
         ("zbpp/autograd/split.py", "from torch import distributed", "the split is usable on its own"),
         ("zbpp/autograd/split.py", "from zbpp import Timetable", "may import autograd"),
         ("zbpp/autograd/graph.py", "from .models.sharded import is_on_mesh", "the split knows no extra"),

@@ -12,11 +12,12 @@ from zbpp.benchmark.length_costs import fit_lengths, fitted
 from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data, text_data
+from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.job.world import World
 from zbpp.models.emulated import Emulated, sleep
 from zbpp.planning import SCHEDULES
 from zbpp.runtime.mesh import planned_by_rank_0
-from zbpp.schedule import PlanError, choose_offload
+from zbpp.schedule import PlanError
 
 P, M = 2, 4
 CPU = torch.device("cpu")

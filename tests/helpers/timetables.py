@@ -8,10 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from zbpp.features.activation_offload.copies import (
+    Await,
+    Drop,
+    Fetch,
+    Offload,
+    Placed,
+    RankOffload,
+    with_copies,
+)
 from zbpp.schedule import Action, Costs, Op, Timeline, Timetable, Unit, Value, lower
 from zbpp.schedule.interpret.timing import program_timeline
-from zbpp.schedule.passes.copies import Placed, RankOffload, with_copies
-from zbpp.schedule.program import Await, Drop, Fetch, Offload
 
 F, B, W, BW = Op.F, Op.B, Op.W, Op.BW
 

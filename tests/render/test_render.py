@@ -10,9 +10,10 @@ from dataclasses import replace
 import pytest
 
 from helpers.timetables import with_offload
+from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.planning import compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
-from zbpp.schedule import Costs, PlanError, Timetable, choose_offload, simulate
+from zbpp.schedule import Costs, PlanError, Timetable, simulate
 
 LEGEND = "F forward, B input gradient, W weight gradient, each with its microbatch"
 

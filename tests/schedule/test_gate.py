@@ -6,8 +6,9 @@ from collections import Counter, defaultdict, deque
 import pytest
 
 from helpers.timetables import makes, needs, random_timetable
+from zbpp.features.post_validation.gate import gate_of, gate_positions
 from zbpp.planning import plan
-from zbpp.schedule import Action, Op, Recv, Release, Send, Timetable, gate_positions, lower
+from zbpp.schedule import Action, Op, Recv, Release, Send, Timetable, lower
 
 TIMETABLES = [random_timetable(random.Random(seed)) for seed in range(150)]
 TIMETABLES += [plan(name, 4, 8) for name in ("1f1b", "zb_h2", "zb_v", "dualpipe_v", "interleaved_1f1b")]
@@ -42,7 +43,7 @@ class Links:
         programs = lower(timetable)
         self.work = []
         for rank, program in enumerate(programs):
-            gate = programs.gate(rank)
+            gate = gate_of(programs, rank)
             place, actions = 0, 0
             while actions < gate.position:
                 actions += isinstance(program.instructions[place], Action)
@@ -96,4 +97,4 @@ def test_a_rank_knows_how_many_messages_come_before_the_senders_gate(number):
             if action.stage + 1 < timetable.num_stages and timetable.rank_of[action.stage + 1] == rank
         )
         del coming[rank]
-        assert {sender: number for sender, number in programs.gate(rank).sent.items() if number} == coming
+        assert {sender: number for sender, number in gate_of(programs, rank).sent.items() if number} == coming

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from helpers.timetables import by_hand, makes, random_timetable, with_offload
+from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.planning import plan
-from zbpp.schedule import Costs, Op, PlanError, choose_offload, simulate
+from zbpp.schedule import Costs, Op, PlanError, simulate
 from zbpp.schedule.timeline import transfers_of
 
 LINEAR = Costs(f=7.5, b=7.5, w=7.5, comm=1.0)

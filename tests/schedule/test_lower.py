@@ -233,12 +233,12 @@ def test_a_rank_lowers_its_own_program_only(monkeypatch):
     looked_at = []
     module = sys.modules["zbpp.schedule.lower"]  # as an attribute of the package, lower is the function
 
-    class Link(module._Link):
+    class Link(module.Link):
         def __init__(self, timeline, values, sender, receiver):
             looked_at.append((sender, receiver))
             super().__init__(timeline, values, sender, receiver)
 
-    monkeypatch.setattr(module, "_Link", Link)
+    monkeypatch.setattr(module, "Link", Link)
     programs = lower(plan("zb_h1", 64, 1024))
     assert looked_at == []
     instructions = programs[5].instructions

@@ -8,9 +8,9 @@ import pytest
 
 from helpers.timetables import random_timetable, with_offload
 from zbpp import Costs, lower, plan, simulate
-from zbpp.schedule import Action, Op, choose_offload
-from zbpp.schedule.passes.copies import with_copies
-from zbpp.schedule.program import Await, Drop, Fetch, Offload
+from zbpp.features.activation_offload.choice import choose_offload
+from zbpp.features.activation_offload.copies import Await, Drop, Fetch, Offload, with_copies
+from zbpp.schedule import Action, Op
 
 NAMES = ["gpipe", "1f1b", "zb_h1", "zb_h2", "zb_v", "v_half", "interleaved_1f1b"]
 

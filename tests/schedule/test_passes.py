@@ -1,10 +1,10 @@
 """Passes, as text: a program before and after."""
 
 from zbpp import lower
+from zbpp.features.gradient_release.updates import with_accumulation, with_updates
+from zbpp.features.head_at_once.head_w import with_head_w
+from zbpp.features.reductions.instructions import with_reductions
 from zbpp.schedule import Timetable
-from zbpp.schedule.passes.head_w import with_head_w
-from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.passes.update import with_accumulation, with_updates
 
 
 def program(text, rank=0):

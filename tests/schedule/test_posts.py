@@ -8,10 +8,10 @@ from itertools import chain, count
 import pytest
 
 from helpers.timetables import random_timetable
+from zbpp.features.post_validation.gate import PassGate, gate_of, with_gate
 from zbpp.planning import plan
-from zbpp.schedule import Action, PassGate, Post, Recv, Release, Send, Timetable, lower
+from zbpp.schedule import Action, Post, Recv, Release, Send, Timetable, lower
 from zbpp.schedule.families import FAMILIES
-from zbpp.schedule.passes.gate import with_gate
 from zbpp.schedule.passes.posts import in_flight, one_ahead, unreceived, when_sent
 
 
@@ -129,7 +129,7 @@ class Devices:
 def stuck(timetable, posting, waits, *, has_headers=True, is_buffered=False, has_gate=False):
     """Where a step's ranks are stuck, if these actions wait for the whole device."""
     programs = lower(timetable)
-    gated = [with_gate(each, programs.gate(each.rank)) if has_gate else each for each in programs]
+    gated = [with_gate(each, gate_of(programs, each.rank)) if has_gate else each for each in programs]
     posted = [posting(program) for program in gated]
     return Devices(posted, waits, has_headers=has_headers, is_buffered=is_buffered).run()
 
@@ -191,7 +191,7 @@ def test_a_posted_program_is_the_program_with_a_post_for_each_recv(posting, firs
         timetable = random_timetable(random.Random(seed))
         programs = lower(timetable)
         for program in programs:
-            for gate in (None, programs.gate(program.rank)):
+            for gate in (None, gate_of(programs, program.rank)):
                 gated = program if gate is None else with_gate(program, gate)
                 check_posted(program, posting(gated), gate, has_moved=posting is when_sent)
 

@@ -6,12 +6,12 @@ import pytest
 
 from helpers.timetables import away
 from zbpp import Costs, Timetable, lower, plan, simulate
+from zbpp.features.activation_offload.copies import with_copies
+from zbpp.features.gradient_release.updates import with_accumulation, with_updates
+from zbpp.features.post_validation.gate import gate_of, with_gate
 from zbpp.schedule import Op, Value
 from zbpp.schedule.interpret.memory import excess, program_memory
 from zbpp.schedule.interpret.stage_bytes import StageBytes, released, validated_later, weights_on_host
-from zbpp.schedule.passes.copies import with_copies
-from zbpp.schedule.passes.gate import with_gate
-from zbpp.schedule.passes.update import with_accumulation, with_updates
 
 
 def predict_memory(timetable, stages, *passes):
@@ -25,7 +25,7 @@ def predict_memory(timetable, stages, *passes):
 def gated(timetable):
     """A pass that puts the gates into the timetable's programs."""
     programs = lower(timetable)
-    return lambda program: with_gate(program, programs.gate(program.rank))
+    return lambda program: with_gate(program, gate_of(programs, program.rank))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb_h1", "zb_v", "v_half", "interleaved_1f1b"])

@@ -6,12 +6,12 @@ from dataclasses import replace
 import pytest
 
 from helpers.timetables import random_timetable
+from zbpp.features.gradient_release.updates import with_updates
+from zbpp.features.post_validation.gate import gate_of, gate_positions, with_gate
+from zbpp.features.reductions.instructions import with_reductions
 from zbpp.planning import plan
-from zbpp.schedule import Costs, PlanError, Program, Timetable, gate_positions, lower, simulate
+from zbpp.schedule import Costs, PlanError, Program, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
-from zbpp.schedule.passes.gate import with_gate
-from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.passes.update import with_updates
 from zbpp.schedule.program import Reduced
 
 
@@ -32,7 +32,7 @@ def random_costs(rng: random.Random, timetable: Timetable) -> Costs:
 
 def gated(timetable: Timetable) -> list[Program]:
     programs = lower(timetable)
-    return [with_gate(program, programs.gate(program.rank)) for program in programs]
+    return [with_gate(program, gate_of(programs, program.rank)) for program in programs]
 
 
 def ended(program: Program) -> Program:

@@ -18,7 +18,7 @@ from zbpp.runtime.extra import Background, Observer
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Reduce, Timeline
-from zbpp.schedule.program import Fetch, Instruction, Offload
+from zbpp.schedule.program import Instruction
 
 
 class Recorder(Observer):
@@ -60,8 +60,8 @@ class Recorder(Observer):
         match at:
             case Reduce(stage):
                 return lambda: self.record.reduction(stage)
-            case Offload(value) | Fetch(value):
-                return self.record.copy(value, is_out=isinstance(at, Offload))
+            case _ if hasattr(at, "is_out") and hasattr(at, "value"):  # a copy out of the device, or back
+                return self.record.copy(at.value, is_out=at.is_out)
         return None
 
     def begin(self, call: Call) -> None:

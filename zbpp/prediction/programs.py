@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zbpp.config import TrainConfig
+from zbpp.features.activation_offload.copies import RankOffload, with_copies
+from zbpp.features.gradient_release.updates import with_accumulation, with_updates
+from zbpp.features.post_validation.gate import gate_of, with_gate
 from zbpp.schedule import Program, Timetable, lower
-from zbpp.schedule.passes.copies import RankOffload, with_copies
-from zbpp.schedule.passes.gate import with_gate
-from zbpp.schedule.passes.update import with_accumulation, with_updates
 
 _RELEASES = {"step": with_updates, "accumulate": with_accumulation}
 
@@ -24,5 +24,5 @@ def step_programs(
     if (release := _RELEASES.get(config.memory.gradient_release)) is not None:
         programs = [*map(release, programs)]
     if config.optimizer.validation == "after":
-        programs = [with_gate(program, lowered.gate(program.rank)) for program in programs]
+        programs = [with_gate(program, gate_of(lowered, program.rank)) for program in programs]
     return programs

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbpp.render.style import Timelines, first_start, panels_of
-from zbpp.schedule.program import Fetch, Offload, Reduce
+from zbpp.schedule.program import Reduce
 from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
 from zbpp.schedule.timetable import Unit
 
@@ -113,9 +113,9 @@ def _copies(timeline: Timeline, first_id: int) -> Iterator[Event]:
     for rank in sorted({each.rank for each in timeline.copies}):
         yield _lane(first_id + rank, thread, "offload")
     for value, rank, is_out, start, end in timeline.copies:
-        name, kind = (str(Offload(value)), "offload") if is_out else (str(Fetch(value)), "fetch")
+        kind = "offload" if is_out else "fetch"
         args = {"stage": value.stage, **_unit(value.microbatch), "value": value.name}
-        about = {"ph": "X", "name": name, "cat": kind, "args": args}
+        about = {"ph": "X", "name": f"{kind.capitalize()} {value}", "cat": kind, "args": args}
         yield {
             **about,
             "pid": first_id + rank,

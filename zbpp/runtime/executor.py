@@ -25,13 +25,13 @@ from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.last_used import LastUsed
 from zbpp.runtime.layout import Message
-from zbpp.runtime.layouts import Layouts
+from zbpp.runtime.layouts import Layouts, channel_of
 from zbpp.runtime.links import Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action, Op, PassGate, Program, Send
+from zbpp.schedule import Action, Op, Post, Program, Recv, Release, Send
 from zbpp.schedule.passes.posts import ON_HOST, Posting, Postings, unreceived
-from zbpp.schedule.program import Instruction, OnMessage, Transport
+from zbpp.schedule.program import Instruction
 
 _NO_MESSAGE: Message = ()
 _PARTS = {
@@ -45,7 +45,7 @@ _PARTS = {
 class BeginAgain(Exception):
     """The step has to run again from its beginning: its F's have used weights that have changed since.
 
-    loss_scale: of the second run; None: the first run's. The handler of PassGate raises it.
+    loss_scale: of the second run; None: the first run's. The handler of a program's fence raises it.
     """
 
     def __init__(self, loss_scale: float | None = None) -> None:
@@ -191,13 +191,20 @@ class Executor:
             raise RuntimeError(f"a call ended with values left over: {', '.join(left)}")
 
     def drop_messages(self) -> None:
-        """Empty the links after BeginAgain: receive what other ranks have sent before their gates."""
+        """Empty the links after BeginAgain: receive what other ranks have sent before their fences."""
         rank = self._program.rank
         with communicating(f"rank {rank}, dropping the messages of a step that begins again"):
             for each in unreceived(self._program):
                 self.inboxes[each.peer].drop(each.value)
             for outbox in self._outboxes.values():
                 outbox.drop()
+
+    def release_received(self, from_stage: int) -> None:
+        """Check and free the messages that stages from this one on have received; see Outbox."""
+        sent = [each.value for each in self._program.instructions if isinstance(each, Send)]
+        channels = {channel_of(value) for value in sent if value.stage >= from_stage}
+        for outbox in self._outboxes.values():
+            outbox.release_received(channels)
 
     def limit_waits(self, limit: timedelta) -> None:
         """From now on a wait for a message lasts so long at most."""
@@ -229,11 +236,10 @@ def _explain(error: Exception, instructions: Sequence[Instruction | None], posit
     if isinstance(instruction, Action):
         error.add_note(_where(instruction, rank))
         return
-    if isinstance(instruction, Transport | OnMessage):
-        error.add_note(f"in {instruction} on rank {rank}")
+    if is_out_of_memory(error) or isinstance(error, CommunicationError):
         return
-    speaks_for_itself = is_out_of_memory(error) or isinstance(error, CommunicationError)
-    if speaks_for_itself or isinstance(instruction, PassGate):
+    if not isinstance(instruction, Post | Recv | Send | Release | None):
+        error.add_note(f"in {instruction} on rank {rank}")
         return
     if isinstance(error, RuntimeError):
         number = sum(each is not None for each in instructions[:position])

@@ -42,7 +42,7 @@ from zbpp.schedule import (
     consumes,
     produces,
 )
-from zbpp.schedule.program import Instruction, OnMessage, Update
+from zbpp.schedule.program import Instruction, OnMessage
 
 StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microbatch
 
@@ -121,8 +121,6 @@ class Resolver:
                 continue
             if isinstance(each, Action | OnMessage):
                 run = self._handing_over(each, own, run, handovers)
-            elif isinstance(each, Update):
-                run = self._updating(each.stage, run, program)
             takes = EMPTY_SLOT if own.taken is None else slots[own.taken]
             gives = UNREAD_SLOT if own.given is None else slots.get(own.given, UNREAD_SLOT)
             functions.append(Resolved(run, takes, gives))
@@ -180,21 +178,6 @@ class Resolver:
             handovers[given] = Handover(channel_of(given))
             run = handovers[given].noted(run)
         return run
-
-    def _updating(self, stage: int, run: Run, program: Program) -> Run:
-        """`run`, which writes the weights of a stage, behind the check of the messages that carried them.
-
-        The last gradient of a stage comes after all messages to it and to later stages have been received.
-        """
-        sent = [each.value for each in program.instructions if isinstance(each, Send)]
-        channels = {channel_of(value) for value in sent if value.stage >= stage}
-
-        def update(message: Message) -> Message:
-            for outbox in self._outboxes.values():
-                outbox.release_received(channels)
-            return run(message)
-
-        return update
 
 
 def _messages_of(action: Action, num_stages: int) -> _Messages:

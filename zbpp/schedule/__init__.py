@@ -20,24 +20,20 @@ check.py            whether a timetable has each of its actions once, and in ord
 simulate.py         timetable and costs -> timeline; refuses what can never finish
 program.py          what one rank executes: every instruction that there is, as a value with a text
 lower.py            timetable -> one program per rank: actions, sends, receives, reductions
-passes/             Program -> Program: what features put into a program
+passes/             Program -> Program: posts.py puts the starts of receives into a program
 interpret/          what whole programs take, in time and in bytes
 families/           the field's schedules: pure functions of counts, one file per family
 passes/posts.py     where receives start: how far ahead of their use, on gloo and on NCCL
-gate.py             how far a rank runs into a step before the update of all weights is known to be right
-offload_choice.py   which values leave the device between F and B, and where the instructions stand
 dataflow_arrays.py  the table of dataflow.py as arrays of numbers, for plans with millions of actions
 interchange.py      timetables in files: text, and the CSV of torch.distributed.pipelining
 """
 
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.interchange import from_csv, read_timetable, to_csv
 from zbpp.schedule.links import Links
 from zbpp.schedule.lower import Programs, lower
-from zbpp.schedule.offload_choice import choose_offload
-from zbpp.schedule.program import PassGate, Post, Program, Recv, Reduce, Release, Send
+from zbpp.schedule.program import Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable, Unit
@@ -45,10 +41,8 @@ from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable, Unit
 __all__ = [
     "Action",
     "Costs",
-    "Gate",
     "Links",
     "Op",
-    "PassGate",
     "PlanError",
     "Post",
     "Program",
@@ -62,10 +56,8 @@ __all__ = [
     "Timetable",
     "Unit",
     "Value",
-    "choose_offload",
     "consumes",
     "from_csv",
-    "gate_positions",
     "lower",
     "produces",
     "read_timetable",

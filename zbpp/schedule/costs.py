@@ -248,7 +248,7 @@ class Costs(CostNumbers):
     reduce: time of summing the stage's gradients over its replicas, once a step; it occupies no rank, but a
         rank reduces one stage at a time. It holds no memory here.
     host: time of copying what F of a microbatch saves to host memory, or back; it occupies no rank, but a
-        rank copies one thing at a time. 0: nothing leaves (passes/copies.py).
+        rank copies one thing at a time. 0: nothing leaves the device.
     static: held all the time: the stage's weights, gradients and optimizer states.
     exchange: time of exchanging tokens among experts, inside F, and again inside B (or BW); f and b contain
         it. Pending W's run meanwhile, see interpret/exchange.py.

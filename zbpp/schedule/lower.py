@@ -28,7 +28,6 @@ Passes (passes/) put into a program what features need.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import overload
 
 import numpy as np
@@ -36,7 +35,6 @@ import numpy as np
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow import produces
 from zbpp.schedule.dataflow_arrays import Numbers, Values, complete_stages
-from zbpp.schedule.gate import Gate, gate_positions
 from zbpp.schedule.program import Instruction, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Floats, Timeline
@@ -48,10 +46,13 @@ _RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
 
 
 class Programs(Sequence[Program]):
-    """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own."""
+    """A sequence of one program per rank. A program is made when it is indexed: a rank needs only its own.
+
+    timeline: the unit timeline that messages follow. links: (sender, receiver) of every link.
+    """
 
     def __init__(self, timeline: Timeline) -> None:
-        self._timeline, self._whole = timeline, timeline.timetable
+        self.timeline, self._whole = timeline, timeline.timetable
         self._links = _connected(timeline.timetable)
         self._values = Values.of(timeline.timetable)
 
@@ -61,7 +62,7 @@ class Programs(Sequence[Program]):
         whole: the timetable that this one lacks some microbatches of. Replicas may lack different ones, and a
         reduction is collective over replicas.
         """
-        found = Programs(self._timeline)
+        found = Programs(self.timeline)
         found._whole = whole
         return found
 
@@ -71,7 +72,7 @@ class Programs(Sequence[Program]):
         return sorted(self._links)
 
     def __len__(self) -> int:
-        return self._timeline.timetable.num_ranks
+        return self.timeline.timetable.num_ranks
 
     @overload
     def __getitem__(self, rank: int) -> Program: ...
@@ -81,29 +82,12 @@ class Programs(Sequence[Program]):
         chosen = range(len(self))[rank]
         return self._lower(chosen) if isinstance(chosen, int) else [self._lower(rank) for rank in chosen]
 
-    def gate(self, rank: int) -> Gate:
-        """The rank's gate, see gate.py."""
-        ends, positions = self._timeline.ends, self._gates
-        sent, dropped = {}, []
-        for sender in (sender for sender, receiver in self.links if receiver == rank):
-            link = _Link(self._timeline, self._values, sender, rank)
-            sent[sender] = num_sent = int((link.sent_at < positions[sender]).sum())
-            num_received = int((link.received_at < positions[rank]).sum())
-            times = ends[sender][link.sent_at[num_received:num_sent]].tolist()
-            dropped += [(time, sender) for time in times]
-        # In the order of their sends in one timeline, so that the waits can't form a circle.
-        return Gate(positions[rank], sent, tuple([sender for _, sender in sorted(dropped)]))
-
-    @cached_property
-    def _gates(self) -> tuple[int, ...]:
-        return gate_positions(self._timeline.timetable)
-
     def _lower(self, rank: int) -> Program:
         touching = sorted(pair for pair in self._links if rank in pair)
-        links = {pair: _Link(self._timeline, self._values, *pair) for pair in touching}
+        links = {pair: Link(self.timeline, self._values, *pair) for pair in touching}
         inbound = {sender: link for (sender, receiver), link in links.items() if receiver == rank}
         outbound = {receiver: link for (sender, receiver), link in links.items() if sender == rank}
-        row = self._timeline.timetable.rows[rank]
+        row = self.timeline.timetable.rows[rank]
         instructions: list[Instruction] = [*row]
         keys = [_sort_keys(np.arange(len(row)), _ACTION)]
         for peer, link in inbound.items():
@@ -121,7 +105,7 @@ class Programs(Sequence[Program]):
         order = np.argsort(np.concatenate(keys), kind="stable").tolist()
         in_flight = {peer: link.in_flight for peer, link in inbound.items()}
         sends = sorted((time, peer) for peer, link in inbound.items() for time in link.sent.tolist())
-        begun = np.searchsorted(self._timeline.starts[rank], [time for time, _ in sends]).tolist()
+        begun = np.searchsorted(self.timeline.starts[rank], [time for time, _ in sends]).tolist()
         sent = tuple(zip(begun, [peer for _, peer in sends], strict=True))
         return Program(rank, tuple([instructions[i] for i in order]), in_flight, sent, row)
 
@@ -131,7 +115,7 @@ def _sort_keys(positions: Numbers, slot: int) -> Numbers:
     return _NUM_SLOTS * positions + slot
 
 
-class _Link:
+class Link:
     """The messages from one rank to another, in the order of their sends.
 
     sent: for each message the time at which it is sent in the timeline.

@@ -4,11 +4,17 @@
     2F5, 2B5, 2W5, 2BW5    lower             the core: a stage's work on a microbatch
     Post, Recv             posts, lower      the core: a receive starts; its value is taken
     Send, Release          lower             the core: a send starts; it has ended, and its memory is free
-    Reduce, Reduced        lower, reduce     replicas, shards: a stage's reduction starts; it has ended
-    Zero copies, Reduce shared parameters    reduce: tied parameters
-    Offload, Drop, Fetch, Await              copies: activations leave the device and come back
-    HeadW, Accumulate, Update, Gate          head_w, update, update, gate
-    OnMessage                                a feature's: a message becomes another one
+    Reduce, Reduced        lower, a feature  a feature: a stage's reduction starts; it has ended
+    HeadW                  a feature         a feature: a part of a W runs ahead of it
+    OnMessage              a feature         a feature: a message becomes another one
+
+A feature's other instructions are in its folder (zbpp/features). An instruction is a hashable value with a
+text. It may say more about itself, by methods that the interpreters of whole programs ask for:
+
+    pass_time(clock)        what a rank that comes to it waits for, or starts (interpret/timing.py)
+    memory_change(costs)    by how much it changes what the device holds, in the unit of the costs
+    change_bytes(memory)    the same in bytes of a rank's components (interpret/memory.py)
+    fence                   until here the program may be run again from its beginning (passes/posts.py)
 
 A program has no decisions in it: str(program) is the whole truth of a step.
 """
@@ -21,7 +27,6 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from zbpp.schedule.dataflow import Value
-from zbpp.schedule.gate import Gate
 from zbpp.schedule.timetable import Action
 
 Instruction = Hashable
@@ -116,59 +121,6 @@ class Reduced(NamedTuple):
         return f"Reduced {self.stage}"
 
 
-class Offload(NamedTuple):
-    """Start to copy a value out of device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Offload {self.value}"
-
-
-class Drop(NamedTuple):
-    """Wait until a value has been copied out, then free its device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Drop {self.value}"
-
-
-class Fetch(NamedTuple):
-    """Start to copy a value back into device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Fetch {self.value}"
-
-
-class Await(NamedTuple):
-    """Wait until a value is back in device memory."""
-
-    value: Value
-
-    def __str__(self) -> str:
-        return f"Await {self.value}"
-
-
-Transport = Offload | Drop | Fetch | Await
-
-
-class ZeroCopies(NamedTuple):
-    """Set the gradients of tied copies to zero: their owner's holds the sum of earlier steps."""
-
-    def __str__(self) -> str:
-        return "Zero copies"
-
-
-class ReduceShared(NamedTuple):
-    """Reduce the gradients of parameters that several stages or ranks share, and of the loss."""
-
-    def __str__(self) -> str:
-        return "Reduce shared parameters"
-
-
 class HeadW(NamedTuple):
     """The part of a W that holds large gradients: the W of a language model's head."""
 
@@ -179,25 +131,6 @@ class HeadW(NamedTuple):
         return f"HeadW {self.stage}W{self.microbatch}"
 
 
-class Accumulate(NamedTuple):
-    """Give a microbatch's gradients to the states of the optimizer, and drop them."""
-
-    stage: int
-    microbatch: int
-
-    def __str__(self) -> str:
-        return f"Accumulate {self.stage}W{self.microbatch}"
-
-
-class Update(NamedTuple):
-    """Update a stage's weights: their gradients are final."""
-
-    stage: int
-
-    def __str__(self) -> str:
-        return f"Update {self.stage}"
-
-
 @dataclass(frozen=True)
 class OnMessage:
     """Base of a feature's instructions that take the message of a value, and put another one in its place."""
@@ -206,12 +139,3 @@ class OnMessage:
 
     def __str__(self) -> str:
         return f"{type(self).__name__} {self.value}"
-
-
-class PassGate(NamedTuple):
-    """Wait until the last update of the weights is known to be right: an instruction at the rank's gate."""
-
-    gate: Gate
-
-    def __str__(self) -> str:
-        return "Gate"

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from zbpp.devices import is_accelerator, name_of
 from zbpp.features.activation_offload.activation_offload import offload_plan_of
+from zbpp.features.activation_offload.copies import RankOffload, with_copies
 from zbpp.features.experts.experts import has_experts
 from zbpp.job.agreement import gather
 from zbpp.job.world import World
@@ -29,7 +30,6 @@ from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
 from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
-from zbpp.schedule.passes.copies import RankOffload, with_copies
 from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Callback, Trainer
 

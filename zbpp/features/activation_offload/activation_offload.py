@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.autograd.offload.host_copier import Copier, Watch
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, SavedActivations
+from zbpp.features.activation_offload.choice import choose_rank_offload
+from zbpp.features.activation_offload.copies import Await, Drop, Fetch, Offload, RankOffload, with_copies
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, Handler
@@ -31,9 +33,7 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Costs, Op, Program, Timeline, Timetable, Value, simulate
 from zbpp.schedule.costs import BYTES
-from zbpp.schedule.offload_choice import choose_rank_offload
-from zbpp.schedule.passes.copies import RankOffload, with_copies
-from zbpp.schedule.program import Await, Drop, Fetch, Instruction, Offload
+from zbpp.schedule.program import Instruction
 
 if TYPE_CHECKING:
     from zbpp.runtime.pipeline import Pipeline

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from zbpp.features.gradient_release.accumulation import Accumulation, refusal_of
 from zbpp.features.gradient_release.restricted_update import is_optimi, parameters_of, update
+from zbpp.features.gradient_release.updates import Accumulate, Update, with_accumulation, with_updates
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call.batch import Batch
 from zbpp.runtime.call.feed import Call
@@ -35,8 +36,6 @@ from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.squares import squares_of
 from zbpp.schedule import Program
-from zbpp.schedule.passes.update import with_accumulation, with_updates
-from zbpp.schedule.program import Accumulate, Update
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
 
@@ -201,7 +200,12 @@ class GradientRelease(Feature):
             error.add_note(self._rank.lost)
 
     def _complete(self, at: Update) -> None:
-        """The gradients of a stage are final."""
+        """The gradients of a stage are final.
+
+        Its update may write what messages have carried. The last gradient of a stage comes after all messages
+        to it and to later stages have been received.
+        """
+        self._rank.executors["step"].release_received(at.stage)
         if not self._waits_for_graph:
             self._update(self._optimized(at.stage))
 

@@ -13,10 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from zbpp.features.head_at_once.head_w import with_head_w
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program
-from zbpp.schedule.passes.head_w import with_head_w
 from zbpp.schedule.program import HeadW
 
 

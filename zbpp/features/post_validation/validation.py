@@ -1,6 +1,6 @@
 """Post-validation: at its gate, a step waits until the last update of the weights is validated.
 
-See zbpp.PostValidation, which gives pipelines such updates, and zbpp/schedule/gate.py. If the update was
+See zbpp.PostValidation, which gives pipelines such updates, and gate.py. If the update was
 wrong, the step begins again: Rank.run drops its messages and its F's, and runs it from its beginning.
 """
 
@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from zbpp.error_text import error_text
+from zbpp.features.post_validation.gate import PassGate, gate_of, with_gate
 from zbpp.features.post_validation.posts import Posts
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call.feed import Call
@@ -22,8 +23,6 @@ from zbpp.runtime.pipeline import Pipeline
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers, InPlaceChanges
 from zbpp.schedule import Program
-from zbpp.schedule.passes.gate import with_gate
-from zbpp.schedule.program import PassGate
 
 
 class PendingUpdate(Protocol):
@@ -61,7 +60,7 @@ class Validation(Feature):
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._rank, self.posts = rank, Posts(rank.place, rank.timeout)
-        self._gate = rank.programs.gate(rank.index)
+        self._gate = gate_of(rank.programs, rank.index)
         self._buffers, self._inputs = Buffers(rank.modules), InPlaceChanges(())
         self.pending: PendingUpdate | None = None
         self.has_changed_inputs = False

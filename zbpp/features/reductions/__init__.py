@@ -3,6 +3,7 @@
 What the mesh itself is: zbpp/runtime/mesh.py.
 
 reductions       the feature: what is reduced on one rank, when, and by which class
+instructions     its instructions, and the pass that inserts them
 reduce           a stage's gradients, summed over processes in buckets
 tied_gradients   copies of one parameter on several ranks
 shared_hooks     a feature: hooks of parameters that several stages of one rank have

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from zbpp.autograd.hooks import has_node_hooks, has_post_accumulate_hooks, hooked_nodes
 from zbpp.devices import carried
+from zbpp.features.reductions.instructions import ReduceShared, ZeroCopies, with_reductions
 from zbpp.features.reductions.reduce import AllReduce, AllReduces, Reducer, can_average
 from zbpp.features.reductions.shard_stages import shard_stages
 from zbpp.features.reductions.tied_gradients import TiedGradients
@@ -40,8 +41,7 @@ from zbpp.runtime.parameters import persistent_buffers
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
-from zbpp.schedule.passes.reduce import with_reductions
-from zbpp.schedule.program import HeadW, Instruction, Reduced, ReduceShared, ZeroCopies
+from zbpp.schedule.program import HeadW, Instruction, Reduced
 
 _LOSS_SHARES = (
     "the loss is a module that shares a parameter with a stage, and shards put another one in its place in "

@@ -25,19 +25,13 @@ import numpy.typing as npt
 from zbpp.schedule.dataflow import Value, produces
 from zbpp.schedule.dataflow_arrays import changes_of_past
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes, StageBytes
-from zbpp.schedule.passes.posts import gate_of, in_flight
+from zbpp.schedule.passes.posts import fence_of, in_flight
 from zbpp.schedule.program import (
-    Accumulate,
-    Drop,
-    Fetch,
-    Offload,
-    PassGate,
     Post,
     Program,
     Reduce,
     Release,
     Send,
-    Update,
 )
 from zbpp.schedule.timetable import Action, Op, Unit
 
@@ -104,21 +98,21 @@ def program_memory(
 ) -> RankMemory:
     """A rank's memory over a step that is not the first: optimizer states and receive buffers exist.
 
-    program: with the instructions of its features: Offload, Drop and Fetch; Update and Accumulate where
-    gradients are released; Gate with post-validation. With a Gate, the previous step's gradients, and the
-    copies made before its update, stay until the Gate; its batch stays until the step's end.
+    program: with the instructions of its features. In a program with a fence, which may be run again, the
+    previous step's gradients, and the copies made before its update, stay until an instruction drops them;
+    its batch stays until the step's end.
     stages: the bytes of every stage of the pipeline. inputs, target: the bytes of the whole batch, which the
     rank with stage 0 and the rank with the last stage hold.
     """
-    return _RankRun(program, stages, inputs, target).run()
+    return RankBytes(program, stages, inputs, target).run()
 
 
-class _RankRun:
-    """Runs one rank's program on bytes."""
+class RankBytes:
+    """Runs one rank's program on bytes. Instructions of features change them by the public methods."""
 
     def __init__(self, program: Program, stages: Sequence[StageBytes], inputs: float, target: float) -> None:
-        self._program, self._stages = program, stages
-        self._num_stages, self._has_gate = len(stages), gate_of(program) is not None
+        self._program, self.stages = program, stages
+        self._num_stages, self._keeps_last_step = len(stages), fence_of(program) is not None
         actions = [each for each in program.instructions if isinstance(each, Action)]
         self._own = sorted({each.stage for each in actions})
         self._sent = {each.value for each in program.instructions if isinstance(each, Send)}
@@ -131,7 +125,7 @@ class _RankRun:
         self._host = self._most_on_host = 0.0
         self._during: list[float] = []
         own_batch = inputs * (0 in self._own) + target * (self._num_stages - 1 in self._own)
-        num_batches = 2 if self._has_gate else 1  # that of the step before may have to run again
+        num_batches = 2 if self._keeps_last_step else 1  # that of the step before may have to run again
         self._level[_BUFFERS] = pool_bytes(program, stages) + num_batches * own_batch
 
     def run(self) -> RankMemory:
@@ -143,7 +137,7 @@ class _RankRun:
                 self._run_action(instruction)
                 actions.append(instruction)
                 levels.append(self._level.copy())
-                rise = self._stages[instruction.stage].of(instruction.microbatch).rises[instruction.op]
+                rise = self.stages[instruction.stage].of(instruction.microbatch).rises[instruction.op]
                 self._during.append(max(before + rise, before, self._level.sum()))
                 continue
             match instruction:
@@ -151,21 +145,14 @@ class _RankRun:
                     self._level[_BUFFERS] -= self._in_flight.pop(value, 0.0)
                 case Reduce(stage):
                     self._reduce(stage)
-                    if self._stages[stage].block:  # offloaded weights' gradients leave within the last W
+                    if self.stages[stage].block:  # offloaded weights' gradients leave within the last W
                         levels[-1] = self._level.copy()
-                case Accumulate(stage, _):
-                    self._release(stage)
-                case Update(stage) if self._stages[stage].reduced is None:  # else at the end of the step
-                    self._release(stage)
-                case PassGate():
-                    self._level[_GRADIENTS] -= self._old_gradients
-                    self._level[_COPIES] = 0.0
-                case Offload() | Drop() | Fetch():
-                    self._copy(instruction)
+                case _ if hasattr(instruction, "change_bytes"):
+                    instruction.change_bytes(self)
             if self._during:
                 self._during[-1] = max(self._during[-1], self._level.sum())
         self._level[_BUFFERS] -= sum(self._in_flight.values())
-        self._level[_WEIGHTS] -= sum(self._stages[stage].gathered for stage in self._is_gathered)
+        self._level[_WEIGHTS] -= sum(self.stages[stage].gathered for stage in self._is_gathered)
         self._level[_COPIES] = self._num_copied
         update = self._level.sum() + self._updated_last()
         during = np.array(self._during)
@@ -182,7 +169,7 @@ class _RankRun:
 
     def _begin(self) -> None:
         """Set the level before the first action."""
-        own = [self._stages[stage] for stage in self._own]
+        own = [self.stages[stage] for stage in self._own]
         for each in own:
             self._level[_WEIGHTS] += each.weights
             self._level[_OPTIMIZER] += each.optimizer
@@ -191,33 +178,36 @@ class _RankRun:
         self._level[_WEIGHTS] += 2 * max(each.block for each in own)
         self._most_on_host = self._host
         self._old_gradients = 0.0
-        self._num_copied = sum(each.copies for each in own) if self._has_gate else 0.0
-        if self._has_gate:
+        self._num_copied = sum(each.copies for each in own) if self._keeps_last_step else 0.0
+        if self._keeps_last_step:
             self._level[_COPIES] = self._num_copied
             self._old_gradients = sum(_left_gradients(each) for each in own)
             self._level[_GRADIENTS] += self._old_gradients
 
     def _updated_last(self) -> float:
         """The optimizer's temporary bytes at the end of a step: for all stages together or one by one."""
-        own = [self._stages[stage] for stage in self._own]
+        own = [self.stages[stage] for stage in self._own]
         together = sum(each.update for each in own if not each.releases)
         alone = [each.update for each in own if each.releases and each.reduced is not None]
         return max([together, *alone])
 
-    def _copy(self, instruction: Offload | Drop | Fetch) -> None:
-        """Count activations that leave the device, or come back."""
-        size = self._stages[instruction.value.stage].leaves
-        if isinstance(instruction, Offload):
-            self._host += size
-            self._most_on_host = max(self._most_on_host, self._host)
-            return
-        self._level[_SAVED] -= size if isinstance(instruction, Drop) else -size
-        if isinstance(instruction, Fetch):
-            self._host -= size
+    def saved(self, change: float) -> None:
+        """What F's have kept on the device grows by so many bytes."""
+        self._level[_SAVED] += change
+
+    def on_host(self, change: float) -> None:
+        """What lies in host memory grows by so many bytes."""
+        self._host += change
+        self._most_on_host = max(self._most_on_host, self._host)
+
+    def drop_last_step(self) -> None:
+        """The gradients and the copies of the step before are free."""
+        self._level[_GRADIENTS] -= self._old_gradients
+        self._level[_COPIES] = 0.0
 
     def _run_action(self, action: Action) -> None:
         stage, op, microbatch = action
-        own, unit, level = self._stages[stage], self._stages[stage].of(microbatch), self._level
+        own, unit, level = self.stages[stage], self.stages[stage].of(microbatch), self._level
         level[_SAVED] += _change_of_past(action, own)
         if op == Op.F:
             level[_SAVED] += unit.saved
@@ -251,21 +241,21 @@ class _RankRun:
         if value in self._sent:
             self._in_flight[value] = size
             return
-        consumer = self._stages[value.stage].of(value.microbatch)
+        consumer = self.stages[value.stage].of(value.microbatch)
         until = consumer.x_until if value.name == "x" else consumer.g_until
         freed = value.stage, value.microbatch, until
         self._free_after[freed] = self._free_after.get(freed, 0.0) + size
 
     def _reduce(self, stage: int) -> None:
-        own = self._stages[stage]
+        own = self.stages[stage]
         if own.reduced is not None:
             self._level[_GRADIENTS] += own.reduced - own.gradients
         elif own.block:
-            self._release(stage)
+            self.release(stage)
 
-    def _release(self, stage: int) -> None:
+    def release(self, stage: int) -> None:
         """Count the bytes of an update or an accumulation of a stage, which then drops its gradients."""
-        own = self._stages[stage]
+        own = self.stages[stage]
         if stage in self._has_gradients:  # on the device
             self._during[-1] = max(self._during[-1], self._level.sum() + own.update)
             self._level[_GRADIENTS] -= own.gradients

@@ -29,8 +29,9 @@ earlier, and the message travels during that action:
 
     one_ahead       Post x(1,1)  1F0  1B0  Send g(0,0)  Recv x(1,1)  1F1
 
-A step with gates may begin again at a gate, and a receive that has started can't be taken back. So if a
-message is sent behind the sender's gate, its receiver starts the receive behind its own gate.
+A program may have a fence: until it has passed its fence, it may be run again from its beginning. A receive
+that has started can't be taken back. So if a message is sent behind the sender's fence, its receiver starts
+the receive behind its own fence.
 """
 
 from __future__ import annotations
@@ -39,74 +40,92 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from zbpp.schedule.gate import Gate
-from zbpp.schedule.program import Instruction, PassGate, Post, Program, Recv, Reduce, Release, Send
+from zbpp.schedule.program import Instruction, Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.timetable import Action
 
 Posting = Callable[[Program], Program]
 """One of the three passes below."""
 
-_BEFORE_POSTS = Send | Reduce | Release | PassGate
+
+class Fence(NamedTuple):
+    """The place in a program up to which it may be run again; an instruction with `fence` stands there.
+
+    position: the position of the first action behind the fence, in the rank's row; the row's length if no
+        action follows.
+    sent: {sender: the number of messages that the sender sends to this rank before the sender's fence}.
+    dropped: one sender for each message that is sent before the sender's fence, and received behind this
+        rank's. A rank that runs its program again first receives and drops these messages, in this order.
+    """
+
+    position: int
+    sent: dict[int, int]
+    dropped: tuple[int, ...]
+
+    def __hash__(self) -> int:
+        return hash((self.position, self.dropped))
+
+
 Inserted = Mapping[int, Sequence[Instruction]]
 """{a number of actions: the instructions behind so many actions, before the Recvs of the next action}."""
 
 
 def in_flight(program: Program) -> Program:
     """A program that keeps as many receives started as the plan has in flight, beside the awaited one."""
-    inserted, gate = defaultdict[int, list[Instruction]](list), gate_of(program)
+    inserted, fence = defaultdict[int, list[Instruction]](list), fence_of(program)
     for peer, receives in _receives(program).items():
         depth = max(program.in_flight[peer], 1)
         for number, (_, recv) in enumerate(receives):
             position = 0 if number < depth else receives[number - depth][0]
-            inserted[_behind_gate(position, number, peer, gate)].append(Post(*recv))
+            inserted[_behind_fence(position, number, peer, fence)].append(Post(*recv))
     return _assembled(program, inserted)
 
 
 def one_ahead(program: Program) -> Program:
     """A program whose receives start one action before the value has been sent in the unit timeline."""
-    inserted, gate = defaultdict[int, list[Instruction]](list), gate_of(program)
+    inserted, fence = defaultdict[int, list[Instruction]](list), fence_of(program)
     for position, number, recv in _in_order_of_sends(program):
-        place = _behind_gate(max(position - 1, 0), number, recv.peer, gate)
+        place = _behind_fence(max(position - 1, 0), number, recv.peer, fence)
         inserted[place].append(Post(*recv))
     return _assembled(program, inserted)
 
 
 def when_sent(program: Program) -> Program:
     """A program that starts and takes each receive where the value has been sent in the unit timeline."""
-    inserted, before_gate = defaultdict[int, list[Instruction]](list), list[Instruction]()
-    gate = gate_of(program)
+    inserted, before_fence = defaultdict[int, list[Instruction]](list), list[Instruction]()
+    fence = fence_of(program)
     for position, number, recv in _in_order_of_sends(program):
         both = Post(*recv), recv
-        # A sender whose device waits comes to its gate only once all that it has sent before is received.
-        if gate is not None and position >= gate.position and number < gate.sent.get(recv.peer, 0):
-            before_gate += both
+        # A sender whose device waits comes to its fence only once all that it has sent before is received.
+        if fence is not None and position >= fence.position and number < fence.sent.get(recv.peer, 0):
+            before_fence += both
         else:
-            inserted[_behind_gate(position, number, recv.peer, gate)] += both
+            inserted[_behind_fence(position, number, recv.peer, fence)] += both
     others = tuple([each for each in program.instructions if not isinstance(each, Recv)])
-    return _assembled(program._replace(instructions=others), inserted, before_gate)
+    return _assembled(program._replace(instructions=others), inserted, before_fence)
 
 
-def gate_of(program: Program) -> Gate | None:
-    """The gate of a program; None if it has none."""
-    return next((each.gate for each in program.instructions if isinstance(each, PassGate)), None)
+def fence_of(program: Program) -> Fence | None:
+    """The fence of a program; None if it has none."""
+    fences: list[Fence] = [each.fence for each in program.instructions if hasattr(each, "fence")]
+    return fences[0] if fences else None
 
 
 def unreceived(program: Program) -> list[Recv]:
-    """The messages that are sent before their senders' gates, and that are received behind this rank's.
+    """The messages that are sent before their senders' fences, and that are received behind this rank's.
 
-    In the order in which a rank that begins the step again receives and drops them.
+    In the order in which a rank that runs its program again receives and drops them.
     """
-    gate = gate_of(program)
-    assert gate is not None  # else no step begins again
-    place = program.instructions.index(PassGate(gate))
+    place, fence = next(
+        (place, each.fence) for place, each in enumerate(program.instructions) if hasattr(each, "fence")
+    )
     before, behind = (
         [each for each in part if isinstance(each, Recv)]
         for part in (program.instructions[:place], program.instructions[place:])
     )
     received = Counter(each.peer for each in before)
-    left = {peer: deque(each for each in behind if each.peer == peer) for peer in gate.sent}
-    num_left = {peer: number - received[peer] for peer, number in gate.sent.items()}
-    return [left[peer].popleft() for peer in gate.dropped if num_left[peer] > 0]
+    left = {peer: deque(each for each in behind if each.peer == peer) for peer in fence.sent}
+    num_left = {peer: number - received[peer] for peer, number in fence.sent.items()}
+    return [left[peer].popleft() for peer in fence.dropped if num_left[peer] > 0]
 
 
 def _receives(program: Program) -> dict[int, list[tuple[int, Recv]]]:
@@ -129,22 +148,26 @@ def _in_order_of_sends(program: Program) -> list[tuple[int, int, Recv]]:
     return found
 
 
-def _behind_gate(position: int, number: int, peer: int, gate: Gate | None) -> int:
-    """The position, moved behind the gate if the message is sent behind the sender's gate."""
-    if gate is None or number < gate.sent.get(peer, 0):
+def _behind_fence(position: int, number: int, peer: int, fence: Fence | None) -> int:
+    """The position, moved behind the fence if the message is sent behind the sender's fence."""
+    if fence is None or number < fence.sent.get(peer, 0):
         return position
-    return max(position, gate.position)
+    return max(position, fence.position)
 
 
-def _assembled(program: Program, inserted: Inserted, before_gate: Sequence[Instruction] = ()) -> Program:
-    """The program with the inserted instructions. before_gate: those that stand directly before its gate."""
+def _is_before_posts(instruction: Instruction) -> bool:
+    return isinstance(instruction, Send | Reduce | Release) or hasattr(instruction, "fence")
+
+
+def _assembled(program: Program, inserted: Inserted, before_fence: Sequence[Instruction] = ()) -> Program:
+    """The program with the inserted instructions. before_fence: those directly before its fence."""
     found, between, position = list[Instruction](), list[Instruction](), 0
 
     def end_of_between() -> None:
-        ends = [place for place, each in enumerate(between, 1) if isinstance(each, _BEFORE_POSTS)]
+        ends = [place for place, each in enumerate(between, 1) if _is_before_posts(each)]
         last = ends[-1] if ends else 0
         for each in between[:last]:
-            found.extend([*before_gate, each] if isinstance(each, PassGate) else [each])
+            found.extend([*before_fence, each] if hasattr(each, "fence") else [each])
         rest = between[last:]
         first = next((place for place, each in enumerate(rest) if isinstance(each, Recv)), len(rest))
         found.extend([*rest[:first], *inserted.get(position, ()), *rest[first:]])

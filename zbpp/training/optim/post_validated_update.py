@@ -2,7 +2,8 @@
 
 This is the method of the Zero Bubble paper, arXiv:2401.10241, section 4. A rank whose own gradients are
 finite and below the clipping threshold updates its weights at once, unclipped, and begins the next step. The
-F's before its gate (zbpp/schedule/gate.py) use the new weights; at the gate the rank waits for the norm:
+F's before its gate (features/post_validation/gate.py) use the new weights; at the gate the rank waits for
+the norm:
 
     rank 0   ... W  update  F  F  F  F  |gate  B  F  W ...
     rank 1      ... W  update  F  F  F  |gate  B  F  W ...

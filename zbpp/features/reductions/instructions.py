@@ -9,9 +9,24 @@ Zero copies sets the gradients of tied parameters' copies to zero.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
-from zbpp.schedule.program import Program, Reduced, ReduceShared, ZeroCopies
+from zbpp.schedule.program import Program, Reduced
 from zbpp.schedule.timetable import Action, Op
+
+
+class ZeroCopies(NamedTuple):
+    """Set the gradients of tied copies to zero: their owner's holds the sum of earlier steps."""
+
+    def __str__(self) -> str:
+        return "Zero copies"
+
+
+class ReduceShared(NamedTuple):
+    """Reduce the gradients of parameters that several stages or ranks share, and of the loss."""
+
+    def __str__(self) -> str:
+        return "Reduce shared parameters"
 
 
 def with_reductions(program: Program, stages: Iterable[int]) -> Program:

@@ -4,7 +4,7 @@ The values with the longest lifespan leave first; among values of equal lifespan
 microbatches over the step. The copy out runs in the first free interval of the copy stream after the
 producer, the copy back in the last free interval before the consumer. A value stays if its lifespan is too
 short for both copies. With `late=False` no action waits for a copy, as long as the copies take the planned
-times. See passes/copies.py for the instructions.
+times. See copies.py for the instructions.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from zbpp.features.activation_offload.copies import Await, Drop, Fetch, Offload, Placed, RankOffload
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes, produces
-from zbpp.schedule.passes.copies import Placed, RankOffload
-from zbpp.schedule.program import Await, Drop, Fetch, Offload
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import PlanError, Row
 

@@ -7,10 +7,39 @@ accumulation          ... 2W6  Accumulate 2W6  2W7  Reduce 2  Update 2  1W6  Acc
 
 from __future__ import annotations
 
-from typing import TypeGuard
+from typing import NamedTuple, TypeGuard
 
-from zbpp.schedule.program import Accumulate, Instruction, Program, Reduce, Reduced, Update
+from zbpp.schedule.interpret.memory import RankBytes
+from zbpp.schedule.program import Instruction, Program, Reduce, Reduced
 from zbpp.schedule.timetable import Action, Op
+
+
+class Accumulate(NamedTuple):
+    """Give a microbatch's gradients to the states of the optimizer, and drop them."""
+
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"Accumulate {self.stage}W{self.microbatch}"
+
+    def change_bytes(self, memory: RankBytes) -> None:
+        """The stage drops its gradients."""
+        memory.release(self.stage)
+
+
+class Update(NamedTuple):
+    """Update a stage's weights: their gradients are final."""
+
+    stage: int
+
+    def __str__(self) -> str:
+        return f"Update {self.stage}"
+
+    def change_bytes(self, memory: RankBytes) -> None:
+        """The stage drops its gradients; those that are reduced go at the end of the step."""
+        if memory.stages[self.stage].reduced is None:
+            memory.release(self.stage)
 
 
 def with_updates(program: Program) -> Program:
