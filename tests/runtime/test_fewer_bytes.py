@@ -10,12 +10,11 @@ from torch import nn
 import zbpp
 from helpers.processes import run_ranks
 from zbpp import FewerBytes, Pipeline, Timetable, lower, plan
-from zbpp.features.activation_offload.copies import Placed, with_copies
+from zbpp.features.activation_offload.copies import Await, Placed, with_copies
 from zbpp.features.fewer_bytes.codes import coded, coded_gradient, decoded
 from zbpp.features.fewer_bytes.fewer_bytes import with_codes
 from zbpp.models.gpt import Gpt
 from zbpp.schedule.dataflow import Value
-from zbpp.schedule.program import Await
 
 FORMS = ["bfloat16", "8bit"]
 M, WORDS, HIDDEN = 4, 31, 16
