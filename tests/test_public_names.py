@@ -23,7 +23,7 @@ from zbpp import (
 NAMES = [
     "ActivationOffload", "SCHEDULES", "Costs", "CudaGraphs", "Extra", "Feature", "FewerBytes",
     "FlightRecorder", "GradientRelease", "HeadAtOnce", "Links", "LossScale", "MasterWeights",
-    "Observer", "OverlapExchange", "Pipeline", "PlanError",
+    "MessagesAhead", "Observer", "OverlapExchange", "Pipeline", "PlanError",
     "PostValidation", "Recorder", "Timeline", "Timetable",
     "WeightGrads",
     "auxiliary_loss", "auxiliary_losses", "backward_input", "check_replicas", "checkpoint",

@@ -58,6 +58,7 @@ if TYPE_CHECKING:
     from zbpp.features.gradient_release.gradient_release import GradientRelease
     from zbpp.features.graphs import CudaGraphs
     from zbpp.features.head_at_once.head_at_once import HeadAtOnce
+    from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
     from zbpp.features.reductions.norm import clip_grad_norm_
     from zbpp.observers.flight_recorder import FlightRecorder
     from zbpp.observers.non_finite import find_non_finite
@@ -88,6 +89,7 @@ _HOME = {
     "HeadAtOnce": "zbpp.features.head_at_once.head_at_once",
     "LossScale": "zbpp.training.optim.precision",
     "MasterWeights": "zbpp.training.optim.master_weights",
+    "MessagesAhead": "zbpp.features.messages_ahead.messages_ahead",
     "Observer": "zbpp.runtime",
     "OverlapExchange": "zbpp.features.experts.overlap_exchange",
     "Pipeline": "zbpp.runtime",
@@ -134,6 +136,7 @@ __all__ = [
     "Links",
     "LossScale",
     "MasterWeights",
+    "MessagesAhead",
     "Observer",
     "OverlapExchange",
     "Pipeline",

@@ -28,6 +28,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
 from zbpp.job.world import world
 from zbpp.models.emulated import Emulated
 from zbpp.planning import plan
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--latency", type=float, default=100.0, help="ms")
     parser.add_argument("--busy", type=float, default=50.0, help="ms of the wire per message")
+    parser.add_argument("--ahead", type=int, default=0, help="messages more under way: MessagesAhead")
     parser.add_argument("schedules", nargs="+")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -146,7 +148,7 @@ def job(given: argparse.Namespace) -> None:
     with world():
         for name in given.schedules:
             timetable = timetable_of(name, links)
-            ms = measured(timetable, rows=MEGABYTE // 4 // HIDDEN)
+            ms = measured(timetable, MEGABYTE // 4 // HIDDEN, given.ahead)
             if dist.get_rank() == 0:
                 predicted = simulate(timetable, costs_of(timetable.num_stages // P, links)).makespan
                 print(f"{name:12}{ms:7.0f}  {predicted:7.0f}  {ms / predicted:.3f}", flush=True)
@@ -171,10 +173,11 @@ def timetable_of(name: str, links: Links) -> Timetable:
     return Timetable.parse(text[0])
 
 
-def measured(timetable: Timetable, rows: int) -> float:
+def measured(timetable: Timetable, rows: int, ahead: int) -> float:
     """The median time (ms) of a step, from a common start to the last rank's end; the first ones left out."""
     model, times = Emulated(num_layers=8, f=UNIT / 2, b=UNIT / 2, w=UNIT / 2, hidden_size=HIDDEN), []
-    with Pipeline(model, timetable) as pipeline:
+    extras = [MessagesAhead(ahead)] if ahead else []
+    with Pipeline(model, timetable, extras=extras) as pipeline:
         for _ in range(STEPS):
             x, target = torch.randn(M * rows, HIDDEN), torch.randn(M * rows, HIDDEN)
             start = [time.perf_counter() + 2.0]

@@ -11,6 +11,7 @@ activation_offload/   activations in host memory between F and B
 weight_offload/       weights in host memory
 gradient_release/     updates inside the step
 fewer_bytes/          messages between stages in bfloat16 or 8 bits
+messages_ahead/       more messages under way on each link
 head_at_once/         the W of a language model's head at the end of its B
 post_validation/      an update that is validated at the gate of the next step
 graphs/               actions that CUDA graphs capture and replay; stages that compile ahead

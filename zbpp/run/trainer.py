@@ -17,6 +17,7 @@ from zbpp.features.fewer_bytes.codes import Form
 from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes
 from zbpp.features.graphs import CudaGraphs
 from zbpp.features.head_at_once.head_at_once import HeadAtOnce
+from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
 from zbpp.planning import MemoryLimit
 from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
@@ -76,6 +77,8 @@ def build_pipeline(
         switched.append(HeadAtOnce())
     if parallel.overlap_exchange:
         switched.append(OverlapExchange())
+    if parallel.messages_ahead:
+        switched.append(MessagesAhead(parallel.messages_ahead))
     if parallel.messages != "exact":
         switched.append(FewerBytes(cast(Form, parallel.messages), parallel.message_boundaries))
     if config.cuda_graphs:
