@@ -19,6 +19,7 @@ from zbpp.run.plan import build_timetable, costs_of, slice_bounds_of
 from zbpp.run.stages import build_mesh, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.schedule import lower
+from zbpp.schedule.passes.posts import in_flight
 
 TINY = ["model.num_layers=4", "model.hidden_size=32", "num_microbatches=4", "microbatch_size=2"]
 GPT = ["schedule=zb_h1", "model=gpt_tiny", *TINY]
@@ -53,6 +54,7 @@ CASES = {
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],
+    "messages": [*GPT, "parallel.messages=8bit", "parallel.messages_ahead=1"],
     "slices": ["schedule=zb_h1", "model=llama_tiny", *TINY, "schedule.slices=[0,26,46,64]"],
     "slices again": [*GPT, "schedule.slices=[0,32,64]", "memory.recompute=block", AT_ONCE],
     # Every update is redone: no rank's gradients are within the norm.
@@ -62,7 +64,7 @@ PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 # Gradients of a slice's keys and values pass through buffers of their own, which are freed one by one.
 PEAKS |= {"slices": 0.01, "slices again": 0.01}
 CURVES = {"slices": 0.05, "slices again": 0.05}
-UPPER_BOUNDS = ("offload", "redone")
+UPPER_BOUNDS = ("offload", "redone", "messages")  # messages are predicted at their whole size
 AT_NIGHT = ("1f1b", "masters", "head again", "slices again")
 # Each token goes to all experts: a prediction takes equal numbers of rows on all processes.
 EXPERTS = [
@@ -96,10 +98,15 @@ def trainer_of(rank, config):
 
 
 def report_of(rank, overrides):
-    """(this rank's report, what left the device)."""
+    """(this rank's report, what left the device, the program of its steps)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
     with trainer.pipeline as pipeline:
-        return last_step_of(trainer, STEPS), offload_plan_of(pipeline)
+        return last_step_of(trainer, STEPS), offload_plan_of(pipeline), program_of(pipeline)
+
+
+def program_of(pipeline):
+    """The text of what a step of this rank runs, with the extras that the trainer has given it."""
+    return str(pipeline._rank.executors["step"].program)
 
 
 def all_reports(rank, names):
@@ -147,16 +154,26 @@ def assert_curves_are_predicted(measured, name):
 
     In slices within 5 % and 1 %.
     """
-    reports, plans = zip(*(found[name] for found in measured), strict=True)
+    reports, plans, _ = zip(*(found[name] for found in measured), strict=True)
     for rank, report in zip(predicted(name, reports, plans[0]), reports, strict=True):
         tolerance = CURVES.get(name, 0.001) * report.highest
         assert list(rank.totals) == pytest.approx(levels_of(report), abs=tolerance)
         assert max(rank.during) == pytest.approx(report.highest, rel=PEAKS.get(name, 0.001))
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if name not in AT_NIGHT])
+def test_the_predicted_program_is_the_one_that_runs(measured, name):
+    """Line by line, with the receives that a job on gloo starts ahead."""
+    _, plans, programs = zip(*(found[name] for found in measured), strict=True)
+    config = composed(*CASES[name], *REPORTED)
+    timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
+    found = [str(in_flight(each)) for each in step_programs(config, timetable, plans[0])]
+    assert found == [*programs]
+
+
 def test_with_offload_the_prediction_is_at_most_15_percent_too_high(measured):
     """And never too low: what passes between two stages of one rank is predicted to stay, and may leave."""
-    reports, plans = zip(*(found["offload"] for found in measured), strict=True)
+    reports, plans, _ = zip(*(found["offload"] for found in measured), strict=True)
     for rank, report in zip(predicted("offload", reports, plans[0]), reports, strict=True):
         above = [mine - found for mine, found in zip(rank.totals, levels_of(report), strict=True)]
         assert min(above) >= -0.001 * report.highest
@@ -166,7 +183,7 @@ def test_with_offload_the_prediction_is_at_most_15_percent_too_high(measured):
 
 def test_where_updates_are_redone_the_run_holds_what_is_predicted_from_the_gate_on(measured):
     """And before the gate less: the pass that began again no longer holds the previous step's gradients."""
-    reports, plans = zip(*(found["redone"] for found in measured), strict=True)
+    reports, plans, _ = zip(*(found["redone"] for found in measured), strict=True)
     for rank, report in zip(predicted("redone", reports, plans[0]), reports, strict=True):
         tolerance, levels = 0.001 * report.highest, levels_of(report)
         assert (rank.totals >= [each - tolerance for each in levels]).all()
@@ -176,7 +193,7 @@ def test_where_updates_are_redone_the_run_holds_what_is_predicted_from_the_gate_
 
 def test_activations_really_leave(measured):
     """Or else the case `offload` above would show nothing."""
-    reports, plans = zip(*(found["offload"] for found in measured), strict=True)
+    reports, plans, _ = zip(*(found["offload"] for found in measured), strict=True)
     assert all(plans[0])
     config = composed(*CASES["offload"], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
@@ -187,14 +204,14 @@ def test_activations_really_leave(measured):
 def test_a_step_leaves_nothing_behind(measured):
     """Up to .1 % of the peak, as above."""
     reports = {
-        (rank, name): report for rank, found in enumerate(measured) for name, (report, _) in found.items()
+        (rank, name): report for rank, found in enumerate(measured) for name, (report, *_) in found.items()
     }
     left = {each: report.outliving / report.highest for each, report in reports.items()}
     assert {each: share for each, share in left.items() if share > 0.001} == {}
 
 
 def report_in_mesh(rank, overrides):
-    """(rank, report, at the end the bytes of weights, gradients and optimizer states, part of the data)."""
+    """(rank, report, at the end the bytes of weights, gradients and optimizer states, part, program)."""
     trainer = trainer_of(rank, composed(*overrides, *REPORTED))
     with trainer.pipeline as pipeline:
         report = last_step_of(trainer, STEPS)
@@ -207,7 +224,13 @@ def report_in_mesh(rank, overrides):
             ],
             [*(() if trainer.masters is None else trainer.masters.parameters()), *states_of(trainer)],
         ]
-        return pipeline.rank, report, [*map(bytes_of, tensors)], pipeline.place.data_part
+        return (
+            pipeline.rank,
+            report,
+            [*map(bytes_of, tensors)],
+            pipeline.place.data_part,
+            program_of(pipeline),
+        )
 
 
 def states_of(trainer):
@@ -250,8 +273,10 @@ def assert_bytes_are_predicted(in_mesh, name):
     config = composed(*IN_MESH[name], *REPORTED)
     timetable = build_timetable(config.schedule, RANKS, config.num_microbatches)
     measured = Predictor().measure(config, timetable)[0]
-    ranks = measured.predicted(lower(timetable))
-    for rank, report, (weights, gradients, optimizer), part in in_mesh:
+    programs = step_programs(config, timetable)
+    ranks = measured.predicted(programs)
+    for rank, report, (weights, gradients, optimizer), part, program in in_mesh:
+        assert str(in_flight(programs[rank])) == program
         stage = measured.stages[rank]
         assert stage.weights == pytest.approx(weights, rel=0.01)
         assert stage.optimizer == pytest.approx(optimizer, rel=0.01)

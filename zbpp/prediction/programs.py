@@ -1,28 +1,62 @@
-"""The programs of a configured run: its timetable, lowered, with what the run's features put into a step."""
+"""The programs of a configured run: its timetable, lowered, with what the run's features put into a step.
+
+The passes are those of the features themselves, in the order in which a run gives the features to its
+pipeline (zbpp/features/standard.py, then build_pipeline and the trainer). tests/test_predicted_memory.py
+compares these programs with those of real runs, line by line.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, reduce
 
 from zbpp.config import TrainConfig
 from zbpp.features.activation_offload.copies import RankOffload, with_copies
+from zbpp.features.fewer_bytes.fewer_bytes import with_codes
 from zbpp.features.gradient_release.updates import with_accumulation, with_updates
+from zbpp.features.head_at_once.head_w import with_head_w
+from zbpp.features.messages_ahead.messages_ahead import with_more_in_flight
 from zbpp.features.post_validation.gate import gate_of, with_gate
-from zbpp.schedule import Program, Timetable, lower
+from zbpp.features.reductions.instructions import with_reductions
+from zbpp.schedule import Program, Programs, Timetable, lower
 
-_RELEASES = {"step": with_updates, "accumulate": with_accumulation}
+Pass = Callable[[Program], Program]
+
+_RELEASES: dict[str, Pass] = {"step": with_updates, "accumulate": with_accumulation}
 
 
 def step_programs(
     config: TrainConfig, timetable: Timetable, offload: Sequence[RankOffload] = ()
 ) -> list[Program]:
-    """The program of each rank. offload: for each rank, its round trips; () without offload."""
+    """The program of each rank, before receives are started.
+
+    offload: for each rank, its round trips; () without offload.
+    """
     lowered = lower(timetable)
-    programs = [*lowered]
+    return [
+        reduce(lambda program, each: each(program), _passes(config, lowered, rank, offload), program)
+        for rank, program in enumerate(lowered)
+    ]
+
+
+def _passes(
+    config: TrainConfig, lowered: Programs, rank: int, offload: Sequence[RankOffload]
+) -> Iterator[Pass]:
+    """The passes of a rank's program, in order."""
+    parallel, timetable = config.parallel, lowered.timeline.timetable
+    is_reduced = parallel.replicate > 1 or parallel.shard > 1 or parallel.context > 1
+    yield partial(with_reductions, stages=timetable.stages_of(rank) if is_reduced else ())
     if offload:
-        programs = [*map(with_copies, programs, offload)]
+        yield partial(with_copies, placed=offload[rank])
+    if config.memory.head_at_once:
+        yield partial(with_head_w, stage=timetable.num_stages - 1)
+    if parallel.messages_ahead:
+        yield partial(with_more_in_flight, number=parallel.messages_ahead)
+    if parallel.messages != "exact":
+        boundaries = parallel.message_boundaries
+        every = range(timetable.num_stages - 1) if boundaries is None else boundaries
+        yield partial(with_codes, num_stages=timetable.num_stages, boundaries=every)
     if (release := _RELEASES.get(config.memory.gradient_release)) is not None:
-        programs = [*map(release, programs)]
+        yield release
     if config.optimizer.validation == "after":
-        programs = [with_gate(program, gate_of(lowered, program.rank)) for program in programs]
-    return programs
+        yield partial(with_gate, gate=gate_of(lowered, rank))
