@@ -47,7 +47,6 @@ class CutModel:
         stages = OwnModules(base, loss, layers_per_stage)
         self._aliases = stages.tied()
         self.pipeline = Pipeline(stages, timetable, device=device, mesh=replicas.mesh, **options)
-        replicas.begin_alike(self.pipeline)
         self.layers = stages.layer_counts(timetable.num_stages)
         keep_only(model, self.pipeline.parameters())
         self.names |= {id(each): name for name, each in model.named_parameters()}

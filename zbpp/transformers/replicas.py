@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from zbpp.job.errors import communicating
-from zbpp.runtime import Pipeline, make_mesh
+from zbpp.runtime import make_mesh
 from zbpp.runtime.mesh import REPLICATE
 
 
@@ -92,16 +92,6 @@ class Replicas:
     def sum(self, number: int) -> int:
         """The sum over the pipelines."""
         return number if self._group is None else int(self._gathered(torch.tensor(number)).sum())
-
-    def begin_alike(self, pipeline: Pipeline) -> None:
-        """Give all pipelines the values of the first one, as DistributedDataParallel does."""
-        if self.mesh is None:
-            return
-        group = self.mesh.get_group(REPLICATE)
-        with torch.no_grad():
-            for stage in pipeline.stages.values():
-                for each in (*stage.parameters(), *stage.buffers()):
-                    dist.broadcast(each, group=group, group_src=0)
 
     def wait(self) -> None:
         """Wait for all processes of the job."""
