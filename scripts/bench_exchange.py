@@ -48,8 +48,8 @@ from zbpp.models.llama import Llama
 from zbpp.observers.recorder import Recorder
 from zbpp.planning import lower_bound, plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.mesh import MeshPosition, make_mesh, planned_by_rank_0
+from zbpp.runtime.processes.dtensors import local_of
+from zbpp.runtime.processes.mesh import MeshPosition, make_mesh, planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 WIDTH = 8

@@ -11,9 +11,10 @@ import torch.distributed as dist
 from zbpp import devices
 from zbpp.checkpoints.writing import Saving
 from zbpp.job.errors import CommunicationError, communicating
-from zbpp.runtime import groups, host_links
+from zbpp.runtime import host_links
 from zbpp.runtime.links import Outbox
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes import groups
+from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.schedule import Value
 from zbpp.training import measured_steps
 

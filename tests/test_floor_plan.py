@@ -111,6 +111,7 @@ MAY_IMPORT = {
         "render",
         "partition",
         "torch_pipelining",
+        "transformers",
     }
     | _TRAINING,
 }
@@ -160,6 +161,18 @@ MUST_NOT_IMPORT = [
 MAKES_EXTRAS = "zbpp/features/standard.py"
 # The split is the files of its folder; folders in it hold extras, which __init__.py registers.
 EXTRAS_OF_SPLIT = ("zbpp.autograd.models", "zbpp.autograd.offload", "zbpp.autograd.compiled")
+# The heart: what a reader needs for the idea. Words of single features don't stand in it.
+HEART = ("zbpp/schedule", "zbpp/runtime", "zbpp/autograd")
+WORDS_OF_FEATURES = re.compile(
+    r"\b(gates?|pass_?gate|post_?validation|name_of_step"  # post_validation
+    r"|activation_?offload|round_?trips?|transport|with_copies"  # activation_offload
+    r"|weight_?offload|offloaded_?weights"  # weight_offload
+    r"|gradient_?release|with_updates|with_accumulation"  # gradient_release
+    r"|head_?at_?once|with_head_w"  # head_at_once
+    r"|zero_?copies|reduce_?shared|with_reductions"  # reductions
+    r"|sequence_?slices|sequence_?parts|cuda_?graphs?|fewer_?bytes|messages_?ahead)\b",
+    re.IGNORECASE,
+)
 # A model may see the mesh that it is sharded over.
 EXCEPT = {"zbpp/models/": ("torch.distributed.tensor", "torch.distributed.device_mesh")}
 _SILENT = ("zbpp/schedule/", "zbpp/planning/", "zbpp/render/", "zbpp/cluster/")
@@ -313,6 +326,31 @@ def test_the_map_of_a_room_has_all_of_its_files():
     assert missing == []
 
 
+def words_of_features(root: Path) -> list[str]:
+    """Each line of the heart's files with a word that belongs to one feature, without examples for users."""
+    return [
+        f"{path.relative_to(root).as_posix()}:{number}: {found.group()}"
+        for folder in HEART
+        for path in sorted((root / folder).glob("*.py"))
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if (found := WORDS_OF_FEATURES.search(line)) is not None
+    ]
+
+
+def test_the_heart_has_no_word_of_a_feature():
+    assert words_of_features(ROOT) == []
+
+
+@pytest.mark.parametrize(
+    "line", ["gate = 1", "# the gate of a step", "class CudaGraphs:", "x.head_at_once()"]
+)
+def test_a_planted_word_of_a_feature_is_found(tmp_path, line):
+    path = tmp_path / "zbpp/runtime/rank.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(f'"""A file."""\n\n{line}\n')
+    assert len(words_of_features(tmp_path)) == 1
+
+
 @pytest.mark.parametrize(
     "name, line, complaint",
     [
@@ -337,7 +375,11 @@ def test_the_map_of_a_room_has_all_of_its_files():
         ("zbpp/runtime/links.py", "dist.init_process_group()", "job/world.py alone"),
         ("zbpp/training/trainer.py", "from omegaconf import OmegaConf", "belong to zbpp/config/"),
         ("zbpp/launch.py", "import torch\n\ntorch.cuda.synchronize()", "says cuda: ask zbpp/devices.py"),
-        ("zbpp/runtime/mesh.py", 'is_gpu = device.type == "cuda"', "says cuda: ask zbpp/devices.py"),
+        (
+            "zbpp/runtime/processes/mesh.py",
+            'is_gpu = device.type == "cuda"',
+            "says cuda: ask zbpp/devices.py",
+        ),
         ("zbpp/utils.py", "", "has no place in the floor plan"),
     ],
 )

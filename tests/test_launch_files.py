@@ -152,7 +152,7 @@ def test_the_drawing_of_placement_is_torchs_numbering():
     from torch.distributed.device_mesh import init_device_mesh
 
     from zbpp.job.world import fake_world
-    from zbpp.runtime.mesh import DIMENSIONS
+    from zbpp.runtime.processes.mesh import DIMENSIONS
 
     page = (ROOT / "docs/parallel.md").read_text()
     with fake_world(8):

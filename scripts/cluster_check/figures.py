@@ -32,8 +32,8 @@ from cluster_check.rows import Check
 from zbpp.job.agreement import gather
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.groups import close_groups, link_groups
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.processes.groups import close_groups, link_groups
+from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, PlanError, simulate
 
 _INSIDE, _BETWEEN = 450e9, 50e9  # bytes per s

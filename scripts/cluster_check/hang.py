@@ -20,7 +20,7 @@ from zbpp.observers.flight_recorder import FlightRecorder
 from zbpp.planning import plan
 from zbpp.render import render_hang
 from zbpp.runtime import Pipeline
-from zbpp.runtime.groups import job_store
+from zbpp.runtime.processes.groups import job_store
 
 SPARE = 15.0  # s beyond the timeout in which a stopped rank has to be named
 _POLL = 0.1  # s

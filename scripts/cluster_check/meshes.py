@@ -6,7 +6,7 @@ import math
 
 from cluster_check.rows import Check
 from cluster_check.training import Case, rows
-from zbpp.runtime.mesh import DIMENSIONS
+from zbpp.runtime.processes.mesh import DIMENSIONS
 
 DEGREES: tuple[dict[str, int], ...] = (
     {"replicate": 2},

@@ -15,8 +15,8 @@ from zbpp.job.agreement import broadcast
 from zbpp.models.gpt import Gpt
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import MeshPosition, make_mesh, planned_by_rank_0
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.processes.mesh import MeshPosition, make_mesh, planned_by_rank_0
+from zbpp.runtime.processes.tensor_parallel import parallelize
 from zbpp.schedule import PlanError, Timetable
 
 STEPS, RATE, TOLERANCE = 2, 0.5, 1e-11  # steps, SGD's learning rate, relative difference

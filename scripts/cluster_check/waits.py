@@ -19,7 +19,7 @@ from gpu_check.page import Here, Page, first_line
 from gpu_check.waits import SLEEP, Waits
 
 from cluster_check.rows import Check
-from zbpp.runtime.groups import job_store, link_groups
+from zbpp.runtime.processes.groups import job_store, link_groups
 
 _LIMIT = timedelta(minutes=2)
 

@@ -25,10 +25,11 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
-import zbpp
+from zbpp.features.reductions.norm import clip_grad_norm_
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.models.hf import HuggingFace
+from zbpp.runtime import Pipeline
 from zbpp.transformers import in_pipeline
 
 ROWS, MICROBATCHES, VOCAB, WARM_UP = 1, 4, 512, 2
@@ -50,7 +51,7 @@ class Loop:
     """A loop over a Pipeline, one step at a time."""
 
     def __init__(self, data: list[Any], schedule: str) -> None:
-        self.pipeline = zbpp.Pipeline(
+        self.pipeline = Pipeline(
             HuggingFace(config=config().to_dict()), schedule, num_microbatches=MICROBATCHES
         )
         self._optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)
@@ -60,7 +61,7 @@ class Loop:
         """Train on the next batch."""
         batch = next(self._batches)
         self.pipeline.step(batch["input_ids"], labels=batch["labels"])
-        zbpp.clip_grad_norm_(self.pipeline, 1.0)
+        clip_grad_norm_(self.pipeline, 1.0)
         self._optimizer.step()
         self._optimizer.zero_grad()
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from gpu_check.page import Here
 from gpu_check.parts import end_with_parent
-from zbpp.runtime import groups
+from zbpp.runtime.processes import groups
 
 _DUMP = 0.5  # s in which a rank writes where it stands
 

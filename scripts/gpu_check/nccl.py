@@ -21,7 +21,7 @@ from zbpp.features.reductions.reduce import AllReduce
 from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.groups import close_groups, new_group, unique_name
+from zbpp.runtime.processes.groups import close_groups, new_group, unique_name
 
 _LIMIT = timedelta(seconds=20)
 

@@ -28,7 +28,7 @@ from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timetable
 
 ROWS, TIME, VOCAB = 16, 16, 61

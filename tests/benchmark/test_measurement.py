@@ -16,7 +16,7 @@ from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.job.world import World
 from zbpp.models.emulated import Emulated, sleep
 from zbpp.planning import SCHEDULES
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import PlanError
 
 P, M = 2, 4

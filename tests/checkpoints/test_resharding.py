@@ -9,9 +9,9 @@ import torch.distributed as dist
 import zbpp
 from helpers.processes import run_ranks
 from zbpp.models.llama import Llama
-from zbpp.runtime.mesh import MeshPosition
-from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.ties import agree_on_ties
+from zbpp.runtime.processes.mesh import MeshPosition
+from zbpp.runtime.processes.tensor_parallel import parallelize
+from zbpp.runtime.processes.ties import agree_on_ties
 from zbpp.training.optim.optimizer import adamw
 
 ROWS, TIME, VOCAB, STEPS, SAVED = 8, 6, 13, 3, 1

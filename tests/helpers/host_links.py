@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from zbpp.runtime import groups
+from zbpp.runtime.processes import groups
 
 
 def through_host_memory(rank: int, function: Callable[..., Any], *args: Any) -> Any:

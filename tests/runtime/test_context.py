@@ -14,7 +14,7 @@ from zbpp.features.context.sequence_parts import SequenceParts
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.runtime.call.feed import Call
-from zbpp.runtime.dtensors import whole_of
+from zbpp.runtime.processes.dtensors import whole_of
 from zbpp.stage_api import mean_over
 
 M, ROWS, TIME, VOCABULARY = 4, 8, 12, 32

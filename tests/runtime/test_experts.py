@@ -28,8 +28,8 @@ from zbpp.autograd.models.grouped_linear import grouped_linear
 from zbpp.autograd.models.sharded import local_part
 from zbpp.features.experts.experts import spread_experts
 from zbpp.models.llama import Llama
-from zbpp.runtime.dtensors import is_spread
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.dtensors import is_spread
+from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.training.measured_steps import parameters_in_all, parameters_of_a_token
 
 M, EXPERTS, ROWS = 4, 8, 16

@@ -10,7 +10,7 @@ from torch.distributed import distributed_c10d as c10d
 from helpers.processes import run_ranks
 from helpers.timetables import random_timetable
 from zbpp import lower, plan
-from zbpp.runtime.groups import close_groups, group_of, in_rounds, link_groups
+from zbpp.runtime.processes.groups import close_groups, group_of, in_rounds, link_groups
 
 
 def waits(links):

@@ -14,7 +14,7 @@ from helpers.toy_lm import VOCAB, batch, rows_of
 from zbpp import Pipeline, clip_grad_norm_, make_mesh, plan
 from zbpp.autograd import recompute
 from zbpp.models.hf import HuggingFace
-from zbpp.runtime.dtensors import is_spread
+from zbpp.runtime.processes.dtensors import is_spread
 
 M, ROWS = 2, 8
 SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2,

@@ -16,7 +16,7 @@ from helpers.toy_lm import ToyLm, batch, rows_of
 from zbpp import Pipeline, Timetable, clip_grad_norm_, make_mesh, plan
 from zbpp.features.reductions import reductions
 from zbpp.features.reductions.reduce import can_average
-from zbpp.runtime.mesh import num_pipeline_ranks
+from zbpp.runtime.processes.mesh import num_pipeline_ranks
 
 M = 4
 SCHEDULES = ("1f1b", "zb_h1", "zb_v", "interleaved_zb")

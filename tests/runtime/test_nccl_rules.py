@@ -20,7 +20,8 @@ from zbpp import ActivationOffload, GradientRelease, Pipeline, PostValidation, c
 from zbpp.autograd import recompute
 from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.models.llama import Llama
-from zbpp.runtime import groups, links
+from zbpp.runtime import links
+from zbpp.runtime.processes import groups
 from zbpp.schedule import Timetable
 from zbpp.schedule.families import FAMILIES
 from zbpp.schedule.passes.posts import ON_HOST

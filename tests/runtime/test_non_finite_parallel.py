@@ -11,7 +11,7 @@ import torch
 from helpers.processes import run_ranks
 from zbpp import Pipeline, find_non_finite, make_mesh
 from zbpp.models.llama import Llama
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 
 pytestmark = pytest.mark.slow
 VOCAB, TIME, ROWS, M = 11, 4, 6, 3

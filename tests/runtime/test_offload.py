@@ -13,7 +13,7 @@ from zbpp.autograd import recompute
 from zbpp.features.activation_offload.activation_offload import offload_of
 from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.measure.live_tensors import live_bytes
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 
 CPU = torch.device("cpu")
 M, ROWS, SIZE, WIDE = 6, 64, 64, 512

@@ -8,7 +8,7 @@ from torch import nn
 from helpers.processes import run_ranks
 from zbpp import GradientRelease, HeadAtOnce, OverlapExchange, Pipeline, make_mesh, plan
 from zbpp.models.llama import Llama
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.processes.tensor_parallel import parallelize
 
 optimi = pytest.importorskip("optimi")
 

@@ -12,7 +12,7 @@ from helpers.processes import run_ranks
 from zbpp import MasterWeights, Pipeline, check_replicas, make_mesh
 from zbpp.models.llama import Llama
 from zbpp.runtime import AgreementError
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 
 pytestmark = pytest.mark.slow
 VOCAB, SIZE, M, ROWS, TIME = 11, 8, 4, 16, 4

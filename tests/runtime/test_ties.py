@@ -16,8 +16,9 @@ from zbpp.models.gpt import Gpt
 from zbpp.run import app
 from zbpp.run.stages import prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline
-from zbpp.runtime import AgreementError, ties
-from zbpp.runtime.ties import check_ties, report_of, shared_parameters, ties_of
+from zbpp.runtime import AgreementError
+from zbpp.runtime.processes import ties
+from zbpp.runtime.processes.ties import check_ties, report_of, shared_parameters, ties_of
 from zbpp.schedule import Costs
 from zbpp.training.weights import save_weights
 

@@ -19,7 +19,7 @@ from zbpp.run.optimizer import (
     learning_rate_factor,
     optimizer_of,
 )
-from zbpp.runtime.dtensors import whole_of
+from zbpp.runtime.processes.dtensors import whole_of
 from zbpp.training.optim.optimizer import is_for_muon
 from zbpp.training.optim.parameter_groups import Named
 from zbpp.training.trainer import Trainer

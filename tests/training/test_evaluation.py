@@ -15,7 +15,7 @@ from zbpp.data.chat_template import Conversation
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.run.data import limit_evaluation
-from zbpp.runtime.mesh import make_mesh
+from zbpp.runtime.processes.mesh import make_mesh
 from zbpp.training.trainer import Trainer
 
 VOCAB, TIME, ROWS, BATCHES = 11, 6, 4, 3

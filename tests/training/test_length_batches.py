@@ -24,7 +24,7 @@ from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.run import app
 from zbpp.runtime.extra import NEW_TIMETABLES, Observer
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.processes.tensor_parallel import parallelize
 from zbpp.schedule import Costs, simulate
 from zbpp.stage_api import mean_over_tokens
 from zbpp.training.length_plans import LengthPlanner, Lengths

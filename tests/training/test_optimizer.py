@@ -14,11 +14,11 @@ from helpers.processes import run_ranks
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.config import OptimizerConfig
 from zbpp.data import Data, RandomRegression
+from zbpp.features.squares import squares_of
 from zbpp.job.world import fake_world
 from zbpp.models.gpt import Gpt
 from zbpp.run.optimizer import optimizer_of
-from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.squares import squares_of
+from zbpp.runtime.processes.dtensors import local_of
 from zbpp.training.optim import host_threads
 from zbpp.training.optim.host_threads import update_on_all_cores
 from zbpp.training.optim.optimizer import OPTIMIZERS

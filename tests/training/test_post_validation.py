@@ -19,7 +19,7 @@ from zbpp.job.agreement import AgreementError
 from zbpp.job.errors import CommunicationError
 from zbpp.run.optimizer import build_masters
 from zbpp.run.stages import move_stages
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 from zbpp.training.optim.precision import PRECISIONS
 from zbpp.training.trainer import Trainer
 

@@ -10,7 +10,7 @@ from zbpp.benchmark.interleaved_timing import TimedRunner, close_all, start, tim
 from zbpp.benchmark.measurement import measure
 from zbpp.benchmark.workload import Workload
 from zbpp.planning import plan, takes_costs
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timetable, simulate
 
 _MEASURED_STEPS = 3

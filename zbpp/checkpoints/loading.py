@@ -23,7 +23,7 @@ from zbpp.checkpoints.reading import Checkpoint, newest_whole
 from zbpp.checkpoints.saving import Stateful
 from zbpp.job.agreement import gather_or_refuse, refuse_together
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.tracebacks import hiding_own_frames
 
 

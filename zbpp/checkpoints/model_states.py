@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from zbpp.checkpoints.nest import decoded, encoded
 from zbpp.checkpoints.optimizer_states import Masters, Saved
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import like, local_of
+from zbpp.runtime.processes.dtensors import like, local_of
 
 Facts = dict[str, Any]
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from zbpp.checkpoints.folders import CheckpointError
 from zbpp.checkpoints.nest import decoded, encoded
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import dimensions_of, is_split, like, local_of
+from zbpp.runtime.processes.dtensors import dimensions_of, is_split, like, local_of
 
 Facts = dict[str, Any]
 

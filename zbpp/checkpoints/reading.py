@@ -34,7 +34,7 @@ from zbpp.checkpoints.folders import (
     manifest_of,
     step_of,
 )
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.mesh import MeshPosition
 
 _DCP = "torch.distributed.checkpoint"
 _CLASSES = {

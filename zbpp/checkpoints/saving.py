@@ -23,7 +23,7 @@ from zbpp.checkpoints.optimizer_states import UNEVEN_OPTIMIZERS, Masters
 from zbpp.checkpoints.writing import Saving, is_first, line_of
 from zbpp.job.agreement import gather_or_refuse
 from zbpp.runtime import Extra, Pipeline
-from zbpp.runtime.groups import close_groups, gloo_group
+from zbpp.runtime.processes.groups import close_groups, gloo_group
 from zbpp.runtime.rank import Rank
 from zbpp.tracebacks import hiding_own_frames
 

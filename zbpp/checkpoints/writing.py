@@ -25,8 +25,8 @@ from zbpp.checkpoints.folders import CheckpointError
 from zbpp.devices import current_device, empty_host_cache, is_accelerator, make_current, synchronize
 from zbpp.error_text import chain_of, shown_path
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.dtensors import local_of
+from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.tracebacks import hiding_own_frames
 
 Failed = Callable[[str], None]

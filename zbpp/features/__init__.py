@@ -17,5 +17,6 @@ post_validation/      an update that is validated at the gate of the next step
 graphs/               actions that CUDA graphs capture and replay; stages that compile ahead
 
 standard     the features and observers that every pipeline has
+squares      the squared norms of gradients, for gradient release and for the norm
 all_to_all   rows exchanged over a group, for experts and context
 """

@@ -8,7 +8,7 @@ from typing import Any
 from zbpp.devices import is_accelerator
 from zbpp.job.cuda_settings import check_launches, use_expandable_segments, warn_of_lazy_loading
 from zbpp.runtime.extra import Extra, extras_of
-from zbpp.runtime.mesh import EXPERT, TENSOR, Reshard
+from zbpp.runtime.processes.mesh import EXPERT, TENSOR, Reshard
 from zbpp.runtime.rank import Rank
 
 

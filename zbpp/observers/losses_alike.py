@@ -11,7 +11,7 @@ from zbpp.job.agreement import gather
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Observer
-from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.processes.mesh import TENSOR
 from zbpp.runtime.rank import Rank
 
 

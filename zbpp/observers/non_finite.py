@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from zbpp.autograd.leaf_grad import total_of
-from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.processes.dtensors import local_of
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from zbpp.job.agreement import AgreementError, check_equal
 from zbpp.runtime.digest import digest
-from zbpp.runtime.dtensors import dimensions_of, is_split
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.processes.dtensors import dimensions_of, is_split
 
 _SHOWN = 5  # tensors in an error
 

@@ -28,7 +28,7 @@ from zbpp.job.errors import CommunicationError, communicating
 from zbpp.runtime.call.batch import Batch
 from zbpp.runtime.call.sizes import refuse_another_call, refuse_other_rows
 from zbpp.runtime.extra import Observer
-from zbpp.runtime.groups import Store, job_store
+from zbpp.runtime.processes.groups import Store, job_store
 from zbpp.runtime.rank import Rank
 
 _MOST_SHOWN = 4

@@ -18,7 +18,7 @@ from zbpp.autograd.leaf_grad import total_of
 from zbpp.error_text import error_text
 from zbpp.job.agreement import broadcast
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import whole_of
+from zbpp.runtime.processes.dtensors import whole_of
 
 Naming = Callable[[int, str], str]
 Stages = Pipeline | nn.Module | Mapping[int, nn.Module] | Sequence[Any]

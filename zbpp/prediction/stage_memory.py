@@ -36,9 +36,9 @@ from zbpp.run.model import build_model, explained_as_data, keeps_documents_apart
 from zbpp.run.optimizer import build_optimizer
 from zbpp.run.stages import build_mesh, recompute_stages
 from zbpp.runtime.call.microbatch import into_microbatches
-from zbpp.runtime.dtensors import is_spread, local_of
 from zbpp.runtime.layout import layout_of
-from zbpp.runtime.tensor_parallel import parallelize
+from zbpp.runtime.processes.dtensors import is_spread, local_of
+from zbpp.runtime.processes.tensor_parallel import parallelize
 from zbpp.schedule import Costs, Timetable
 from zbpp.schedule.interpret.stage_bytes import StageBytes, sharded
 from zbpp.stage_api import blocks_of

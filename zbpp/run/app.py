@@ -50,7 +50,7 @@ from zbpp.run.results import write_results
 from zbpp.run.speeds import measured_speeds
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.schedule import Timetable
 from zbpp.stage_api import target_names
 from zbpp.training.leaving import LeaveOnSignal

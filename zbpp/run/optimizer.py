@@ -15,7 +15,7 @@ from zbpp.error_text import kind_of
 from zbpp.features.gradient_release.gradient_release import updates_each_alone
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime import Pipeline
-from zbpp.runtime.mesh import SHARD, MeshPosition
+from zbpp.runtime.processes.mesh import SHARD, MeshPosition
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.optim.optimizer import (
     OPTIMIZERS,

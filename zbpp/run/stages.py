@@ -21,9 +21,9 @@ from zbpp.features.weight_offload.weight_offload import OffloadedWeights
 from zbpp.run.model import check_data_fit, check_lengths_may_differ
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.call.sequence_lengths import SequenceLengths
-from zbpp.runtime.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
-from zbpp.runtime.tensor_parallel import parallelize
-from zbpp.runtime.ties import TiedStages, agree_on_ties
+from zbpp.runtime.processes.mesh import MeshPosition, check_expert_degree, make_mesh, num_pipeline_ranks
+from zbpp.runtime.processes.tensor_parallel import parallelize
+from zbpp.runtime.processes.ties import TiedStages, agree_on_ties
 from zbpp.schedule import Timetable
 from zbpp.stage_api import blocks_of
 from zbpp.training.batches import batch_for, part_for

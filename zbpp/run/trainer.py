@@ -26,7 +26,7 @@ from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_fac
 from zbpp.run.plan import build_offload, build_replan
 from zbpp.run.stages import Parts
 from zbpp.runtime import Extra, Pipeline
-from zbpp.runtime.mesh import MeshPosition, Reshard
+from zbpp.runtime.processes.mesh import MeshPosition, Reshard
 from zbpp.schedule import Costs, Timetable
 from zbpp.stage_api import check_pipeline
 from zbpp.training.length_plans import LengthPlanner

@@ -20,11 +20,8 @@ From `Pipeline(...)` to the end of a step, in reading order:
     in_place      what a later action needs must stay as it is: ChangedInPlace with the buffer's name
     layout        dtypes and shapes of a message; its header
     restored      random numbers, training mode, buffers of a step that begins again
-    mesh          make_mesh; MeshPosition, where a process is in it. groups: one for each link
-    dtensors      tensors that lie on the mesh: how they are split, this process's part, the whole
-    ties          parameters that are one parameter of the model, in several places of its stages
-    tensor_parallel, wrapped_stages  stages that their model splits; stages that a user has wrapped in FSDP2
-    squares       the squared norms of gradients. digest: of a tensor's bits, to compare copies
+    processes/    where a process is in the mesh; groups; DTensors; parameters that several processes have
+    digest        a number of a tensor's bits, to compare copies
     extra         WHAT A PIPELINE DOES BESIDE ITS PROGRAM: features and observers, which the core knows by
                   this interface alone
 
@@ -44,8 +41,8 @@ from zbpp.job.world import DeviceError
 from zbpp.runtime.boundary import BoundaryError
 from zbpp.runtime.call.marks import per_microbatch, replicate
 from zbpp.runtime.extra import Extra, Feature, Observer
-from zbpp.runtime.mesh import make_mesh
 from zbpp.runtime.pipeline import Pipeline
+from zbpp.runtime.processes.mesh import make_mesh
 from zbpp.runtime.stage import StageWorker
 
 Pipeline.standard_extras = staticmethod(standard_extras)

@@ -22,14 +22,14 @@ from zbpp.devices import device_for_messages, whole
 from zbpp.error_text import error_text, kind_of
 from zbpp.job.agreement import check_equal, gather, gather_or_refuse
 from zbpp.planning import plan
-from zbpp.runtime.dtensors import is_spread
 from zbpp.runtime.extra import extras_of
-from zbpp.runtime.groups import unique_name
-from zbpp.runtime.mesh import EXPERT, SHARD, TENSOR, MeshPosition, planned_by_rank_0
 from zbpp.runtime.parameters import Names, names_of
-from zbpp.runtime.tensor_parallel import has_split_parameters, parallelize
-from zbpp.runtime.ties import Tie, TiedStages, agree_on_ties
-from zbpp.runtime.wrapped_stages import refusal_of
+from zbpp.runtime.processes.dtensors import is_spread
+from zbpp.runtime.processes.groups import unique_name
+from zbpp.runtime.processes.mesh import EXPERT, SHARD, TENSOR, MeshPosition, planned_by_rank_0
+from zbpp.runtime.processes.tensor_parallel import has_split_parameters, parallelize
+from zbpp.runtime.processes.ties import Tie, TiedStages, agree_on_ties
+from zbpp.runtime.processes.wrapped_stages import refusal_of
 from zbpp.schedule import Timetable
 from zbpp.stage_api import PipelineModel, RefusedStage, check_has_values, missing_methods, stage_of
 

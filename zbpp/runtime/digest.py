@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 
 _CHUNK = 2**22  # words at a time: bounds the memory that a digest takes
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # its bits look random: those of the golden ratio

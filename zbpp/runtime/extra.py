@@ -3,8 +3,8 @@
 The core runs a program over stages and links. It imports no feature and no observer. An extra is one of the
 two. A user gives extras to a pipeline, for good or for a while:
 
-    pipeline = Pipeline(stages, timetable, loss_fn, extras=[ActivationOffload(costs)])
-    with pipeline.using(Recorder()) as recorder:
+    pipeline = Pipeline(stages, timetable, loss_fn, extras=[AFeature()])
+    with pipeline.using(AnObserver()) as observer:
         pipeline.step(x, target=y)
 
 A FEATURE changes a call by up to five methods:

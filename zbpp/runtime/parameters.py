@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.job.agreement import gather, refuse_together
-from zbpp.runtime.dtensors import part_for
-from zbpp.runtime.ties import Tie
+from zbpp.runtime.processes.dtensors import part_for
+from zbpp.runtime.processes.ties import Tie
 
 _LOSS = "loss."
 

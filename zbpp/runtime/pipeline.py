@@ -34,15 +34,15 @@ from zbpp.runtime.arguments import (
 from zbpp.runtime.call.feed import Call, Metrics, Observe, named_target
 from zbpp.runtime.call.results import NamedLosses, Result, summed
 from zbpp.runtime.call.weights import Count
-from zbpp.runtime.dtensors import is_counted
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra
-from zbpp.runtime.groups import close_groups, group_of_this_process, set_timeout
-from zbpp.runtime.mesh import EXPERT, SHARD, MeshPosition, Reshard
 from zbpp.runtime.parameters import StageParameters
+from zbpp.runtime.processes.dtensors import is_counted
+from zbpp.runtime.processes.groups import close_groups, group_of_this_process, set_timeout
+from zbpp.runtime.processes.mesh import EXPERT, SHARD, MeshPosition, Reshard
+from zbpp.runtime.processes.ties import TiedStages, copies_here
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode
 from zbpp.runtime.stage import Loss
-from zbpp.runtime.ties import TiedStages, copies_here
 from zbpp.schedule import Timetable
 from zbpp.schedule.slice_bounds import bounds_for
 from zbpp.seeding import seed_of
@@ -250,7 +250,6 @@ class Pipeline:
                 args,
                 target,
                 kwargs,
-                name=self._rank.name_of_step,
                 loss_scale=self.loss_scale,
                 slice_bounds=self.slice_bounds,
             )

@@ -40,14 +40,14 @@ from zbpp.runtime.call.sizes import Announcer, Sizes, ways_of_sizes
 from zbpp.runtime.call.weights import Count
 from zbpp.runtime.executor import BeginAgain, Executor
 from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras, Observer
-from zbpp.runtime.groups import close_groups, link_groups, runs_on_device, set_timeout
 from zbpp.runtime.host_links import OWN_LIMIT
 from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.lowering import Lowering, Lowerings
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.groups import close_groups, link_groups, runs_on_device, set_timeout
+from zbpp.runtime.processes.mesh import MeshPosition
+from zbpp.runtime.processes.ties import Tie
 from zbpp.runtime.resolve import StageMethod
 from zbpp.runtime.stage import Loss, StageWorker
-from zbpp.runtime.ties import Tie
 from zbpp.schedule import Op, Timetable
 from zbpp.schedule.passes.posts import ON_DEVICE, ON_HOST, Postings
 from zbpp.stage_api import mark_of
@@ -96,15 +96,16 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set five more.
+    An extra may set four more.
     lost: text for an error message. It says what a failed call has destroyed, other than the call's messages.
     If it is not empty, a failed call ends the pipeline.
     wrong_weights: text for an error message. It says why the weights do not belong to any step. It is empty
-    if the weights belong to a step. name_of_step: the name of the next step. All ranks must use the same
-    name. released: None if gradients stay in `.grad`. Otherwise {id of a parameter: the sum of squares of its
-    last gradient}, for each parameter whose gradient the last step has used and dropped; empty if nobody
-    needs sums. groups: {dimension of the mesh: a process group with the same processes as the mesh's}. These
-    groups close with the pipeline, so that no process waits in them for a process that has failed.
+    if the weights belong to a step.
+    released: None if gradients stay in `.grad`. Otherwise {id of a parameter: the sum of squares of its last
+    gradient}, for each parameter whose gradient the last step has used and dropped; empty if nobody needs
+    sums.
+    groups: {dimension of the mesh: a process group with the same processes as the mesh's}. These groups close
+    with the pipeline, so that no process waits in them for a process that has failed.
     """
 
     def __init__(
@@ -130,7 +131,6 @@ class Rank:
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
         self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
-        self.name_of_step = "step"
         self.released: Mapping[int, Tensor] | None = None
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.is_alone = timetable.num_ranks == 1 and not place.groups
@@ -222,14 +222,6 @@ class Rank:
     def trained(self) -> list[nn.Parameter]:
         """The parameters that a step of this rank may add gradients to, each once."""
         return [*dict.fromkeys(each for module in self.modules for each in module.parameters())]
-
-    def own_parameters_of_loss(self) -> list[nn.Parameter]:
-        """The parameters of the loss that no stage of this rank has, where this rank computes the loss."""
-        last = self.workers.get(self.timetable.num_stages - 1)
-        if last is None or not isinstance(last.loss_fn, nn.Module):
-            return []
-        shared = {id(each) for worker in self.workers.values() for each in worker.module.parameters()}
-        return [each for each in last.loss_fn.parameters() if id(each) not in shared]
 
     # ---- Calls
 

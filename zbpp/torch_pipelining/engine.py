@@ -33,7 +33,15 @@ from zbpp.planning import plan
 from zbpp.planning.plan import check_name
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.runtime.extra import Feature
-from zbpp.runtime.mesh import PIPELINE, REPLICATE, SHARD, TENSOR, MeshPosition, planned_by_rank_0, take_as
+from zbpp.runtime.processes.mesh import (
+    PIPELINE,
+    REPLICATE,
+    SHARD,
+    TENSOR,
+    MeshPosition,
+    planned_by_rank_0,
+    take_as,
+)
 from zbpp.schedule import PlanError, Timetable
 from zbpp.torch_pipelining.features import ForwardKeywords, WeightsByUser, forward_keywords
 from zbpp.torch_pipelining.order import orders_of, scales_gradients, timetable_of

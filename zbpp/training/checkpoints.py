@@ -17,7 +17,7 @@ import torch
 from zbpp.checkpoints import Checkpoint, CheckpointError, Saving, opened, prepared, restore
 from zbpp.error_text import shown_path
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 from zbpp.schedule import Timetable
 from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Callback, Trainer

@@ -18,7 +18,7 @@ from zbpp.job.agreement import broadcast, gather
 from zbpp.planning import MemoryLimit
 from zbpp.planning.order import BestOrder, least_excess
 from zbpp.planning.work import Work
-from zbpp.runtime.mesh import TENSOR, MeshPosition
+from zbpp.runtime.processes.mesh import TENSOR, MeshPosition
 from zbpp.schedule import Costs, Timetable
 
 _NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks and 16 microbatches

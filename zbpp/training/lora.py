@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from zbpp.error_text import did_you_mean
 from zbpp.job.agreement import gather
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import whole_of
+from zbpp.runtime.processes.dtensors import whole_of
 from zbpp.seeding import seed_of
 from zbpp.training.optim.master_weights import MasterWeights
 

@@ -26,8 +26,8 @@ from zbpp.job.world import World
 from zbpp.measure import measured_costs, measured_costs_of_lengths
 from zbpp.planning import RankCosts
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
+from zbpp.runtime.processes.dtensors import local_of
+from zbpp.runtime.processes.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
 from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
 from zbpp.training.optim.update import Metrics

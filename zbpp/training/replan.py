@@ -24,7 +24,7 @@ from zbpp.measure import measured_costs
 from zbpp.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime import Pipeline
 from zbpp.runtime.call.microbatch import into_microbatches
-from zbpp.runtime.mesh import planned_by_rank_0
+from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]

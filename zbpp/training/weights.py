@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from zbpp.checkpoints import Checkpoint, CheckpointError
 from zbpp.checkpoints.folders import check_sizes, checkpoints_in, step_of
 from zbpp.runtime import Pipeline
-from zbpp.runtime.dtensors import whole_of
+from zbpp.runtime.processes.dtensors import whole_of
 from zbpp.training.optim.master_weights import MasterWeights
 from zbpp.training.run_folder import named_in_errors
 

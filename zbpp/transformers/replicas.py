@@ -17,7 +17,7 @@ from torch import Tensor
 
 from zbpp.job.errors import communicating
 from zbpp.runtime import make_mesh
-from zbpp.runtime.mesh import REPLICATE
+from zbpp.runtime.processes.mesh import REPLICATE
 
 
 class Replicas:

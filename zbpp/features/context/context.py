@@ -26,8 +26,8 @@ from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature
-from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import CONTEXT, TENSOR
+from zbpp.runtime.processes.groups import close_groups, group_like
+from zbpp.runtime.processes.mesh import CONTEXT, TENSOR
 from zbpp.runtime.rank import Rank
 
 

@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.autograd.models.exchange import BalancedExchange, Exchange
 from zbpp.features.all_to_all import AllToAll
 from zbpp.job.agreement import gather_or_refuse
-from zbpp.runtime.dtensors import is_spread
 from zbpp.runtime.extra import Feature
-from zbpp.runtime.groups import close_groups, group_like
-from zbpp.runtime.mesh import EXPERT, MeshPosition, experts_mesh, names_in
+from zbpp.runtime.processes.dtensors import is_spread
+from zbpp.runtime.processes.groups import close_groups, group_like
+from zbpp.runtime.processes.mesh import EXPERT, MeshPosition, experts_mesh, names_in
 from zbpp.runtime.rank import Rank
 
 

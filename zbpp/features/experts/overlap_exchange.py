@@ -27,9 +27,9 @@ import torch
 from zbpp.autograd.models.exchange import Pending, exchanges_in
 from zbpp.job.agreement import gather_or_refuse
 from zbpp.runtime.call.feed import Call
-from zbpp.runtime.dtensors import is_freed
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
+from zbpp.runtime.processes.dtensors import is_freed
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction

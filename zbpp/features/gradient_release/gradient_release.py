@@ -28,13 +28,13 @@ from torch import Tensor, nn
 from zbpp.features.gradient_release.accumulation import Accumulation, refusal_of
 from zbpp.features.gradient_release.restricted_update import is_optimi, parameters_of, update
 from zbpp.features.gradient_release.updates import Accumulate, Update, with_accumulation, with_updates
+from zbpp.features.squares import squares_of
 from zbpp.job.agreement import refuse_together
 from zbpp.runtime.call.batch import Batch
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.squares import squares_of
 from zbpp.schedule import Program
 
 _KNOWN = ("torch.optim.", "optimi.", "zbpp.")

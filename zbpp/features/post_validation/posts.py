@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch.distributed as dist
 
 from zbpp.job.errors import CommunicationError
-from zbpp.runtime.groups import Store, job_store, unique_name
-from zbpp.runtime.mesh import MeshPosition
+from zbpp.runtime.processes.groups import Store, job_store, unique_name
+from zbpp.runtime.processes.mesh import MeshPosition
 
 _POLL_INTERVAL = 1.0  # s; a waiting process looks so often whether another process has given up
 

@@ -63,12 +63,16 @@ class Validation(Feature):
         self._gate = gate_of(rank.programs, rank.index)
         self._buffers, self._inputs = Buffers(rank.modules), InPlaceChanges(())
         self.pending: PendingUpdate | None = None
-        self.has_changed_inputs = False
+        self.has_changed_inputs, self._name_of_step = False, ""
         # Whether an update was redone outside of a step. Another rank may learn of it only at the gate of its
         # next step, which then begins again. So this rank's next step has to begin again, too.
         self._begins_again = False
 
     # ---- A step
+
+    def take(self, call: Call) -> Call:
+        """See Feature."""
+        return call._replace(name=self._name_of_step) if call.kind == "step" else call
 
     def rewrite(self, call: str, program: Program) -> Program:
         """See Feature."""
@@ -133,7 +137,7 @@ class Validation(Feature):
 
     def set_name_of_step(self, name: str) -> None:
         """Name the next steps. Ranks compare names, and refuse a step that some run without an update."""
-        self._rank.name_of_step = name
+        self._name_of_step = name
 
     def _validated(self, update: PendingUpdate) -> bool:
         self.pending = None

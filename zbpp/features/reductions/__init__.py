@@ -1,6 +1,6 @@
 """Replicas, shards and tied parameters: all copies of a parameter get one gradient.
 
-What the mesh itself is: zbpp/runtime/mesh.py.
+What the mesh itself is: zbpp/runtime/processes/mesh.py.
 
 reductions       the feature: what is reduced on one rank, when, and by which class
 instructions     its instructions, and the pass that inserts them

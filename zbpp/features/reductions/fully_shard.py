@@ -26,11 +26,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from zbpp.autograd import WeightGrads
 from zbpp.features.reductions.reduce import Ended, Flags
 from zbpp.job.errors import communicating
-from zbpp.runtime.dtensors import is_freed, is_spread, local_of
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.mesh import EXPERT, MeshPosition, Reshard
+from zbpp.runtime.processes.dtensors import is_freed, is_spread, local_of
+from zbpp.runtime.processes.mesh import EXPERT, MeshPosition, Reshard
+from zbpp.runtime.processes.wrapped_stages import is_fully_sharded
 from zbpp.runtime.stage import StageWorker
-from zbpp.runtime.wrapped_stages import is_fully_sharded
 
 
 class FullyShardedStage:

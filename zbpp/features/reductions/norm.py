@@ -16,10 +16,10 @@ from torch import Tensor
 
 from zbpp.autograd.leaf_grad import total_of
 from zbpp.error_text import kind_of
+from zbpp.features.squares import squares_of
 from zbpp.job.agreement import gather
-from zbpp.runtime.dtensors import local_of
 from zbpp.runtime.pipeline import Pipeline
-from zbpp.runtime.squares import squares_of
+from zbpp.runtime.processes.dtensors import local_of
 
 
 def is_bound(value: Any) -> bool:

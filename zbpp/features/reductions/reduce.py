@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.job.errors import communicating
-from zbpp.runtime.dtensors import like, local_of
+from zbpp.runtime.processes.dtensors import like, local_of
 from zbpp.streams import streams_of
 
 Ended = Callable[[], None]

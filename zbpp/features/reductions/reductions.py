@@ -32,12 +32,12 @@ from zbpp.job.errors import communicating
 from zbpp.runtime.call.batch import Batch
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
-from zbpp.runtime.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
 from zbpp.runtime.extra import Feature, Handler, replaced_w
-from zbpp.runtime.groups import close_groups, group_like
 from zbpp.runtime.layout import Message, Run
-from zbpp.runtime.mesh import EXPERT_COPIES, SHARD, Reshard
 from zbpp.runtime.parameters import persistent_buffers
+from zbpp.runtime.processes.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
+from zbpp.runtime.processes.groups import close_groups, group_like
+from zbpp.runtime.processes.mesh import EXPERT_COPIES, SHARD, Reshard
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
@@ -67,9 +67,9 @@ class Reductions(Feature):
         self._device = rank.device
         self._workers = rank.workers
         self._stages = stages = {index: worker.module for index, worker in rank.workers.items()}
-        loss = rank.own_parameters_of_loss()
+        loss = _own_parameters_of_loss(rank)
         self._sharded = shard_stages(stages, place, rank.index, self._reshard, self._mp_policy)
-        is_lost = len(rank.own_parameters_of_loss()) > len(loss)
+        is_lost = len(_own_parameters_of_loss(rank)) > len(loss)
         refuse_together(_LOSS_SHARES if is_lost else "", place.gather)
         self._tied = TiedGradients(
             rank.ties, stages, rank.timetable.rank_of, rank.index, place.pipeline, rank.timeout
@@ -296,3 +296,12 @@ def _shared_by(stages: Mapping[int, nn.Module]) -> list[nn.Parameter]:
     """The parameters that more than one of the stages have."""
     counts = Counter(each for stage in stages.values() for each in stage.parameters())
     return [parameter for parameter, count in counts.items() if count > 1]
+
+
+def _own_parameters_of_loss(rank: Rank) -> list[nn.Parameter]:
+    """The parameters of the loss that no stage of this rank has, where this rank computes the loss."""
+    last = rank.workers.get(rank.timetable.num_stages - 1)
+    if last is None or not isinstance(last.loss_fn, nn.Module):
+        return []
+    shared = {id(each) for worker in rank.workers.values() for each in worker.module.parameters()}
+    return [each for each in last.loss_fn.parameters() if id(each) not in shared]

@@ -20,9 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zbpp.features.reductions.fully_shard import FullyShardedStage
 from zbpp.job.agreement import refuse_together
-from zbpp.runtime.dtensors import copy_to_replicas, is_spread
-from zbpp.runtime.mesh import EXPERT_COPIES, REPLICATE, RESHARD, SHARD, MeshPosition, Reshard, experts_mesh
-from zbpp.runtime.wrapped_stages import is_fully_sharded
+from zbpp.runtime.processes.dtensors import copy_to_replicas, is_spread
+from zbpp.runtime.processes.mesh import (
+    EXPERT_COPIES,
+    REPLICATE,
+    RESHARD,
+    SHARD,
+    MeshPosition,
+    Reshard,
+    experts_mesh,
+)
+from zbpp.runtime.processes.wrapped_stages import is_fully_sharded
 from zbpp.stage_api import blocks_of, declared_dtypes
 
 

@@ -23,9 +23,9 @@ from zbpp.autograd.leaf_grad import grad_dtype, total_of
 from zbpp.features.reductions.reduce import AllReduce
 from zbpp.job.agreement import AgreementError, broadcast, check_agreement, gather, refuse_together
 from zbpp.runtime.digest import digest
-from zbpp.runtime.dtensors import copy_from
-from zbpp.runtime.groups import close_groups, group_of, unique_name
-from zbpp.runtime.ties import Tie, copies_here, owner_of, parameter_of, ranks_of, text_of
+from zbpp.runtime.processes.dtensors import copy_from
+from zbpp.runtime.processes.groups import close_groups, group_of, unique_name
+from zbpp.runtime.processes.ties import Tie, copies_here, owner_of, parameter_of, ranks_of, text_of
 
 
 class TiedGradients:

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.dtensors import dimensions_of, is_split
-from zbpp.runtime.mesh import TENSOR
+from zbpp.runtime.processes.dtensors import dimensions_of, is_split
+from zbpp.runtime.processes.mesh import TENSOR
 
 
 def parallelize(model: Any, stages: Mapping[int, nn.Module], mesh: DeviceMesh | None) -> None:

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbpp.runtime.mesh import (
+from zbpp.runtime.processes.mesh import (
     DIMENSIONS,
     EXPERT,
     EXPERT_COPIES,

@@ -23,7 +23,7 @@ x shard is then divided otherwise, in a mesh of its own (EXPERT below):
     expert_copies  copies of the same experts; with shards, a part    different data
                    of each weight, FSDP2
 
-The tensors that lie on such a mesh are DTensors: zbpp/runtime/dtensors.py.
+The tensors that lie on such a mesh are DTensors: zbpp/runtime/processes/dtensors.py.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from zbpp.runtime.dtensors import local_of
+from zbpp.runtime.processes.dtensors import local_of
 
 _CHUNK = 2**22  # numbers of a gradient that are cast to float64 at a time, 32 MiB
 

@@ -28,8 +28,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from zbpp.job.agreement import gather, gather_or_refuse
-from zbpp.runtime.dtensors import local_of
-from zbpp.runtime.mesh import SHARD, MeshPosition
+from zbpp.runtime.processes.dtensors import local_of
+from zbpp.runtime.processes.mesh import SHARD, MeshPosition
 
 ParameterPlace = tuple[int, str]
 """(stage, name of a parameter in that stage): one of the places where the model has the parameter."""

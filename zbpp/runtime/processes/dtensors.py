@@ -1,4 +1,4 @@
-"""What the runtime asks of DTensors, the tensors that lie on a pipeline's mesh (zbpp/runtime/mesh.py)."""
+"""What the runtime asks of DTensors, the tensors that lie on a pipeline's mesh (mesh.py)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from zbpp.devices import carried
-from zbpp.runtime.mesh import EXPERT, EXPERT_COPIES, SHARD, MeshPosition, names_in
+from zbpp.runtime.processes.mesh import EXPERT, EXPERT_COPIES, SHARD, MeshPosition, names_in
 
 
 def dimensions_of(tensor: torch.Tensor) -> Mapping[str, Any]:

@@ -24,7 +24,7 @@ from zbpp.job.agreement import broadcast
 from zbpp.runtime.host_links import HostLink, needs_host_link
 
 if TYPE_CHECKING:
-    from zbpp.runtime.mesh import MeshPosition
+    from zbpp.runtime.processes.mesh import MeshPosition
 
 
 def link_groups(
