@@ -1,6 +1,7 @@
 """Lowered programs, executed by an interpreter of their own over random timetables and placements."""
 
 import random
+import re
 import sys
 from collections import Counter, defaultdict, deque
 from itertools import pairwise
@@ -244,3 +245,11 @@ def test_a_rank_lowers_its_own_program_only(monkeypatch):
     instructions = programs[5].instructions
     assert sorted(looked_at) == [(4, 5), (5, 4), (5, 6), (6, 5)]
     assert sum(isinstance(step, Recv) for step in instructions) == 2 * 1024
+
+
+def test_the_first_page_of_lower_shows_a_program_of_1f1b():
+    """Its picture of Release: rank 0 of two ranks, without the messages that come back."""
+    shown = re.search(r"rank 0 runs   (0F0  Send x0.*)", sys.modules["zbpp.schedule.lower"].__doc__).group(1)
+    program = [str(each) for each in lower(plan("1f1b", 2, 4))[0].instructions]
+    sent = [re.sub(r"x\(1,(\d)\) to 1", r"x\1", each) for each in program if "Recv" not in each]
+    assert "  ".join(sent).startswith(shown)

@@ -30,7 +30,7 @@ from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import Buffers
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction
-from zbpp.schedule.timetable import Unit
+from zbpp.schedule.units import Unit
 from zbpp.seeding import restored_python_generators
 
 _NAN, _INFINITY, _MINUS_INFINITY = "NaN", "Infinity", "-Infinity"

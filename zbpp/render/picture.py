@@ -26,7 +26,8 @@ from zbpp.render.style import (
     panels_of,
 )
 from zbpp.schedule.timeline import Floats, Timeline
-from zbpp.schedule.timetable import Op, unit_of
+from zbpp.schedule.timetable import Op
+from zbpp.schedule.units import unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

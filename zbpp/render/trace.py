@@ -8,7 +8,7 @@ from typing import Any
 from zbpp.render.style import Timelines, first_start, panels_of
 from zbpp.schedule.program import Reduce
 from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
-from zbpp.schedule.timetable import Unit
+from zbpp.schedule.units import Unit
 
 Event = dict[str, Any]
 

@@ -9,6 +9,7 @@ program     what one rank executes: its row of the timetable, with sends, receiv
 The files, in the order in which to read them:
 
 timetable.py        ops, actions (an op on one stage for one microbatch), timetables, and their text form
+units.py            a microbatch, or a slice of one: what goes through the pipeline in one piece
 dataflow.py         which values an action needs and makes: the only statement of dependencies
 costs.py            how long actions and messages take, and how much memory is held between actions
 slice_bounds.py     where the slices of sequences begin: which bounds there can be
@@ -36,7 +37,8 @@ from zbpp.schedule.lower import Programs, lower
 from zbpp.schedule.program import Post, Program, Recv, Reduce, Release, Send
 from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Timeline
-from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable, Unit
+from zbpp.schedule.timetable import Action, Op, PlanError, Row, Timetable
+from zbpp.schedule.units import Unit
 
 __all__ = [
     "Action",

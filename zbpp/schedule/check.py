@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from zbpp.schedule.timetable import Integers, Op, PlanError, Row, Timetable, unit_of, units_in_order
+from zbpp.schedule.timetable import Integers, Op, PlanError, Row, Timetable, units_in_order
+from zbpp.schedule.units import unit_of
 
 # Groups of ops: a stage has one action of each group per unit, in order. The arrays say by op's number
 # whether the op is in the group.

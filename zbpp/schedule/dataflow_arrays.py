@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from zbpp.schedule.dataflow import VALUE_NAMES, Value, consumes, produces
-from zbpp.schedule.timetable import Action, Op, Row, Timetable, Unit
+from zbpp.schedule.timetable import Action, Op, Row, Timetable
+from zbpp.schedule.units import Unit
 
 Numbers = npt.NDArray[np.int64]
 

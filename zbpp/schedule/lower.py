@@ -12,11 +12,20 @@ and 2 on rank 1 (a V) show why; sends are left out:
 
 A sent tensor must stay in memory until it has been received, and a sender must not run ahead of its
 receiver without end. So a program also has Release instructions; each waits until an earlier value has been
-received. Where the Release of a link's value k stands follows from one timeline: F, B and W take one unit of
-time, BW takes two, messages take none. Let d be the most values that the link holds at a time in that
-timeline, sent and not yet consumed. When value k + d + 1 is sent, k or a later value has begun to be
-consumed, so k has been received (the link is a FIFO); value k is released right after that send. Whatever an
-instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
+received. Where the Releases stand follows from one timeline, in which F, B and W take one unit of time, BW
+takes two, and messages take none. 1F1B on two ranks, with the x's that its link carries:
+
+    time        0    1    2    3    4    5    6    7
+    rank 0      0F0  0F1            0BW0      0F2
+    the link         x0   x1--------|              x2     at most one value is sent and not yet consumed
+    rank 1           1F0  1BW0      1F1  1BW1      1F2
+
+    rank 0 runs   0F0  Send x0  0F1  Send x1  0BW0  0F2  Send x2  Release x0
+
+Let d be the most values that a link holds at a time in that timeline, sent and not yet consumed; here d = 1.
+When value k + d + 1 is sent, at most d of the values from k on are not consumed yet. So k or a later one has
+begun to be consumed, and k has been received, since the link is a FIFO: value k is released right after that
+send. Whatever an instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
 
 A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW, and behind the Send
 that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same

@@ -26,15 +26,17 @@ _NONE = -1  # stands for "no value" where the number of a value is expected
 def simulate(timetable: Timetable, costs: Costs | None = None) -> Timeline:
     """Run each row in order, every action as soon as its inputs have arrived.
 
-    Times are in ms. A message takes costs.comm, and what costs.links say: it waits while its link is
-    occupied. Messages overlap computation. So does a stage's reduction, which takes costs.reduce: it starts
-    when the stage's last W or BW has ended, and the rank's reduction before it.
-    A timetable of F's alone is legal: evaluation runs it.
-    A rank runs pending W's while an F or B waits for an exchange (interpret/exchange.py). What has been run
-    there shortens the W at its own place in the row. F and B take as long as without it.
+    Times are in ms. A message takes costs.comm, and overlaps computation. A timetable of F's alone is legal:
+    evaluation runs it.
 
     Raises PlanError if an action repeats or is missing, if a stage's actions are not in the order of
     `check_row`, if the timetable can never finish, or for another number of lengths than there are units.
+
+    Costs may say more. With costs.links a message waits while its link is occupied, too. With costs.reduce a
+    stage's reduction runs beside the actions: it starts when the stage's last W or BW has ended, and the
+    rank's reduction before it. With costs.exchange a rank runs pending W's while an F or B waits for an
+    exchange (interpret/exchange.py). What has been run there shortens the W at its own place in the row; F
+    and B take as long as without it.
     """
     check_actions(timetable)
     costs = costs or Costs()

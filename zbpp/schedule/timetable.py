@@ -6,13 +6,7 @@ action per word:
     0F0 0F1 0B0 0W0 0B1 0W1
     1F0 1B0 1W0 1F1 1B1 1W1
 
-The sequences of a microbatch may be cut along time into num_slices slices, which go through the pipeline one
-after the other. A UNIT is slice k of microbatch m, and has the number m * num_slices + k; without slices the
-units are the microbatches. On each stage F's ascend in units. B's and W's ascend in microbatch and descend in
-slice, since B of a slice needs what B's of later slices make (dataflow.py). With two slices:
-
-    0F0.0 0F0.1 0F1.0 0B0.1 0W0.1 0F1.1 0B0.0 0W0.0 0B1.1 0W1.1 0B1.0 0W1.0
-    1F0.0 1F0.1 1B0.1 1W0.1 1F1.0 1B0.0 1W0.0 1F1.1 1B1.1 1W1.1 1B1.0 1W1.0
+Where the sequences of a microbatch are cut into slices, an action is one slice's, as text `0F1.0` (units.py).
 """
 
 from __future__ import annotations
@@ -26,6 +20,8 @@ from typing import NamedTuple, Self, overload
 
 import numpy as np
 import numpy.typing as npt
+
+from zbpp.schedule.units import Unit, unit_of
 
 Integers = npt.NDArray[np.int32]
 
@@ -50,54 +46,6 @@ class Op(IntEnum):
 
     def __str__(self) -> str:
         return self.name
-
-
-class Unit(int):
-    """A slice of a microbatch: the number microbatch * num_slices + slice; as text `5.3`."""
-
-    num_slices: int
-
-    def __new__(cls, number: int, num_slices: int) -> Self:
-        unit = super().__new__(cls, number)
-        unit.num_slices = num_slices
-        return unit
-
-    def __reduce__(self) -> tuple[type[Unit], tuple[int, int]]:
-        return Unit, (int(self), self.num_slices)
-
-    @property
-    def microbatch(self) -> int:
-        return int(self) // self.num_slices
-
-    @property
-    def slice(self) -> int:
-        return int(self) % self.num_slices
-
-    def __str__(self) -> str:
-        return f"{self.microbatch}.{self.slice}"
-
-    __repr__ = __str__
-
-    def __format__(self, spec: str) -> str:
-        """As the text, but for the codes of numbers: f"{unit:d}" is the number."""
-        return format(int(self) if spec[-1:] in {*"bcdeEfFgGnoxX%"} else str(self), spec)
-
-
-def unit_of(number: int, num_slices: int) -> int:
-    """The unit with this number, as Actions and Values have it: without slices an int, with slices a Unit."""
-    return number if num_slices == 1 else Unit(number, num_slices)
-
-
-def units_in_order(ops: int | Integers, numbers: Integers, num_slices: int) -> Integers:
-    """The units of actions, given their numbers among the F's, the B's or the W's of their stage.
-
-    F's ascend in units; B's, and W's, ascend in microbatch and descend in slice. ops: of all actions, or one
-    for each. The function is its own inverse: the B of unit u is number units_in_order(Op.B, u, num_slices).
-    """
-    if num_slices == 1:
-        return numbers
-    descending = numbers + (num_slices - 1 - 2 * (numbers % num_slices))
-    return np.where(np.equal(ops, Op.F), numbers, descending)
 
 
 class Action(NamedTuple):
@@ -412,3 +360,15 @@ def numbered(order: Iterable[StageOp], num_slices: int = 1) -> Row:
             counted = np.flatnonzero(of_stage & each)
             microbatches[counted] = np.arange(len(counted))
     return Row(stages, ops, units_in_order(ops, microbatches, num_slices), num_slices)
+
+
+def units_in_order(ops: int | Integers, numbers: Integers, num_slices: int) -> Integers:
+    """The units of actions, given their numbers among the F's, the B's or the W's of their stage.
+
+    F's ascend in units; B's, and W's, ascend in microbatch and descend in slice. ops: of all actions, or one
+    for each. The function is its own inverse: the B of unit u is number units_in_order(Op.B, u, num_slices).
+    """
+    if num_slices == 1:
+        return numbers
+    descending = numbers + (num_slices - 1 - 2 * (numbers % num_slices))
+    return np.where(np.equal(ops, Op.F), numbers, descending)

@@ -22,7 +22,7 @@ from zbpp.runtime.stage import StageWorker
 from zbpp.schedule import Action, Op
 from zbpp.schedule.program import Instruction
 from zbpp.schedule.slice_bounds import scaled_bounds
-from zbpp.schedule.timetable import Unit
+from zbpp.schedule.units import Unit
 from zbpp.stage_api import takes_slices
 
 

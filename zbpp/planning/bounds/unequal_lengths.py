@@ -35,7 +35,8 @@ import numpy.typing as npt
 from zbpp.planning.bounds.relaxation import Relaxation, after_last_b
 from zbpp.planning.options import MAKESPAN
 from zbpp.planning.problem import Extent, Problem
-from zbpp.schedule.timetable import Op, unit_of, units_in_order
+from zbpp.schedule.timetable import Op, units_in_order
+from zbpp.schedule.units import unit_of
 
 Floats = npt.NDArray[np.float64]
 

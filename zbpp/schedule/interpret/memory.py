@@ -33,7 +33,8 @@ from zbpp.schedule.program import (
     Release,
     Send,
 )
-from zbpp.schedule.timetable import Action, Op, Unit
+from zbpp.schedule.timetable import Action, Op
+from zbpp.schedule.units import Unit
 
 COMPONENTS = ("weights", "gradients", "optimizer", "saved", "deferred", "buffers", "copies")
 _WEIGHTS, _GRADIENTS, _OPTIMIZER, _SAVED, _DEFERRED, _BUFFERS, _COPIES = range(len(COMPONENTS))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from zbpp.schedule.timetable import Op, Unit
+from zbpp.schedule.timetable import Op
+from zbpp.schedule.units import Unit
 
 Rises = tuple[float, float, float, float]  # by Op
 
