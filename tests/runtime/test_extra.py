@@ -11,7 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-import zbpp.runtime
+import zbpp.features
+import zbpp.observers
 from helpers.processes import run_ranks
 from zbpp import Extra, Feature, Observer, Pipeline, plan
 from zbpp.schedule import Action, Op, Program, Send
@@ -261,8 +262,9 @@ def test_extras_that_exclude_each_other_are_refused_with_what_to_write_instead()
 
 
 def extras_of_zbpp():
-    for module in pkgutil.walk_packages(zbpp.runtime.__path__, "zbpp.runtime."):
-        importlib.import_module(module.name)
+    for room in (zbpp.features, zbpp.observers):
+        for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
+            importlib.import_module(module.name)
     waiting = [Extra]
     while waiting:
         found = waiting.pop().__subclasses__()
