@@ -104,7 +104,7 @@ def prompt_tuning():
 
 def quantized():
     model = model_of(Case())
-    model.is_quantized = True
+    model.is_quantized, model.quantization_method = True, "gptq"
     return model
 
 
@@ -116,7 +116,7 @@ MODELS = {
     "PROMPT_TUNING": prompt_tuning,
     "not a torch.nn.Linear|not.*Linear": lambda: torch.nn.Linear(2, 2),
     "in a DataParallel": lambda: torch.nn.DataParallel(model_of(Case())),
-    "quantized": quantized,
+    "quantized by gptq[^\n]*BitsAndBytesConfig": quantized,
     "has no config.json": lambda: "/nowhere",
 }
 
@@ -136,9 +136,21 @@ def test_a_model_on_a_device_already():
         made(model=model)
 
 
-def test_a_quantization_of_the_folder_that_is_given():
-    with pytest.raises(ValueError, match="quantized model[^\n]*model.quantize=nf4"):
-        made(quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True))
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        (transformers.BitsAndBytesConfig(), "neither load_in_4bit nor load_in_8bit"),
+        (transformers.GPTQConfig(bits=4), "write a BitsAndBytesConfig"),
+        (
+            transformers.BitsAndBytesConfig(load_in_8bit=True, llm_int8_enable_fp32_cpu_offload=True),
+            "llm_int8_enable_fp32_cpu_offload: [^\n]*leave it out",
+        ),
+    ],
+)
+def test_quantizations_of_a_folder(config, text, tmp_path):
+    model_of(Case()).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=f"^[^\n]*{text}"):
+        made(model=str(tmp_path), quantization_config=config)
 
 
 def test_a_version_of_trl_that_lacks_an_attribute():

@@ -196,6 +196,78 @@ def test_each_rank_reads_its_own_tensors_of_a_folder(tied, tmp_path):
     assert max(first, last) < 0.6 * of_all
 
 
+def nf4(**options):
+    from transformers import BitsAndBytesConfig
+
+    given = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
+    return BitsAndBytesConfig(**{**given, **options})
+
+
+def whole(folder, config):
+    """A model whose layers are quantized, given to the trainer."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32")
+
+
+def sft_of_whole(case, folder):
+    arguments = dict(case.arguments)
+    model = whole(arguments.pop("folder"), nf4())
+    return sft(case._replace(arguments={**arguments, "model": model}), folder)
+
+
+def with_float32_adapters(chosen):
+    """A subclass whose adapters are float32, and whose quantized weights stay as they are in evaluations.
+
+    TRL holds the adapters of a quantized base in bfloat16, which would hide small errors. In one process
+    bitsandbytes packs weights anew in the first evaluation, on a CPU with bfloat16, and rounds statistics.
+    """
+
+    class Float32Adapters(chosen):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, **kwargs)
+            for each in self.model.parameters():
+                if each.requires_grad:
+                    each.data = each.data.float()
+            for each in self.model.modules():
+                if hasattr(each, "support_avx512bf16_for_cpu"):
+                    each.support_avx512bf16_for_cpu = False
+
+    return Float32Adapters
+
+
+def linear_bytes(trainer):
+    """The bytes of this rank's quantized weights, and of all."""
+    import bitsandbytes
+
+    weights = [
+        each.weight for each in trainer.model.modules() if isinstance(each, bitsandbytes.nn.Linear4bit)
+    ]
+    return sum(each.nbytes for each in weights if not each.is_meta), sum(each.nbytes for each in weights)
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+@pytest.mark.parametrize("schedule", ["zb_v", "zb_h1"])
+def test_a_4_bit_base_trains_as_in_one_process(schedule, is_whole, tmp_path):
+    """From a folder each rank reads and quantizes its own tensors; a model that is given whole is cut."""
+    pytest.importorskip("bitsandbytes")
+    sizes = {"hidden_size": 64, "intermediate_size": 128}
+    base = str(tmp_path / "base")
+    model_of(Case(sizes=sizes)).save_pretrained(base)
+    arguments = {"peft_config": lora(target_modules="all-linear")}
+    if is_whole:
+        arguments["folder"] = base
+    else:
+        arguments |= {"model": base, "model_init_kwargs": {"quantization_config": nf4(), "dtype": "float32"}}
+    kit = sft_of_whole if is_whole else sft
+    case = Case(arguments=arguments, kit=kit, trainer=with_float32_adapters, finish=linear_bytes)
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    both = run_ranks(trained, 2, case._replace(schedule=schedule), str(tmp_path / "piped"))
+    assert_same(both[0], expected, weights=1e-4)
+    assert expected.found[0] == expected.found[1] == sum(each.found[0] for each in both)
+    assert all(each.found[0] == expected.found[0] // 2 for each in both)
+
+
 def test_an_adapter_goes_on_in_one_process_and_loads_in_peft(tmp_path):
     from peft import PeftModel
 

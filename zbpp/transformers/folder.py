@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbpp.models.hf import HuggingFace
+from zbpp.models.hf.quantize import kind_and_options
 from zbpp.models.hf.shrink import build_on_meta
 from zbpp.models.hf.ties import aliases_of, assign
 
@@ -22,18 +23,25 @@ def read_own(
 ) -> Any:
     """The model in training mode, with the values of these stages.
 
-    options: of from_pretrained; dtype is taken. Raises ValueError for others, and as `HuggingFace` does.
+    options: of from_pretrained; dtype and quantization_config, a BitsAndBytesConfig, are taken. Raises
+    ValueError for others, and as `HuggingFace` and `kind_and_options` do.
     """
     dtype = str(options.pop("dtype", None) or "float32").removeprefix("torch.")
+    quantized, given = options.pop("quantization_config", None), dict[str, Any]()
+    if quantized is not None:
+        given["quantize"], given["quantize_options"] = kind_and_options(quantized)
     if others := [name for name, value in options.items() if value not in (None, False)]:
         raise ValueError(
-            f"{others[0]}: a rank that reads its own tensors of a folder takes dtype alone: give "
-            "AutoModelForCausalLM.from_pretrained(...) instead of the folder"
+            f"{others[0]}: a rank that reads its own tensors of a folder takes dtype and "
+            "quantization_config alone: give AutoModelForCausalLM.from_pretrained(...) instead of the folder"
         )
-    cutter = HuggingFace(path=folder, dtype=dtype, layers_per_stage=layers_per_stage)
+    cutter = HuggingFace(path=folder, dtype=dtype, layers_per_stage=layers_per_stage, **given)
     model: Any = build_on_meta(cutter.library_config())
     model.config._name_or_path = folder
     model.config.dtype = getattr(torch, dtype)
+    quantization = cutter.quantization
+    if quantization is not None:
+        quantization.prepare(model)
     aliases = aliases_of(model)
     for index in stages:
         for owner, name, tensor in _tensors(cutter.build_stage(index, num_stages)):
@@ -43,6 +51,8 @@ def read_own(
         found = [each for each in map(model.get_parameter, (source, alias)) if not each.is_meta]
         for name in (alias, source) if found else ():
             assign(model, name, found[0])
+    if quantization is not None:
+        quantization.finish(model)
     return model.train()
 
 

@@ -131,7 +131,7 @@ def check_arguments(args: Any, num_replicas: int = 1) -> None:
         )
 
 
-def check_model(model: Any, model_init: Any = None, quantization: Any = None) -> None:
+def check_model(model: Any, model_init: Any = None) -> None:
     """Raise ValueError for a model, as the user gives it, that can't be cut or should not be here whole."""
     from transformers import PreTrainedModel
 
@@ -144,11 +144,13 @@ def check_model(model: Any, model_init: Any = None, quantization: Any = None) ->
         raise ValueError(
             f"in_pipeline takes a model of transformers, a PeftModel or a folder, not {kind_of(model)}"
         )
-    if quantization is not None or getattr(base, "is_quantized", False):
-        raise ValueError(
-            "layers of a quantized model can't be left out of a rank: train adapters on a quantized base by "
-            "zbpp train, with model.quantize=nf4 (docs/huggingface.md)"
-        )
+    if getattr(base, "is_quantized", False):
+        method = getattr(base.quantization_method, "value", base.quantization_method)
+        if method != "bitsandbytes":
+            raise ValueError(
+                f"the model is quantized by {method}, whose layers can't be left out of a rank: write "
+                "quantization_config=BitsAndBytesConfig(load_in_4bit=True)"
+            )
     if device := next(
         (each.device for each in model.parameters() if each.device.type not in _OFF_DEVICE), None
     ):

@@ -15,6 +15,7 @@ from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.config import without_cache
 from zbpp.models.hf.cut import Cut, names_above_layers
 from zbpp.models.hf.model import tried_cut
+from zbpp.models.hf.quantize import keep_weights
 from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import aliases_of
 
@@ -38,6 +39,8 @@ class OwnModules:
         layers_per_stage: Sequence[int] | None = None,
     ) -> None:
         self._model, self._layers_per_stage = model, layers_per_stage
+        if getattr(model, "is_quantized", False):
+            keep_weights(model)
         self._uses_head = loss is None
         self.loss: Any = HuggingFace(config=model.config.to_dict()).loss if loss is None else loss
 

@@ -111,8 +111,8 @@ class PipelineTrainer(Checkpoints):
             check_arguments(given, self.num_replicas)
         if isinstance(model, str | Path):
             check_folder(given)
-            model = self._read(str(model), given)
-        check_model(model, more.get("model_init"), more.get("quantization_config"))
+            model = self._read(str(model), given, more.pop("quantization_config", None))
+        check_model(model, more.get("model_init"))
         super().__init__(model, *others, **more)
         check_arguments(self.args, self.num_replicas)
         check_precision(self.accelerator.mixed_precision)
@@ -122,11 +122,13 @@ class PipelineTrainer(Checkpoints):
 
     # ---- Making it
 
-    def _read(self, folder: str, args: Any) -> Any:
+    def _read(self, folder: str, args: Any, quantization_config: Any) -> Any:
         world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
         world, rank = world // self.num_replicas, rank // self.num_replicas
         timetable = self._timetable(world, 1 if args is None else args.gradient_accumulation_steps)
-        options = getattr(args, "model_init_kwargs", None) or {}
+        options = {**(getattr(args, "model_init_kwargs", None) or {})}
+        if quantization_config is not None:
+            options["quantization_config"] = quantization_config
         return read_own(
             folder, timetable.stages_of(rank), timetable.num_stages, self.layers_per_stage, **options
         )

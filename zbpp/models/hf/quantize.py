@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zbpp.error_text import did_you_mean
+from zbpp.error_text import did_you_mean, kind_of
 from zbpp.models.hf.ties import aliases_of
 from zbpp.models.hf.values import no_fake_mode
 
@@ -82,15 +82,17 @@ class Quantization:
                 f"quantize_options.llm_int8_skip_modules leaves {lost[0]} to be quantized, which is tied to "
                 f"{tied[lost[0]]}: add {lost[0].rpartition('.')[0]} to it"
             )
+        keep_weights(model)
         for layer in quantized_layers(model):
-            if isinstance(layer, _bitsandbytes().Linear8bitLt):
-                layer._apply = MethodType(_apply_to_8_bits, layer)
-                continue
-            # On a CPU with bfloat16 the library packs the weight anew in the first forward of an evaluation,
-            # and rounds its statistics: training would go on with other weights.
-            layer.support_avx512bf16_for_cpu = False
-            if not self._has_compute_dtype:
+            if not self._has_compute_dtype and not isinstance(layer, _bitsandbytes().Linear8bitLt):
                 layer.compute_dtype, layer.compute_type_is_set = None, True
+
+    def finish(self, model: PreTrainedModel) -> None:
+        """Let the library and peft see a model as from_pretrained makes it; its layers are quantized."""
+        self.quantizer.postprocess_model(model)
+        model.hf_quantizer = self.quantizer
+        for layer in quantized_layers(model):
+            layer.weight.module = layer
 
     def leave_empty(self, model: PreTrainedModel) -> None:
         """Give layers whose tensors have no values, as in a prediction of memory, what they would hold."""
@@ -122,6 +124,43 @@ def weight_of(name: str) -> str | None:
 def shape_of_packed(state: Tensor) -> tuple[int, ...]:
     """The shape of a weight of 4 bits, by its quant_state in a folder, which is JSON."""
     return tuple(json.loads(bytes(state.tolist()))["shape"])
+
+
+def keep_weights(model: nn.Module) -> None:
+    """Let the quantized layers of a model keep their weights in evaluations and moves."""
+    for layer in quantized_layers(model):
+        if isinstance(layer, _bitsandbytes().Linear8bitLt):
+            layer._apply = MethodType(_apply_to_8_bits, layer)
+        else:
+            # On a CPU with bfloat16 the library packs the weight anew in the first forward of an evaluation,
+            # and rounds its statistics: training would go on with other weights.
+            layer.support_avx512bf16_for_cpu = False
+
+
+def kind_and_options(config: Any) -> tuple[str, dict[str, Any]]:
+    """The values of `quantize` and `quantize_options` that stand for a BitsAndBytesConfig.
+
+    Raises ValueError for a config of another library, and for one with values for other keys.
+    """
+    library = importlib.import_module("transformers")
+    if isinstance(config, Mapping):
+        config = library.BitsAndBytesConfig(**config)
+    if not isinstance(config, library.BitsAndBytesConfig):
+        raise ValueError(
+            f"quantization_config is {kind_of(config)}: each rank quantizes its own tensors by bitsandbytes "
+            "alone, write a BitsAndBytesConfig"
+        )
+    kind = "int8" if config.load_in_8bit else config.bnb_4bit_quant_type
+    plain = library.BitsAndBytesConfig(load_in_8bit=config.load_in_8bit, load_in_4bit=config.load_in_4bit)
+    changed = {name for name, value in config.to_dict().items() if value != plain.to_dict().get(name)}
+    if not config.load_in_8bit and not config.load_in_4bit:
+        raise ValueError("quantization_config has neither load_in_4bit nor load_in_8bit: write one of them")
+    if others := changed - {*KINDS[kind], "bnb_4bit_quant_type"}:
+        raise ValueError(
+            f"quantization_config.{min(others)}: a rank that quantizes its own tensors takes "
+            f"{', '.join(KINDS[kind])}: leave it out"
+        )
+    return kind, {name: getattr(config, name) for name in KINDS[kind] if getattr(config, name) is not None}
 
 
 def _check(kind: str, options: Mapping[str, Any]) -> None:
