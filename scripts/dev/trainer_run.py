@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""CPU time of a Trainer in a pipeline beside that of a loop over a Pipeline: two CPU ranks, in turn, by step.
+"""A Trainer in a pipeline beside loops over a Pipeline, step by step: tokens per second, CPU time; two ranks.
 
-    python scripts/dev/trainer_cpu.py
-    python scripts/dev/trainer_cpu.py --steps 4 --tokens 32      to see that it runs
+    python scripts/dev/trainer_run.py
+    python scripts/dev/trainer_run.py --steps 4 --tokens 32      to see that it runs
 
-Both train the same Llama with the same batches, AdamW and clipping. Each step of the Trainer is followed by
-one of the loop, in the same processes; CPU time is that of the process (time.process_time), so waits do not
-count. The first steps of each are left out. The Trainer's has all that it does between two steps.
+All train the same Llama with the same batches, AdamW and clipping. Each step of the Trainer is followed by
+one of the loop, and by one of a loop whose batch is one microbatch, so that one rank runs at a time, as with
+a device_map. They run in the same processes. CPU time is that of the process (time.process_time), so waits
+do not count. The first steps of each are left out. The Trainer's has all that it does between two steps.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import time
 from itertools import cycle
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ from zbpp.models.hf import HuggingFace
 from zbpp.runtime import Pipeline
 from zbpp.transformers import in_pipeline
 
-ROWS, MICROBATCHES, VOCAB, WARM_UP = 1, 4, 512, 2
+ROWS, MICROBATCHES, VOCAB, WARM_UP = 1, 8, 512, 2
+TRAINER, LOOP, ALONE = "Trainer", "loop", "one rank at a time"
 
 
 def config() -> LlamaConfig:
@@ -50,9 +52,9 @@ def collated(rows: list[Any]) -> dict[str, torch.Tensor]:
 class Loop:
     """A loop over a Pipeline, one step at a time."""
 
-    def __init__(self, data: list[Any], schedule: str) -> None:
+    def __init__(self, data: list[Any], schedule: str, num_microbatches: int) -> None:
         self.pipeline = Pipeline(
-            HuggingFace(config=config().to_dict()), schedule, num_microbatches=MICROBATCHES
+            HuggingFace(config=config().to_dict()), schedule, num_microbatches=num_microbatches
         )
         self._optimizer = torch.optim.AdamW(self.pipeline.parameters(), lr=1e-3)
         self._batches = cycle(DataLoader(data, batch_size=ROWS * MICROBATCHES, collate_fn=collated))
@@ -66,33 +68,50 @@ class Loop:
         self._optimizer.zero_grad()
 
 
-class Turns(TrainerCallback):
-    """A step of the loop after each of the Trainer, and the CPU time of both, in seconds."""
+class Taken(NamedTuple):
+    """What a step took, in seconds: of the process's CPU, and of the clock."""
 
-    def __init__(self, loop: Loop) -> None:
-        self._loop, self.times = loop, ([], [])
-        self._began: float | None = None
+    cpu: float
+    wall: float
+
+
+class Turns(TrainerCallback):
+    """A step of each loop after each step of the Trainer, and what all steps took, by name."""
+
+    def __init__(self, loops: dict[str, Loop]) -> None:
+        self._loops = loops
+        self.taken: dict[str, list[Taken]] = {name: [] for name in (TRAINER, *loops)}
+        self._began: Taken | None = None
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        ended = time.process_time()
-        if self._began is not None:  # the first step has no beginning: the model is cut there
-            self.times[0].append(ended - self._began)
-        self._loop.step()
-        between = time.process_time()
-        if self._began is not None:
-            self.times[1].append(between - ended)
-        self._began = between
+        self._note(TRAINER, self._began)
+        for name, loop in self._loops.items():
+            dist.barrier()
+            began = _now()
+            loop.step()
+            self._note(name, began)
+        dist.barrier()
+        self._began = _now()
+
+    def _note(self, name: str, began: Taken | None) -> None:
+        now = _now()
+        if began is not None and self._began is not None:  # the Trainer's first step has no beginning
+            self.taken[name].append(Taken(now.cpu - began.cpu, now.wall - began.wall))
+
+
+def _now() -> Taken:
+    return Taken(time.process_time(), time.perf_counter())
 
 
 def timed(given: tuple[str, str, int, int]) -> Any:
-    """For each rank the CPU times of the Trainer's steps and of the loop's, in seconds."""
+    """For each rank what the steps took, by name."""
     folder, schedule, tokens, steps = given
     logging.disable(logging.INFO)
     draw = torch.Generator().manual_seed(0)
     data = [{"input_ids": each} for each in torch.randint(VOCAB, (64, tokens), generator=draw)]
     with world(device="cpu"):
-        loop = Loop(data, schedule)
-        turns = Turns(loop)
+        loops = {LOOP: Loop(data, schedule, MICROBATCHES), ALONE: Loop(data, "1f1b", 1)}
+        turns = Turns(loops)
         args = TrainingArguments(
             folder,
             per_device_train_batch_size=ROWS,
@@ -113,9 +132,10 @@ def timed(given: tuple[str, str, int, int]) -> Any:
         )
         trainer.train()
         trainer.pipeline.close()
-        loop.pipeline.close()
+        for loop in loops.values():
+            loop.pipeline.close()
         found: list[Any] = [None, None]
-        dist.all_gather_object(found, [each[WARM_UP:] for each in turns.times])
+        dist.all_gather_object(found, {name: each[WARM_UP:] for name, each in turns.taken.items()})
     return found
 
 
@@ -130,15 +150,18 @@ def main() -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with tempfile.TemporaryDirectory() as folder:
         by_rank = on_ranks(2, timed, (folder, given.schedule, given.tokens, given.steps))
-    for rank, (trainer, loop) in enumerate(by_rank):
-        ratio = median(a / b for a, b in zip(trainer, loop, strict=True))
+    tokens = ROWS * MICROBATCHES * given.tokens
+    for name in (TRAINER, LOOP, ALONE):
+        steps = [*zip(*(one[name] for one in by_rank), strict=True)]
+        walls = [max(each.wall for each in step) for step in steps]  # it has ended when all ranks have
+        cpu = [sum(each.cpu for each in step) for step in steps]
+        if name == TRAINER:
+            own, own_cpu = walls, cpu
+        ratio = median(theirs / mine for theirs, mine in zip(walls, own, strict=True))
         print(
-            f"rank {rank}: CPU per step {1e3 * median(trainer):.1f} ms, loop {1e3 * median(loop):.1f} ms; "
-            f"sum of {len(trainer)} steps {sum(trainer):.3f} s, loop {sum(loop):.3f} s, "
-            f"{100 * (sum(trainer) / sum(loop) - 1):+.1f} %; median of the steps' ratios {ratio:.3f}"
+            f"{name:20s} {tokens / median(walls):7.0f} tokens/s; step / Trainer's {ratio:.3f}; CPU of all "
+            f"ranks per step {1e3 * median(cpu):7.1f} ms, Trainer's / its {sum(own_cpu) / sum(cpu):.3f}"
         )
-    own, other = (sum(sum(one[index]) for one in by_rank) for index in (0, 1))
-    print(f"all ranks: {own:.3f} s, loop {other:.3f} s, {100 * (own / other - 1):+.1f} %")
 
 
 if __name__ == "__main__":
