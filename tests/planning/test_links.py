@@ -9,7 +9,7 @@ import pytest
 from helpers.links import random_costs
 from helpers.timetables import random_timetable
 from zbpp import Costs, Links, PlanError, plan, simulate
-from zbpp.planning import choose_cut, lower_bound, read_links
+from zbpp.planning import choose_cut, lower_bound, read_links, slowest_link
 
 
 def bound(timetable, costs, objective, limit=None):
@@ -101,3 +101,15 @@ def test_what_is_no_file_of_links_is_refused_in_a_line(tmp_path, text, message):
         read_links(str(tmp_path / "links.json"))
     with pytest.raises(PlanError, match="there is no such file"):
         read_links("nowhere.json")
+
+
+def test_the_slowest_link_is_that_at_whose_full_speed_the_step_is_shortest():
+    """One microbatch: 4 F, then 4 BW of 2; x takes 5 + 2 and g 3 + 1 over the middle link, .5 elsewhere."""
+    links = Links(latency=0.5, pairs={(1, 2): (5.0, 2.0), (2, 1): (3.0, 1.0)})
+    found = slowest_link(plan("1f1b", 4, 1), Costs(links=links))
+    assert found == (1, 2, 12 + 2 + 7 + 4, 12 + 2 + 4)
+    assert str(found) == (
+        "The step waits most for the link 1 -> 2: it takes 25 ms, and 18 ms with that link at full speed."
+    )
+    assert slowest_link(plan("1f1b", 4, 1), Costs(comm=1.0)) is None
+    assert slowest_link(plan("1f1b", 1, 4), Costs(links=Links(latency=1.0))) is None

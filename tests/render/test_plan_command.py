@@ -245,6 +245,15 @@ def read_terminal(terminal):
             yield os.read(terminal, 4096).decode(errors="replace")
 
 
+def test_links_say_which_one_the_step_waits_for(output, tmp_path):
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"latency": 0, "pairs": {"1->2": {"latency": 4}, "2->3": {"latency": 3}}}))
+    says = "The step waits most for the link 1 -> 2: it takes 19 ms, and 15 ms with that link at full speed."
+    one = ("--ranks", 4, "--microbatches", 1, "--links", file)
+    assert says in output("1f1b", *one)
+    assert f"1f1b: {says}" in output("1f1b", "gpipe", *one)
+
+
 def test_a_picture_leaves_out_a_schedule_that_refuses(output, tmp_path):
     names = ["1f1b", "zb_h2", "zb_v"]  # zb_h2 needs more microbatches
     text = output(*names, "--picture", tmp_path / "a.png", "--microbatches", 3)

@@ -1,10 +1,19 @@
 """The summary at the end: what a run cost."""
 
+import pytest
 import torch
 
 from helpers.trainers import small_trainer
+from zbpp import Costs, Links, plan, simulate
 from zbpp.job.world import World
-from zbpp.training.measured_steps import Title, summarise
+from zbpp.planning import slowest_link
+from zbpp.training.measured_steps import (
+    Title,
+    link_waited_for,
+    measured_steps,
+    sentences_of_time,
+    summarise,
+)
 
 
 def summary_of(trainer, num_steps, rank=0, size=1, **options):
@@ -27,3 +36,16 @@ def test_a_run_without_a_step_has_a_summary():
     trainer.next_step = 3
     figures = summary_of(trainer, 3).figures
     assert (figures["steps"], figures["rows"]) == (3, 0)
+
+
+def test_the_summary_names_the_link_that_the_step_waited_for():
+    """Two steps as they would be recorded: the link's median delay is that of the slower one."""
+    timetable = plan("1f1b", 4, 8)
+    links = [Links(latency=0.1, pairs={(1, 2): (delay, 0.0)}) for delay in (6.0, 6.0, 0.0)]
+    timelines = {step: simulate(timetable, Costs(links=each)) for step, each in enumerate(links)}
+    found = measured_steps(timelines, [])
+    link = link_waited_for(found, timelines.values())
+    assert link[:2] == (1, 2)
+    assert link[2:] == pytest.approx(slowest_link(timetable, Costs(links=links[0]))[2:])
+    assert f"{link} Both are simulated." in sentences_of_time(found, 0.0, link=link)
+    assert len(sentences_of_time(found, 0.0)) == 1

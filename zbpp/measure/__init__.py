@@ -10,7 +10,7 @@ products           the matrix products of a stage's F, B and W
 When instructions ran: zbpp/observers/recorder.py.
 """
 
-from zbpp.measure.costs import measured_costs
+from zbpp.measure.costs import measured_costs, measured_links
 from zbpp.measure.length_costs import measured_costs_of_lengths, two_parts
 
-__all__ = ["measured_costs", "measured_costs_of_lengths", "two_parts"]
+__all__ = ["measured_costs", "measured_costs_of_lengths", "measured_links", "two_parts"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator
 from statistics import median
 
-from zbpp.schedule import Costs, Op, Timeline, consumes, produces
+from zbpp.schedule import Costs, Links, Op, Timeline, consumes, produces
+
+_WAITED = 0.25  # of a message's time: a receiver that is idle for so long has waited for it
 
 
 def measured_costs(*timelines: Timeline) -> Costs:
@@ -29,7 +32,9 @@ def measured_costs(*timelines: Timeline) -> Costs:
         _collect_exchanges(timeline, exchanges)
         for each in timeline.reductions:
             reduced[each.stage].append(each.end - each.start)
-        _collect_delays(timeline, delays)
+        for stage, _, delay, idle in _delays(timeline):
+            if idle >= delay:
+                delays[stage].append(delay)
         for copy in timeline.copies:
             if copy.value.name == "saved":
                 copied[copy.value.stage][copy.is_out].append(copy.end - copy.start)
@@ -57,6 +62,22 @@ def measured_costs(*timelines: Timeline) -> Costs:
     )
 
 
+def measured_links(*timelines: Timeline) -> Links:
+    """The links of measured steps: for each pair of ranks the median of what its messages took (ms).
+
+    It is a latency: how long a message occupied the link isn't told apart. These links replace the comm of
+    `measured_costs`, which counts only messages that were sent while their receiver was idle: where a link is
+    slow most are sent earlier. Here the receiver has been idle for a quarter of the message's time. A pair
+    for whose messages nobody waited takes nothing.
+    """
+    delays: dict[tuple[int, int], list[float]] = defaultdict(list)
+    for timeline in timelines:
+        for _, pair, delay, idle in _delays(timeline):
+            if idle >= _WAITED * delay:
+                delays[pair].append(delay)
+    return Links(pairs={pair: (max(0.0, median(found)), 0.0) for pair, found in delays.items()})
+
+
 def _half(value: float | None) -> float | None:
     return None if value is None else value / 2
 
@@ -82,8 +103,11 @@ def _collect_exchanges(timeline: Timeline, into: dict[tuple[int, bool], list[flo
                 into[action.stage, action.op == Op.F].append(waited)
 
 
-def _collect_delays(timeline: Timeline, into: dict[int, list[float]]) -> None:
-    """Add each message's delay under the stage that sent it, if its consumer's rank was idle and waited."""
+def _delays(timeline: Timeline) -> Iterator[tuple[int, tuple[int, int], float, float]]:
+    """Of each message (stage, (sender, receiver), delay, idle); idle: how long the receiver had run nothing.
+
+    The delay is from the end of the producer to the start of the consumer.
+    """
     timetable = timeline.timetable
     made: dict[object, tuple[int, int, float]] = {}  # value -> rank, stage and end of its producer
     for rank, row in enumerate(timetable.rows):
@@ -96,6 +120,6 @@ def _collect_delays(timeline: Timeline, into: dict[int, list[float]]) -> None:
         ):
             for value in consumes(action):
                 sender, stage, sent = made[value]
-                if sender != rank and sent >= idle_since:
-                    into[stage].append(start - sent)
+                if sender != rank:
+                    yield stage, (sender, rank), start - sent, start - idle_since
             idle_since = end

@@ -12,6 +12,7 @@ dependencies     what actions wait for, by kind of action
 slices           where the slices of sequences begin, so that all take equally long
 work             the work of a microbatch, and the length that has so much work
 placement        placements by name: which rank owns which stage
+slowest_link     the link between ranks that a step waits for most
 rank_costs       costs of a model that is not cut yet, and files of them
 links_file       files of the links between ranks
 memory_limit     memory limits: read, resolved per rank, checked
@@ -33,6 +34,7 @@ from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import About, RankCosts, about_in_words, layers_of, read_costs
 from zbpp.planning.slices import balanced_bounds, balanced_shares
+from zbpp.planning.slowest_link import SlowestLink, slowest_link
 
 __all__ = [
     "SCHEDULES",
@@ -45,6 +47,7 @@ __all__ = [
     "MemoryLimit",
     "PlanningRequest",
     "RankCosts",
+    "SlowestLink",
     "about_in_words",
     "balanced_bounds",
     "balanced_shares",
@@ -64,6 +67,7 @@ __all__ = [
     "read_costs",
     "read_links",
     "read_memory_limit",
+    "slowest_link",
     "takes_costs",
     "timetables_of_families",
 ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -23,8 +23,8 @@ from zbpp.features.activation_offload.copies import RankOffload, with_copies
 from zbpp.features.experts.experts import has_experts
 from zbpp.job.agreement import gather
 from zbpp.job.world import World
-from zbpp.measure import measured_costs, measured_costs_of_lengths
-from zbpp.planning import RankCosts
+from zbpp.measure import measured_costs, measured_costs_of_lengths, measured_links
+from zbpp.planning import RankCosts, SlowestLink, slowest_link
 from zbpp.runtime import Pipeline
 from zbpp.runtime.processes.dtensors import local_of
 from zbpp.runtime.processes.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
@@ -79,6 +79,15 @@ def measured_steps(
         found = measured_costs(*timelines.values())
     costs = replace(found, saved=usual.saved, deferred=usual.deferred)
     return MeasuredSteps(_text(sorted(timelines)), measured, _simulated(timetable, costs, offload), costs)
+
+
+def link_waited_for(found: MeasuredSteps, timelines: Collection[Timeline]) -> SlowestLink | None:
+    """The link between ranks that the step waits for most, simulated with the median of each link.
+
+    found: the figures of these timelines.
+    """
+    costs = replace(found.costs, comm=0.0, links=measured_links(*timelines))
+    return slowest_link(found.measured.timetable, costs)
 
 
 def _simulated(timetable: Timetable, costs: Costs, offload: Sequence[RankOffload]) -> Timeline:
@@ -279,7 +288,8 @@ def summarise(
         return Summary(figures, None, [cost])
     found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline), trainer.lengths)
     same = [each["step_seconds"] for each in history if each["step"] in trainer.timelines]
-    sentences = [cost, *sentences_of_time(found, median(same) * 1e3, figures["sharing"])]
+    link = link_waited_for(found, trainer.timelines.values())
+    sentences = [cost, *sentences_of_time(found, median(same) * 1e3, figures["sharing"], link)]
     figures |= {
         **found.figures,
         "predicted_makespan_ms": found.predicted.makespan,
@@ -331,7 +341,7 @@ def _figures(
 # ----------------------------------------------------------------
 # What a run cost and where a step's time went, in sentences.
 
-_LARGE_SHARE = 0.1  # of a step's time outside the pipeline: worth a sentence
+_LARGE_SHARE = 0.1  # of a step's time, for a link or outside the pipeline: worth a sentence
 
 
 def sentence_of_cost(steps: int, seconds: float, items: int, unit: str) -> str:
@@ -344,10 +354,12 @@ def _ms(number: float) -> str:
     return f"{number:,.0f} ms" if number >= 100 else f"{number:.3g} ms"
 
 
-def sentences_of_time(steps: MeasuredSteps, step_ms: float, shared: str = "") -> list[str]:
+def sentences_of_time(
+    steps: MeasuredSteps, step_ms: float, shared: str = "", link: SlowestLink | None = None
+) -> list[str]:
     """Where a step's time went. step_ms: how long the same steps took in all, their median.
 
-    shared: see `sharing`.
+    shared: see `sharing`. link: see `link_waited_for`.
     """
     measured, predicted = steps.measured, steps.predicted
     idle = f"{100 * measured.bubble_rate:.1f} %" + (f", while {shared}" if shared else "")
@@ -357,6 +369,8 @@ def sentences_of_time(steps: MeasuredSteps, step_ms: float, shared: str = "") ->
         f"simulated with the measured costs {_ms(predicted.makespan)} "
         f"and {100 * predicted.bubble_rate:.1f} %."
     ]
+    if link is not None and link.saves > _LARGE_SHARE:
+        found.append(f"{link} Both are simulated.")
     outside = 1 - measured.makespan / step_ms if step_ms > 0 else 0.0
     if outside > _LARGE_SHARE:
         found.append(

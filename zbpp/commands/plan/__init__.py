@@ -25,12 +25,12 @@ from zbpp.planning import (
     SCHEDULES,
     Answer,
     PlanningRequest,
-    balanced_shares,
     better_order,
     choose,
     choose_cut,
     compare,
     layers_of,
+    slowest_link,
     takes_costs,
     timetables_of_families,
 )
@@ -96,9 +96,22 @@ def _answer(form: str, options: argparse.Namespace) -> str:
     written = _draw(options, outcomes, inputs, inputs.notes)
     if options.form:
         return _FORMS[options.form](_only(outcomes).timetable)
+    waits = _waits(outcomes, inputs)
     if len(outcomes) > 1:
-        return "\n\n".join([*inputs.notes, render_table(outcomes), *written])
-    return "\n\n".join([*inputs.notes, *_drawn(_only(outcomes)), *written])
+        return "\n\n".join([*inputs.notes, render_table(outcomes), *waits, *written])
+    return "\n\n".join([*inputs.notes, *_drawn(_only(outcomes)), *waits, *written])
+
+
+def _waits(outcomes: Outcomes, inputs: Inputs) -> list[str]:
+    """For each schedule that waits for a link, a line that says for which; in one paragraph."""
+    found: list[str] = []
+    for name, timeline in outcomes.items():
+        if inputs.costs.links is not None and isinstance(timeline, Timeline):
+            timetable = timeline.timetable
+            link = slowest_link(timetable, inputs.costs_of(timetable))
+            if link is not None:
+                found.append(f"{name}: {link}" if len(outcomes) > 1 else str(link))
+    return ["\n".join(found)] if found else []
 
 
 def _drawn(timeline: Timeline) -> list[str]:
@@ -134,10 +147,7 @@ def _from_file(options: argparse.Namespace, inputs: Inputs) -> Outcomes:
         raise PlanError(
             f"--timetable {options.timetable}: there is no such file; zbpp plan NAME --text writes one"
         ) from None
-    costs = inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
-    if timetable.num_slices > 1 and not costs.slice_bounds:
-        costs = costs.sliced(balanced_shares(timetable.num_slices, inputs.costs))
-    return {Path(options.timetable).stem: simulate(timetable, costs)}
+    return {Path(options.timetable).stem: simulate(timetable, inputs.costs_of(timetable))}
 
 
 def _by_name(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float, str], None]) -> Outcomes:

@@ -21,7 +21,7 @@ from zbpp.planning import (
     read_memory_limit,
 )
 from zbpp.render import render_short_w
-from zbpp.schedule import PlanError
+from zbpp.schedule import Costs, PlanError, Timetable
 from zbpp.schedule.slice_bounds import checked_bounds
 
 _USAGE = "zbpp plan SCHEDULE [SCHEDULE ...] | --choose | --timetable FILE | --cluster FILE   [options]"
@@ -97,6 +97,13 @@ class Inputs(NamedTuple):
             costs = costs.of_tokens(lengths)
         costs, slices = _sliced(costs, options)
         return cls(costs, about, read_memory_limit(options.memory_limit, costs), slices, note)
+
+    def costs_of(self, timetable: Timetable) -> Costs:
+        """The costs per stage of this timetable, with slices that take equally long unless they are told."""
+        costs = self.costs.per_stage(timetable.num_stages, timetable.num_ranks)
+        if timetable.num_slices > 1 and not costs.slice_bounds:
+            costs = costs.sliced(balanced_shares(timetable.num_slices, self.costs))
+        return costs
 
     @property
     def notes(self) -> list[str]:
