@@ -18,7 +18,7 @@ from zbpp.benchmark.length_costs import fit_lengths
 from zbpp.benchmark.workload import Workload
 from zbpp.config import BenchConfig, ConfigError, FinetuneConfig, JobConfig, MeasureConfig, naming
 from zbpp.job.world import world
-from zbpp.planning import plan
+from zbpp.planning import plan, written_links
 from zbpp.run.data import build_data
 from zbpp.run.model import build_model, check_data_fit, layers_per_stage
 from zbpp.runtime.call.microbatch import into_microbatches
@@ -73,6 +73,8 @@ def measure(config: MeasureConfig) -> Summary:
         summary: Summary = {**costs.numbers, "memory_unit": costs.memory_unit, "about": about}
         if config.lengths:
             summary |= _in_two_parts(workload, timetable, config, costs, about)
+        if costs.links is not None:
+            summary["links"] = written_links(costs.links)
         if folder is not None:
             folder.begin()
             (folder.path / "costs.json").write_text(json.dumps(summary, indent=2) + "\n")

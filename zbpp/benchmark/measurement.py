@@ -1,4 +1,4 @@
-"""Measure the costs of a model's stages on this machine: times, messages, copies to the host, memory."""
+"""Measure the costs of a model's stages on this machine: times, links, copies to the host, memory."""
 
 from __future__ import annotations
 
@@ -6,13 +6,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
 from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
+from zbpp.benchmark.link_times import measured_links, with_links
 from zbpp.benchmark.workload import Workload
 from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
@@ -63,7 +65,7 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     runs = [start(name, workload, form) for name, form in both_forms(timetable).items()]
     time_in_turns(runs, workload, num_steps)
     close_all(runs)
-    held = _held(workload, timetable)
+    held, (x, g) = _held(workload, timetable)
     times = measured_costs(*(timeline for run in runs for timeline in run.timelines))
     costs = times.in_bytes(
         saved=[each.saved for each in held],
@@ -72,7 +74,8 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     )
     sizes = [each.saved or each.deferred for each in held]
     costs = replace(costs, host=host_ms(timetable, sizes, workload.here.device))
-    return Measurement(costs, held)
+    links = measured_links(timetable, (x, g), workload.here.device, workload.timeout)
+    return Measurement(with_links(costs, links, x, g), held)
 
 
 def both_forms(timetable: Timetable) -> dict[str, Timetable]:
@@ -98,8 +101,11 @@ def _pieces(action: Action) -> list[Action]:
     return [action._replace(op=op) for op in ops]
 
 
-def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
-    """The memory that a microbatch holds on each stage. One more step records each stage's inputs."""
+def _held(workload: Workload, timetable: Timetable) -> tuple[list[StageMemory], tuple[int, int]]:
+    """The memory that a microbatch holds on each stage, and the bytes of messages.
+
+    One more step records each stage's inputs.
+    """
     stages = workload.stages(timetable)
     args, target = workload.batch(timetable, 0)
     with first_inputs(stages) as inputs:
@@ -107,7 +113,7 @@ def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
         runner.step(args, target)
         runner.close()
     workload.drop_gradients(timetable)
-    return memory_per_stage(
+    held = memory_per_stage(
         stages,
         inputs,
         timetable.num_stages,
@@ -115,6 +121,18 @@ def _held(workload: Workload, timetable: Timetable) -> list[StageMemory]:
         loss_fn=workload.model.loss,
         target=None if target is None else into_microbatches("target", target, workload.num_microbatches)[0],
     )
+    return held, _message_bytes(inputs)
+
+
+def _message_bytes(inputs: Mapping[int, tuple[Any, ...]]) -> tuple[int, int]:
+    """(x, g): the bytes of the largest activations and gradients between stages. Collective."""
+    received = [
+        [each for each in given if isinstance(each, Tensor)] for stage, given in inputs.items() if stage
+    ]
+    x = max((sum(each.nbytes for each in given) for given in received), default=0)
+    g = max((sum(each.nbytes for each in given if each.requires_grad) for given in received), default=0)
+    everyone = gather((x, g))
+    return max(each for each, _ in everyone), max(each for _, each in everyone)
 
 
 # ----------------------------------------------------------------

@@ -4,6 +4,9 @@
     zbpp plan zb_auto --ranks 2 --microbatches 8 --costs runs/costs/costs.json
 
 Writes costs.json, with a number per stage: f, b, w, bw, comm, host in ms; saved, deferred, static in bytes.
+"links" is there where messages between ranks take 1 % of the shortest action or more: latency in ms and
+bandwidth in GB/s of each direction, x and g the bytes of a microbatch's activations and gradients. comm is 0
+then, since the links say it.
 Under "about" it writes where they were measured. host is the time to copy what F saves to host memory, or
 back, while nothing else runs; memory.offload and `zbpp memory` need it.
 With lengths=[0.25,0.5] rows are measured at a quarter and a half of their tokens, too. f, b, w and bw are
@@ -66,6 +69,8 @@ def _table(costs: dict[str, Any]) -> str:
             f"length 1: {rows} x {tokens} tokens; f, b, w and bw of the upper table count times the length",
             f"no measured time is further from the two parts than {error:.1%} of that at length 1",
         ]
+    for pair, link in costs.get("links", {}).get("pairs", {}).items():
+        lines.append(f"link {pair}: latency {link['latency']:.3g} ms, {link['bandwidth']:.3g} GB/s")
     return "\n".join(lines)
 
 

@@ -28,7 +28,7 @@ from zbpp.planning.cut import (
     choose_cut,
     timetables_of_families,
 )
-from zbpp.planning.links_file import read_links
+from zbpp.planning.links_file import read_links, written_links
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
@@ -70,4 +70,5 @@ __all__ = [
     "slowest_link",
     "takes_costs",
     "timetables_of_families",
+    "written_links",
 ]

@@ -6,6 +6,11 @@
 latency: ms, of every link. bandwidth: GB/s. x: the bytes of a microbatch's activations; g: of its gradients,
 if they differ. pairs: some links, in one direction or in both. In place of bandwidth and bytes, `busy` says
 how long a message occupies a link, in ms.
+
+With x, and neither latency nor bandwidth for every link, pairs says both directions of the links that count,
+and other links cost nothing. `zbpp measure` writes this form under "links" in its costs file:
+
+    {"x": 33.5e6, "g": 33.5e6, "pairs": {"1->2": {"latency": 30, "bandwidth": 0.125}, "2->1": {...}}}
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ from typing import Any
 
 from zbpp.error_text import did_you_mean
 from zbpp.schedule import Links, PlanError
+from zbpp.schedule.links import MS_PER_BYTE
 
 _PAIR = re.compile(r"(\d+)\s*(<?->)\s*(\d+)")
 _OF_BYTES, _OF_TIME = ("latency", "bandwidth"), ("latency", "busy")
@@ -32,12 +38,13 @@ def read_links(path: str) -> Links:
     except json.JSONDecodeError as error:
         raise PlanError(f"--links {path}: it is no JSON: {error}") from None
     try:
-        return _links(found)
+        return links_of(found)
     except PlanError as error:
         raise PlanError(f"--links {path}: {error}") from None
 
 
-def _links(found: object) -> Links:
+def links_of(found: object) -> Links:
+    """The links that parsed JSON says. Raises PlanError."""
     if not isinstance(found, Mapping) or not found:
         raise PlanError('write {"latency": 0.05, "bandwidth": 12.5, "x": 33.5e6}, say')
     by_bytes = "bandwidth" in found or "x" in found
@@ -55,16 +62,42 @@ def _links(found: object) -> Links:
                 f"pairs has {pair}: {own}: write 1->2, or 1<->2, and {{{names[0]}: ..., {names[1]}: ...}}"
             )
         _refuse_others(own, names)
+        if by_bytes and "bandwidth" not in (*own, *found):
+            raise PlanError(f"pairs has {pair}: {dict(own)}: it has no bandwidth; write GB/s")
         latency, other = ({**usual, **own}[name] for name in names)
         sender, receiver = int(match[1]), int(match[3])
         pairs[sender, receiver] = latency, other
         if match[2] == "<->":
             pairs[receiver, sender] = latency, other
+    if by_bytes and "bandwidth" not in found:
+        _check_measured(found, pairs)
+        usual["bandwidth"] = None
     if not by_bytes:
         return Links(usual["latency"], usual["busy"], pairs)
     if not found.get("x"):
         raise PlanError("bandwidth goes with x, the bytes of a microbatch's activations")
     return Links.of_bytes(found["x"], found.get("g"), pairs=pairs, **{name: usual[name] for name in names})
+
+
+def written_links(links: Links) -> dict[str, Any]:
+    """The JSON of links of bytes that cost nothing but for their pairs."""
+    pairs = {
+        f"{sender}->{receiver}": {"latency": latency, "bandwidth": MS_PER_BYTE / busy}
+        for (sender, receiver), (latency, busy) in links.pairs.items()
+    }
+    return {"x": links.x, "g": links.g, "pairs": pairs}
+
+
+def _check_measured(found: Mapping[Any, Any], pairs: Mapping[tuple[int, int], Any]) -> None:
+    """Raises PlanError unless pairs says both directions of each link, and nothing is said of the others."""
+    if "latency" in found or not pairs:
+        raise PlanError("there is no bandwidth for every link: write bandwidth, in GB/s, or only pairs")
+    for sender, receiver in pairs:
+        if (receiver, sender) not in pairs:
+            raise PlanError(
+                f"pairs has {sender}->{receiver} and lacks {receiver}->{sender}: write both, or "
+                f"{sender}<->{receiver}, or a bandwidth for every link"
+            )
 
 
 def _refuse_others(found: Mapping[Any, Any], names: tuple[str, ...]) -> None:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from zbpp.planning.links_file import links_of
+from zbpp.schedule import Links
 from zbpp.schedule.costs import ACTIVATIONS, BYTES, COST_NAMES, TIMES, CostNumbers, Costs, PerStage
 from zbpp.schedule.interchange import naming
 from zbpp.schedule.timetable import PlanError, printable, shown
@@ -93,7 +95,10 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
             "a cut is chosen for whole, equal microbatches: leave lengths and slices out of the costs"
         )
     if costs.links is not None:
-        raise PlanError("a cut is chosen without links: write comm, and plan the cut's timetable with links")
+        raise PlanError(
+            "a cut is chosen without links: leave links out of the costs, write comm, and plan the cut's "
+            "timetable with links"
+        )
     numbers: dict[str, Sequence[float]] = {}
     for name in ("f", "b", "w", "bw", "comm", "saved", "deferred", "static"):
         value = getattr(costs, name)
@@ -151,13 +156,23 @@ def read_costs(path: str | os.PathLike[str]) -> tuple[RankCosts, About]:
         if not isinstance(about, dict):
             raise PlanError(f"about is {shown(about)}; an object is expected")
         squared, shape = given.pop("quadratic", None), given.pop("shape", None)
+        links = _links(given.pop("links")) if "links" in given else None
         unit = given.pop("memory_unit", ACTIVATIONS)
         if not isinstance(unit, str) or unit not in _UNITS:
             raise PlanError(f"memory_unit is {shown(unit)}; write {' or '.join(_UNITS)}")
         for name in given.keys() - set(COST_NAMES):
-            known = ", ".join((*COST_NAMES, "memory_unit", "quadratic", "shape"))
+            known = ", ".join((*COST_NAMES, "memory_unit", "quadratic", "shape", "links"))
             raise PlanError(f"{shown(name)} is no cost; known: {known}")
-        return RankCosts(**given, memory_unit=unit, quadratic=_quadratic(squared), shape=shape), about
+        quadratic = _quadratic(squared)
+        return RankCosts(**given, memory_unit=unit, quadratic=quadratic, shape=shape, links=links), about
+
+
+def _links(given: object) -> Links:
+    """The links of a costs file, in the form of a file of links."""
+    try:
+        return links_of(given)
+    except PlanError as error:
+        raise PlanError(f"links: {error}") from None
 
 
 def _quadratic(given: object) -> RankCosts | None:

@@ -23,7 +23,7 @@ from zbpp.schedule.timetable import Action, Op, PlanError, shown
 PerStage = float | Sequence[float]
 Pairs = Mapping[tuple[int, int], tuple[float, float]]
 
-_MS_PER_BYTE = 1e-6  # at one GB/s
+MS_PER_BYTE = 1e-6  # at one GB/s
 _LARGEST = 1e100  # the largest number allowed: products and sums of such numbers are still finite
 
 
@@ -60,19 +60,21 @@ class Links:
         x: PerStage,
         g: PerStage | None = None,
         *,
-        bandwidth: float,
+        bandwidth: float | None,
         latency: float = 0.0,
         pairs: Pairs | None = None,
     ) -> Links:
         """Links of these bandwidths, for messages of so many bytes.
 
         x, g: the bytes of a microbatch's activations, and of its gradients (None: as many); a number, or a
-        list with one per stage. bandwidth: GB/s, 1e9 bytes per second. latency: ms. pairs: {(sender,
-        receiver): (latency, bandwidth)} for some of them. Raises PlanError, for a bandwidth of 0, too.
+        list with one per stage. bandwidth: GB/s, 1e9 bytes per second; None: links that are not in pairs
+        are never occupied. latency: ms. pairs: {(sender, receiver): (latency, bandwidth)} for some of them.
+        Raises PlanError, for a bandwidth of 0, too.
         """
         given = _checked_pairs({} if pairs is None else pairs, "bandwidth", "ms and GB/s")
         others = {pair: (own, _ms_per_byte(speed)) for pair, (own, speed) in given.items()}
-        return cls(latency, _ms_per_byte(bandwidth), others, x, x if g is None else g)
+        busy = 0.0 if bandwidth is None else _ms_per_byte(bandwidth)
+        return cls(latency, busy, others, x, x if g is None else g)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", _checked_pairs(self.pairs, "busy", "ms"))
@@ -141,7 +143,7 @@ def _ms_per_byte(bandwidth: float) -> float:
     _check("bandwidth", bandwidth, bandwidth)
     if bandwidth == 0:
         raise PlanError("Links: bandwidth=0: a link carries some bytes; write GB/s")
-    return _MS_PER_BYTE / bandwidth
+    return MS_PER_BYTE / bandwidth
 
 
 def _checked_pairs(pairs: object, second: str, unit: str) -> dict[tuple[int, int], tuple[float, float]]:
