@@ -1,12 +1,18 @@
 """Links measured: those that EMULATED slow links were set to, and which of them a plan hears of."""
 
 import json
+import socket
+import time
+from contextlib import ExitStack
+from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from helpers.processes import run_ranks
 from zbpp import Costs, Links, plan, simulate
+from zbpp.benchmark import link_times
 from zbpp.benchmark.delayed_links import delayed_links
 from zbpp.benchmark.link_times import NEGLIGIBLE, fitted, measured_links, with_links
 from zbpp.planning import read_costs, written_links
@@ -16,28 +22,44 @@ SLOW = {(0, 1): (40.0, 30.0), (1, 0): (25.0, 50.0)}  # (latency, busy) in ms; th
 
 
 def measured(rank):
+    """The links, and as they look to ranks on hosts of their own, whose clocks are minutes apart."""
+    own_host = patch.object(socket, "gethostname", lambda: f"host{rank}")
+    own_clock = patch.object(link_times, "_now", lambda: time.perf_counter() * 1e3 + 1e5 * rank)
+    found = []
     with delayed_links(Links(0.0, 0.0, SLOW), NBYTES):
-        return measured_links(plan("1f1b", P, 4), (NBYTES, NBYTES // 2), torch.device("cpu"), 60.0)
+        for patches in ((), (own_host, own_clock)):
+            with ExitStack() as stack:
+                for each in patches:
+                    stack.enter_context(each)
+                sizes = (NBYTES, NBYTES // 2)
+                found.append(measured_links(plan("1f1b", P, 4), sizes, torch.device("cpu"), 60.0))
+    return found
 
 
 def test_the_latency_and_bandwidth_of_each_direction_are_found_and_fast_links_are_left_out(tmp_path):
-    table, *others = run_ranks(measured, P)
-    assert others == [table] * (P - 1)
-    assert sorted(table) == [(0, 1), (1, 0), (1, 2), (2, 1)]
-    costs = with_links(Costs(f=[4e3] * P, b=[5e3] * P, w=[6e3] * P, comm=7.0), table, NBYTES, NBYTES // 2)
-    assert sorted(costs.links.pairs) == [(0, 1), (1, 0)]
-    for pair, (latency, busy) in SLOW.items():
-        found_latency, per_byte = costs.links.pairs[pair]
-        assert found_latency == pytest.approx(latency, rel=0.2)
-        assert per_byte * NBYTES == pytest.approx(busy, rel=0.2)
-    assert costs.comm == [0.0] * P  # what it counted is in the links
+    tables, *others = run_ranks(measured, P)
+    assert others == [tables] * (P - 1)
+    mean = sum(latency for latency, _ in SLOW.values()) / 2
+    for table, usual in zip(tables, (None, mean), strict=True):
+        assert sorted(table) == [(0, 1), (1, 0), (1, 2), (2, 1)]
+        costs = with_links(Costs(f=[4e3] * P, b=[5e3] * P, w=6e3, comm=7.0), table, NBYTES, NBYTES // 2)
+        assert sorted(costs.links.pairs) == [(0, 1), (1, 0)]
+        for pair, (latency, busy) in SLOW.items():
+            found_latency, per_byte = costs.links.pairs[pair]
+            assert found_latency == pytest.approx(latency if usual is None else usual, rel=0.2)
+            assert per_byte * NBYTES == pytest.approx(busy, rel=0.2)
+        assert costs.comm == [0.0] * P  # what it counted is in the links
     # The file of costs says the same, to plans for as many ranks.
     file = tmp_path / "costs.json"
     file.write_text(json.dumps({**costs.numbers, "links": written_links(costs.links)}))
     again = read_costs(file)[0].per_stage(P, P)
-    timetable = plan("1f1b", P, 4)
     assert again.links.pairs.keys() == costs.links.pairs.keys()
-    assert simulate(timetable, again).makespan == pytest.approx(simulate(timetable, costs).makespan)
+    file.write_text(json.dumps(costs.numbers))
+    assert read_costs(file)[0].links is None  # a file from before
+    timetable, without = plan("1f1b", P, 4), replace(costs, links=None)
+    makespan, at_once = (simulate(timetable, each).makespan for each in (again, without))
+    assert makespan == pytest.approx(simulate(timetable, replace(costs, w=[6e3] * P)).makespan)
+    assert makespan > at_once + 100
 
 
 def test_costs_stay_where_each_message_takes_less_than_a_hundredth_of_the_shortest_action():
