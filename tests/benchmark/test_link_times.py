@@ -84,6 +84,7 @@ def test_neither_latency_nor_time_per_byte_is_negative():
     [
         ({"x": 1e6, "pairs": {"0->1": {"latency": 1}}}, "pairs has 0->1: .*no bandwidth; write GB/s"),
         ({"x": 1e6, "pairs": {"0->1": {"latency": 1, "bandwidth": 1}}}, "0->1 and lacks 1->0: write both"),
+        ({"x": 1e6, "bandwidth": None}, "there is no bandwidth for every link"),
         ({"x": 1e6, "latency": 3}, "there is no bandwidth for every link"),
         ({"x": 1e6, "pairs": {"0<->1": {"bandwidth": 0}}}, "bandwidth=0: a link carries some bytes"),
         (3, 'write {"latency": 0.05'),

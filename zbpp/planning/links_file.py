@@ -69,7 +69,7 @@ def links_of(found: object) -> Links:
         pairs[sender, receiver] = latency, other
         if match[2] == "<->":
             pairs[receiver, sender] = latency, other
-    if by_bytes and "bandwidth" not in found:
+    if by_bytes and found.get("bandwidth") is None:
         _check_measured(found, pairs)
         usual["bandwidth"] = None
     if not by_bytes:
