@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 # seeding, devices, error_text, ranges, packing and partition know nobody; stage_api and tracebacks know
 # error_text; streams knows devices.
 _PLANS = {"schedule", "planning"}
-_LEAVES = {"stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
+_LEAVES = {"closeness", "stage_api", "seeding", "devices", "streams", "error_text", "tracebacks"}
 _CORE = {"runtime", "schedule", "autograd", "job"} | _LEAVES
 _RUNTIME = {"features", "observers", "measure"} | _CORE
 _TRAINING = {"training", "data", "planning", "checkpoints"} | _RUNTIME
@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "zbpp/stage_api.py": {"error_text"},
     "zbpp/seeding.py": set(),
     "zbpp/error_text.py": set(),
+    "zbpp/closeness.py": set(),
     "zbpp/devices.py": set(),
     "zbpp/streams.py": {"devices"},
     "zbpp/tracebacks.py": {"error_text"},
@@ -85,7 +86,7 @@ MAY_IMPORT = {
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,
-    "zbpp/cutting/": {"autograd", "cutting", "devices", "error_text", "partition", "tracebacks"},
+    "zbpp/cutting/": {"autograd", "closeness", "cutting", "devices", "error_text", "partition", "tracebacks"},
     # autograd: the loss of a language model, whose B is split from its W.
     "zbpp/models/": {"autograd", "models", "partition"} | _LEAVES,
     "zbpp/commands/compare.py": {"render", "schedule"},  # reads the folders of runs

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from zbpp.closeness import is_close, largest
 from zbpp.devices import restored_generators
 
 Values = dict[str, Tensor | None]
@@ -89,28 +90,18 @@ def _one_after_another(stages: Mapping[int, nn.Module], *args: Any, **kwargs: An
 
 def _compare(where: str, kind: str, found: Values, expected: Values) -> None:
     """Raise ValueError for the first value that is off by more than rounding; None counts as zero."""
-    largest = max((_largest(each) for each in expected.values()), default=0.0)
+    least = 1e-3 * largest(expected.values())
     for name, theirs in expected.items():
         ours = found.get(name)
         if ours is None or theirs is None:
             is_equal = not any(bool(each.any()) for each in (ours, theirs) if each is not None)
         else:
-            # Relative to the largest value, which in a small tensor is at least 1e-3 of the largest of all.
             is_float = theirs.is_floating_point() or theirs.is_complex()
             precision = math.sqrt(torch.finfo(theirs.dtype).eps) if is_float else 0.0
-            is_equal = (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype) and torch.allclose(
-                ours, theirs, rtol=0, atol=precision * max(1e-3 * largest, _largest(theirs)), equal_nan=True
-            )
+            is_equal = ours.dtype == theirs.dtype and is_close(ours, theirs, precision, least=least)
         if not is_equal:
             raise ValueError(
                 f"the stages don't compute what {where} does: of the {kind} {name!r} differs; torch.export "
                 "sees no backward of a custom autograd Function, no hooks on gradients, no Python state: "
                 "write a PipelineModel by hand, or check=False if the difference is meant"
             )
-
-
-def _largest(values: Tensor | None) -> float:
-    """The largest absolute value; NaN and infinities count as 0."""
-    if values is None or not values.numel() or values.dtype == torch.bool:
-        return 0.0
-    return float(values.nan_to_num(0.0, 0.0, 0.0).abs().max())

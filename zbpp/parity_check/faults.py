@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from zbpp.closeness import largest
 from zbpp.features.reductions.norm import clip_factor
 from zbpp.parity_check.reference import Gradients, Reference, Weight
 
@@ -329,10 +330,10 @@ def error_of(found: Tensor | None, expected: Tensor | None, scale: float) -> flo
         return math.inf
     else:
         difference = found.double() - expected.double()
-    largest = difference.abs().max().item() if difference.numel() else 0.0
-    if not math.isfinite(largest):
+    most = difference.abs().max().item() if difference.numel() else 0.0
+    if not math.isfinite(most):
         return math.inf
-    return largest / scale if scale else float(largest > 0) * math.inf if largest else 0.0
+    return most / scale if scale else float(most > 0) * math.inf if most else 0.0
 
 
 def explained(differences: Sequence[Difference], faults: Iterator[Fault], case: Case) -> dict[int, str]:
@@ -343,7 +344,7 @@ def explained(differences: Sequence[Difference], faults: Iterator[Fault], case: 
             number
             for number, at in enumerate(differences)
             if (tensor := fault.predict(case, at)) is not None
-            and error_of(at.found, tensor, max(at.scale, _largest(tensor))) <= case.tolerance
+            and error_of(at.found, tensor, max(at.scale, largest([tensor]))) <= case.tolerance
         }
         if len(by_fault[fault]) == len(differences):
             break
@@ -352,10 +353,6 @@ def explained(differences: Sequence[Difference], faults: Iterator[Fault], case: 
         best = max(by_fault, key=lambda fault: (not fault.is_guess, len(by_fault[fault] - found.keys())))
         found |= dict.fromkeys(by_fault.pop(best) - found.keys(), best.name)
     return found
-
-
-def _largest(tensor: Tensor) -> float:
-    return tensor.abs().max().item() if tensor.numel() else 0.0
 
 
 def _or_zeros(gradient: Tensor | None, at: Difference) -> Tensor:

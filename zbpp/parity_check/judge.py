@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from zbpp.closeness import largest
 from zbpp.parity_check.faults import (
     Case,
     Difference,
@@ -94,11 +95,11 @@ class Judge:
         expected = {
             key: None if value is None else clipped(case, norm, value.double()) for key, value in kept.items()
         }
-        largest = _largest(expected.values())
+        most = largest(expected.values())
         found = []
         for rank, (names, value) in ((rank, each) for rank, of_rank in enumerate(after) for each in of_rank):
             wanted, unclipped = expected[rank, names[0]], kept[rank, names[0]]
-            scale = self._scale(wanted, largest)
+            scale = self._scale(wanted, most)
             found.append(Difference(rank, names, value, wanted, scale, before=unclipped))
         whole = torch.tensor([norm], dtype=torch.float64)
         found += [
@@ -164,7 +165,7 @@ class Judge:
         weights: Mapping[str, Tensor] | None = None,
     ) -> bool:
         """weights: what the compared changes were made to."""
-        largest = _largest(expected.values())
+        most = largest(expected.values())
         copies: dict[int, list[Tensor | None]] = {}
         for each in (each for of_rank in sent for each in of_rank):
             copies.setdefault(id(self._places[each.names[0]]), []).append(each.value)
@@ -172,9 +173,9 @@ class Judge:
         for rank, of_rank in enumerate(sent):
             for names, value in of_rank:
                 place = self._places[names[0]]
-                scale = self._scale(expected[names[0]], largest)
+                scale = self._scale(expected[names[0]], most)
                 if weights is not None:
-                    rounded = _ULPS * torch.finfo(self._dtype).eps * _largest([weights[names[0]]])
+                    rounded = _ULPS * torch.finfo(self._dtype).eps * largest([weights[names[0]]])
                     scale = max(scale, rounded / self._tolerance)
                 found.append(
                     Difference(
@@ -199,13 +200,13 @@ class Judge:
                 possible = [*_possible_losses(len(given), part, own, case)]
                 closest = min(possible, key=lambda each: error_of(value, each, 1.0))
                 single = torch.tensor(own[part], dtype=torch.float64).split(1)
-                found.append(Difference(rank, ("losses",), value, closest, _largest([closest]), single))
+                found.append(Difference(rank, ("losses",), value, closest, largest([closest]), single))
         if not found:
             self.report.notes = [*dict.fromkeys([*self.report.notes, "no rank returned a loss"])]
         return self._judge(check, found, loss_faults, case)
 
-    def _scale(self, expected: Tensor | None, largest: float) -> float:
-        return max(_largest([expected]), self._floor * largest)
+    def _scale(self, expected: Tensor | None, most: float) -> float:
+        return max(largest([expected]), self._floor * most)
 
     def _judge(
         self,
@@ -273,9 +274,3 @@ def _possible_losses(number: int, part: int, own: Sequence[Sequence[float]], cas
     if number == 1:
         yield (sums[part] / share)[None]  # of its own data
         yield torch.stack(sums).sum()[None]  # of all data
-
-
-def _largest(tensors: Iterable[Tensor | None]) -> float:
-    return max(
-        (each.abs().max().item() for each in tensors if each is not None and each.numel()), default=0.0
-    )

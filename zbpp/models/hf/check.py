@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from zbpp.closeness import is_close
 from zbpp.models.hf.build import build_stage
 from zbpp.models.hf.calls import (
     BATCH,
@@ -241,6 +242,4 @@ def _refuse_difference(whole: nn.Module, what: str, found: Tensor | None, expect
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
     """Whether the values are equal up to the rounding of their dtype."""
-    one, other = found.detach().double(), expected.detach().double()
-    scale = _RELATIVE.get(found.dtype, 0.0) * float(other.nan_to_num().abs().max()) if other.numel() else 0.0
-    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=scale, equal_nan=True)
+    return is_close(found, expected, _RELATIVE.get(found.dtype, 0.0))

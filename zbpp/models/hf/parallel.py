@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from zbpp.closeness import is_close, largest
 from zbpp.models.hf.calls import BATCH, TIME
 from zbpp.models.hf.cut import CutError
 from zbpp.models.hf.init import constants_of, initialise
@@ -157,10 +158,9 @@ def _compare(config: PretrainedConfig, mesh: DeviceMesh, seed: int) -> None:
     vocabulary = config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(vocabulary, (BATCH, TIME), generator=generator).to(mesh.device_type)
     expected, found = _trained(whole, tokens), _trained(sharded, tokens)
-    largest = max(float(each.abs().max()) for each in expected.values() if each.numel())
+    least = 1e-3 * largest(expected.values())
     for name, one in expected.items():
-        scale = max(float(one.abs().max()), 1e-3 * largest)
-        if name not in found or float((found[name] - one).abs().max()) > _TOLERANCE * scale:
+        if name not in found or not is_close(found[name], one, _TOLERANCE, least=least):
             raise CutError(
                 f"{type(whole).__name__} can't be sharded by the plan of the library: {name} of a "
                 "sharded small copy is not that of the whole copy; write parallel.tensor=1"

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from zbpp.autograd.models.context import Context
 from zbpp.autograd.models.past import Past
+from zbpp.closeness import is_close, largest
 from zbpp.models.hf.build import build_stage
 from zbpp.models.hf.calls import BATCH
 from zbpp.models.hf.config import text_config
@@ -120,13 +121,13 @@ def _try(config: PretrainedConfig, cut: Cut, parts: Parts) -> dict[Kind, str]:
     for stage in stages:
         _take(stage, parts)
     found = _trained(stages, parts, tokens)
-    largest = max(float(each.abs().max()) for each in expected.values() if each.numel())
+    least = 1e-3 * largest(expected.values())
     for name, one in expected.items():
-        if not _is_close(found[name], one, 1e-3 * largest):
+        if not is_close(found[name], one, _TOLERANCE[one.dtype], least=least):
             raise CutError(_refusal(config, parts, name))
     for each, logits in zip(given, expected_logits, strict=True):
         try:
-            if not _is_close(_logits(stages, parts, tokens, each), logits):
+            if not is_close(_logits(stages, parts, tokens, each), logits, _TOLERANCE[logits.dtype]):
                 refused[kind_of(each)] = "the logits of parts are not those of the whole sequence"
         except Exception as error:  # whatever the library's code may raise
             refused[kind_of(each)] = reason(error)
@@ -219,10 +220,3 @@ def _logits(stages: Sequence[Stage], parts: Parts, tokens: Tensor, given: Given)
 
 def _joined(parts: Parts, logits: Sequence[Tensor]) -> Tensor:
     return torch.cat([parts.whole(each.detach()) for each in logits], dim=1)
-
-
-def _is_close(found: Tensor, expected: Tensor, least: float = 0.0) -> bool:
-    """least: the scale of a tensor whose values are smaller."""
-    largest = float(expected.nan_to_num().abs().max()) if expected.numel() else 0.0  # padding may be NaN
-    scale = _TOLERANCE[expected.dtype] * max(largest, least)
-    return torch.allclose(found, expected, rtol=0, atol=scale, equal_nan=True)
