@@ -15,7 +15,7 @@ from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.config import without_cache
 from zbpp.models.hf.cut import Cut, names_above_layers
 from zbpp.models.hf.model import tried_cut
-from zbpp.models.hf.quantize import keep_weights
+from zbpp.models.hf.quantize import drop_statistics, keep_weights
 from zbpp.models.hf.stage import FirstStage, LastStage, OnlyStage, Stage
 from zbpp.models.hf.ties import aliases_of
 
@@ -113,3 +113,4 @@ def keep_only(model: nn.Module, kept: Iterable[Tensor]) -> None:
             if id(parameter) not in others:
                 others[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
             module._parameters[name] = others[id(parameter)]
+            drop_statistics(module)

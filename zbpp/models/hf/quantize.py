@@ -137,6 +137,14 @@ def keep_weights(model: nn.Module) -> None:
             layer.support_avx512bf16_for_cpu = False
 
 
+def drop_statistics(module: Any) -> None:
+    """Let a layer of the library, whose weight has left this rank, hold nothing beside the weight either."""
+    if getattr(module, "quant_state", None) is not None:
+        module.quant_state = None
+    if hasattr(module, "state") and hasattr(module.state, "SCB"):
+        module.state.CB = module.state.SCB = None
+
+
 def kind_and_options(config: Any) -> tuple[str, dict[str, Any]]:
     """The values of `quantize` and `quantize_options` that stand for a BitsAndBytesConfig.
 
