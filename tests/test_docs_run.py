@@ -306,6 +306,15 @@ def test_the_ten_files_to_read_exist_and_take_an_afternoon() -> None:
     assert lines == pytest.approx(int(stated[1] + stated[2]), rel=0.05)
 
 
+def test_every_law_has_the_test_that_its_row_names() -> None:
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = page.partition("## Which test holds which law")[2].partition("\n## ")[0]
+    named = re.findall(r"`([\w/]+\.py)::(\w+)`", rows)
+    assert len(named) > 12
+    tests = {file: (ROOT / "tests" / file).read_text() for file, _ in named}
+    assert [(file, test) for file, test in named if f"\ndef {test}(" not in tests[file]] == []
+
+
 def test_the_list_of_rooms_names_every_folder() -> None:
     page = (ROOT / "docs/reading.md").read_text()
     named = set(re.findall(r"^zbpp/(\w+)/ ", page, flags=re.M))
