@@ -64,7 +64,7 @@ PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 # Gradients of a slice's keys and values pass through buffers of their own, which are freed one by one.
 PEAKS |= {"slices": 0.01, "slices again": 0.01}
 CURVES = {"slices": 0.05, "slices again": 0.05}
-UPPER_BOUNDS = ("offload", "redone", "messages")  # messages are predicted at their whole size
+UPPER_BOUNDS = ("offload", "redone")
 AT_NIGHT = ("1f1b", "masters", "head again", "slices again")
 # Each token goes to all experts: a prediction takes equal numbers of rows on all processes.
 EXPERTS = [

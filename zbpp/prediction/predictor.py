@@ -112,6 +112,8 @@ class Predictor:
             *sizes,
             *degrees,
             parallel.reshard,
+            parallel.messages,
+            str(parallel.message_boundaries),
             memory.head_at_once,
             memory.recompute,
             config.precision,

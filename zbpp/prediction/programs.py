@@ -39,6 +39,14 @@ def step_programs(
     ]
 
 
+def encoded_boundaries(config: TrainConfig, num_stages: int) -> Sequence[int]:
+    """The boundaries over which messages are encoded."""
+    chosen = config.parallel.message_boundaries
+    if config.parallel.messages == "exact":
+        return ()
+    return range(num_stages - 1) if chosen is None else chosen
+
+
 def _passes(
     config: TrainConfig, lowered: Programs, rank: int, offload: Sequence[RankOffload]
 ) -> Iterator[Pass]:
@@ -52,10 +60,8 @@ def _passes(
         yield partial(with_head_w, stage=timetable.num_stages - 1)
     if parallel.messages_ahead:
         yield partial(with_more_in_flight, number=parallel.messages_ahead)
-    if parallel.messages != "exact":
-        boundaries = parallel.message_boundaries
-        every = range(timetable.num_stages - 1) if boundaries is None else boundaries
-        yield partial(with_codes, num_stages=timetable.num_stages, boundaries=every)
+    if boundaries := encoded_boundaries(config, timetable.num_stages):
+        yield partial(with_codes, num_stages=timetable.num_stages, boundaries=boundaries)
     if (release := _RELEASES.get(config.memory.gradient_release)) is not None:
         yield release
     if config.optimizer.validation == "after":

@@ -23,14 +23,21 @@ from zbpp.data.token_batches import TokenBatches, longest_microbatch
 from zbpp.features.context.context import as_if_divided
 from zbpp.features.context.sequence_parts import sequence_part
 from zbpp.features.experts.experts import as_if_spread, no_experts
+from zbpp.features.fewer_bytes.codes import coded
 from zbpp.features.gradient_release.restricted_update import parameters_of, update
 from zbpp.features.weight_offload.weight_buffers import Piece
 from zbpp.job.world import fake_world
 from zbpp.measure.fake_tensors import FakeTensors
 from zbpp.measure.live_tensors import LiveTensors
-from zbpp.measure.microbatch_memory import MicrobatchMemory, bytes_that_leave, microbatch_memory
+from zbpp.measure.microbatch_memory import (
+    MicrobatchMemory,
+    bytes_that_leave,
+    gradient_for,
+    microbatch_memory,
+)
 from zbpp.measure.products import Products, products
 from zbpp.prediction.measured_stages import MeasuredStages, WeightBytes
+from zbpp.prediction.programs import encoded_boundaries
 from zbpp.run.data import batched_by_tokens, build_data
 from zbpp.run.model import build_model, explained_as_data, keeps_documents_apart
 from zbpp.run.optimizer import build_optimizer
@@ -140,6 +147,34 @@ MeasuredStage = tuple[StageBytes, WeightBytes, Products, list[tuple[Any, ...]]]
 """The last entry: the outputs of F for each slice of the microbatch."""
 
 
+def _bytes_on_way(outputs: tuple[Any, ...], form: Any) -> tuple[int, int]:
+    """The bytes of a stage's outputs in codes, and those of their gradients."""
+    tensors = [each if isinstance(each, Tensor) else None for each in outputs]
+    given = [each and gradient_for(each, torch.device("cpu")) for each in layout_of(tuple(outputs))]
+    gradients = [None if each is None else each.requires_grad_() for each in given]
+    x, g = (
+        bytes_of(each for each in coded(tuple(message), form) if each is not None)
+        for message in (tensors, gradients)
+    )
+    return x, g
+
+
+def _with_codes(
+    stage: StageBytes, x: Sequence[tuple[int, int]] | None, g: Sequence[tuple[int, int]] | None
+) -> StageBytes:
+    """The stage with the bytes in codes of what it receives, of each slice. None: no codes.
+
+    x: of the outputs of the stage before, and of their gradients; g: of its own.
+    """
+    units = stage.slices or (stage,)
+    xs = [None] * len(units) if x is None else [size for size, _ in x]
+    gs = [None] * len(units) if g is None else [size for _, size in g]
+    if not stage.slices:
+        return replace(stage, x_on_way=xs[0], g_on_way=gs[0])
+    sizes = zip(units, xs, gs, strict=True)
+    return replace(stage, slices=tuple(replace(each, x_on_way=x, g_on_way=g) for each, x, g in sizes))
+
+
 class _Stages:
     """The stages of a run, built and measured one after the other."""
 
@@ -162,6 +197,7 @@ class _Stages:
             keeps_apart = keeps_documents_apart(self._model, timetable.num_stages)
             self._data = batched_by_tokens(self._data, config.batching, keeps_apart=keeps_apart)
         self._is_sharded = config.parallel.shard > 1
+        self._encoded = encoded_boundaries(config, timetable.num_stages)
         self.batch_bytes, self.sequence_length = (0, 0), 0
         self._has_experts = False
         self._largest = 0  # bytes of the parameters of a stage
@@ -175,6 +211,7 @@ class _Stages:
         if fake is not None:
             args, target = tree_map(fake.faked, (args, target))
         found: list[tuple[StageBytes, WeightBytes, Products]] = []
+        on_way: dict[int, list[tuple[int, int]]] = {}
         with inside, torch.random.fork_rng([]):
             for index in range(self._timetable.num_stages):
                 stage = self._built(index)
@@ -185,9 +222,12 @@ class _Stages:
                     self._known[key] = self._stage_bytes(index, stage, args, target)
                 each, weights, work, args = self._known[key]
                 found.append((each, weights, work))
+                if index in self._encoded:
+                    on_way[index] = [_bytes_on_way(each, self._config.parallel.messages) for each in args]
         if self._config.parallel.expert > 1 and not self._has_experts:
             raise ConfigError(f"parallel: {no_experts(self._config.parallel.expert)}")
-        return [each for each, _, _ in found], [each for _, each, _ in found], [each for _, _, each in found]
+        stages = [_with_codes(each, on_way.get(i - 1), on_way.get(i)) for i, (each, *_) in enumerate(found)]
+        return stages, [each for _, each, _ in found], [each for _, _, each in found]
 
     def products(self, fake: FakeTensors | None) -> list[Products]:
         """The products of each stage, and `sequence_length`. fake: as in `measured`."""

@@ -20,6 +20,7 @@ from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.layout import Message
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Action, Program, Value, consumes, produces
+from zbpp.schedule.interpret.memory import RankBytes
 from zbpp.schedule.program import Instruction, OnMessage
 from zbpp.seeding import seed_of
 
@@ -27,9 +28,19 @@ from zbpp.seeding import seed_of
 class Encode(OnMessage):
     """Put a message into codes."""
 
+    def change_bytes(self, memory: RankBytes) -> None:
+        """Count the codes in place of the message."""
+        name, stage, microbatch = self.value
+        producer = memory.stages[stage - 1 if name == "x" else stage + 1].of(microbatch)
+        memory.put_on_way(self.value, producer.sent_x if name == "x" else producer.sent_g)
+
 
 class Decode(OnMessage):
     """Make a message of its codes."""
+
+    def change_bytes(self, memory: RankBytes) -> None:
+        """Count the message in place of its codes."""
+        memory.take_from_way(self.value)
 
 
 def with_codes(program: Program, num_stages: int, boundaries: Collection[int]) -> Program:

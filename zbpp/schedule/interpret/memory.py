@@ -27,8 +27,10 @@ from zbpp.schedule.dataflow_arrays import changes_of_past
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes, StageBytes
 from zbpp.schedule.passes.posts import fence_of, in_flight
 from zbpp.schedule.program import (
+    OnMessage,
     Post,
     Program,
+    Recv,
     Reduce,
     Release,
     Send,
@@ -117,6 +119,7 @@ class RankBytes:
         actions = [each for each in program.instructions if isinstance(each, Action)]
         self._own = sorted({each.stage for each in actions})
         self._sent = {each.value for each in program.instructions if isinstance(each, Send)}
+        self._received = {each.value for each in program.instructions if isinstance(each, Recv)}
         self._level = np.zeros(len(COMPONENTS))
         self._has_gradients: set[int] = set()
         self._is_gathered: set[int] = set()
@@ -131,10 +134,12 @@ class RankBytes:
 
     def run(self) -> RankMemory:
         self._begin()
-        levels, actions = [self._level.copy()], list[Action]()
+        levels, actions = list[Levels](), list[Action]()
         for instruction in self._program.instructions:
             if isinstance(instruction, Action):
                 before = self._level.sum()
+                if not actions:
+                    levels = [self._level.copy()]
                 self._run_action(instruction)
                 actions.append(instruction)
                 levels.append(self._level.copy())
@@ -242,10 +247,40 @@ class RankBytes:
         if value in self._sent:
             self._in_flight[value] = size
             return
-        consumer = self.stages[value.stage].of(value.microbatch)
-        until = consumer.x_until if value.name == "x" else consumer.g_until
+        self._free_later(value, size)
+
+    def _free_later(self, value: Value, size: float) -> None:
+        """Note that so many bytes of a message are free when its stage no longer needs it."""
+        _, until = self._consumer(value).received(value.name)
         freed = value.stage, value.microbatch, until
         self._free_after[freed] = self._free_after.get(freed, 0.0) + size
+
+    def _consumer(self, value: Value) -> MicrobatchBytes:
+        return self.stages[value.stage].of(value.microbatch)
+
+    def put_on_way(self, value: Value, made: float) -> None:
+        """A message takes the form that it has on its way. made: its bytes before (sent_x or sent_g)."""
+        size = self._consumer(value).on_way(value.name)
+        if size is None:
+            return
+        self._during[-1] = max(self._during[-1], self._level.sum() + size)
+        self._level[_BUFFERS] += size - made
+        if value in self._sent:
+            self._in_flight[value] = size
+        else:
+            self._free_later(value, -made)
+
+    def take_from_way(self, value: Value) -> None:
+        """A message takes the form in which its stage wants it; the one of its way is free."""
+        consumer = self._consumer(value)
+        (size, _), on_way = consumer.received(value.name), consumer.on_way(value.name)
+        if on_way is None:
+            return
+        self._level[_BUFFERS] += size
+        self._free_later(value, size)
+        if value not in self._received:
+            self._during[-1] = max(self._during[-1], self._level.sum())
+            self._level[_BUFFERS] -= on_way
 
     def _reduce(self, stage: int) -> None:
         own = self.stages[stage]
@@ -292,20 +327,26 @@ def pool_bytes(program: Program, stages: Sequence[StageBytes]) -> float:
     """The bytes of the receive buffers of a program: the most that are in use at once.
 
     A buffer is in use from when its receive starts, which is ahead of the message, until the last action that
-    reads the message. On NCCL receives start later than here (see posts.py).
+    reads the message, or until the message takes another form. On NCCL receives start later than here (see
+    posts.py).
     """
     in_use = most = 0.0
-    ends = dict[tuple[int, int, Op], float]()
+    ends, on_way = dict[tuple[int, int, Op], float](), dict[Value, float]()
 
     for instruction in in_flight(program).instructions:
         match instruction:
             case Post(value, _):
                 own = stages[value.stage].of(value.microbatch)
-                size, until = (own.x, own.x_until) if value.name == "x" else (own.g, own.g_until)
+                size, until = own.received(value.name)
+                if (size_on_way := own.on_way(value.name)) is None:
+                    key = value.stage, value.microbatch, until
+                    ends[key] = ends.get(key, 0.0) + size
+                else:
+                    size = on_way[value] = size_on_way
                 in_use += size
                 most = max(most, in_use)
-                key = value.stage, value.microbatch, until
-                ends[key] = ends.get(key, 0.0) + size
+            case OnMessage(value):
+                in_use -= on_way.pop(value, 0.0)
             case Action(stage, op, microbatch):
                 for ended in (Op.B, Op.W) if op == Op.BW else (op,):
                     in_use -= ends.pop((stage, microbatch, ended), 0.0)

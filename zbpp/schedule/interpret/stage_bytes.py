@@ -17,6 +17,8 @@ class MicrobatchBytes:
     saved, deferred: held between F and B, and between B and W; messages are not counted.
     x, g: the received input, and the received gradient of the output. x_until, g_until: the op after which
         nothing refers to x, or g, any more.
+    x_on_way, g_on_way: the same message on its way, where it has another form there (OnMessage); None: it has
+        the form in which the stage takes it.
     sent_x, sent_g: the output, and the gradient of the input, without storages that the stage itself keeps.
     rises: for each Op, the most bytes while it runs, above the level before it.
     """
@@ -25,11 +27,21 @@ class MicrobatchBytes:
     deferred: float = 0.0
     x: float = 0.0
     g: float = 0.0
+    x_on_way: float | None = None
+    g_on_way: float | None = None
     sent_x: float = 0.0
     sent_g: float = 0.0
     x_until: Op = Op.B
     g_until: Op = Op.B
     rises: Rises = (0.0, 0.0, 0.0, 0.0)
+
+    def received(self, name: str) -> tuple[float, Op]:
+        """(bytes, the op after which nothing refers to it) of a received x or g."""
+        return (self.x, self.x_until) if name == "x" else (self.g, self.g_until)
+
+    def on_way(self, name: str) -> float | None:
+        """x_on_way or g_on_way."""
+        return self.x_on_way if name == "x" else self.g_on_way
 
 
 @dataclass(frozen=True, kw_only=True)
