@@ -54,7 +54,13 @@ CASES = {
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],
-    "messages": [*GPT, "parallel.messages=8bit", "parallel.messages_ahead=1"],
+    "messages": [
+        "schedule=zb_v",
+        "model=gpt_tiny",
+        *TINY,
+        "parallel.messages=8bit",
+        "parallel.messages_ahead=1",
+    ],
     "slices": ["schedule=zb_h1", "model=llama_tiny", *TINY, "schedule.slices=[0,26,46,64]"],
     "slices again": [*GPT, "schedule.slices=[0,32,64]", "memory.recompute=block", AT_ONCE],
     # Every update is redone: no rank's gradients are within the norm.
