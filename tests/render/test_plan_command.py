@@ -254,6 +254,22 @@ def test_links_say_which_one_the_step_waits_for(output, tmp_path):
     assert f"1f1b: {says}" in output("1f1b", "gpipe", *one)
 
 
+def test_choose_with_links_says_what_half_the_bytes_and_more_memory_would_buy(output, tmp_path):
+    """One microbatch: two F, two B and a W of 1, and x and g, each of which takes 2 + 4."""
+    file = tmp_path / "links.json"
+    file.write_text(json.dumps({"latency": 0, "busy": 0, "pairs": {"0<->1": {"latency": 2, "busy": 4}}}))
+    one = ("--choose", "--ranks", 2, "--microbatches", 1, "--links", file, "--time-limit", 0.1)
+    rows = [line.split() for line in output(*one, "--memory-limit", 4).split("\n\n")[-1].splitlines()]
+    assert rows[0] == ["the", "best", "plan", "with", "makespan", "bound", "schedule"]
+    assert [(" ".join(row[:-3]), float(row[-3])) for row in rows[1:]] == [
+        ("as asked", 5 + 2 * (2 + 4)),
+        ("half the bytes", 5 + 2 * (2 + 2)),
+        ("1.5 x the memory", 5 + 2 * (2 + 4)),
+        ("2 x the memory", 5 + 2 * (2 + 4)),
+    ]
+    assert "x the memory" not in output(*one)
+
+
 def test_a_picture_leaves_out_a_schedule_that_refuses(output, tmp_path):
     names = ["1f1b", "zb_h2", "zb_v"]  # zb_h2 needs more microbatches
     text = output(*names, "--picture", tmp_path / "a.png", "--microbatches", 3)

@@ -20,7 +20,7 @@ options          the objectives, the tolerances, and the check of a count
 """
 
 from zbpp.planning.bounds import Bound, Certificate, certificate, lower_bound
-from zbpp.planning.choose import Answer, PlanningRequest, choose
+from zbpp.planning.choose import Answer, PlanningRequest, choose, what_would_buy
 from zbpp.planning.cut import (
     ChosenCut,
     CutTooLarge,
@@ -70,5 +70,6 @@ __all__ = [
     "slowest_link",
     "takes_costs",
     "timetables_of_families",
+    "what_would_buy",
     "written_links",
 ]

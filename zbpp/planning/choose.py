@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from zbpp.planning.bounds import Bound, bound_of
@@ -175,6 +175,22 @@ def choose(request: PlanningRequest, progress: Progress | None = None) -> Answer
         too_large=sorted(too_large, key=lambda each: max(each.timeline.peak_memory)),
         refused=refused,
     )
+
+
+def what_would_buy(request: PlanningRequest, progress: Progress | None = None) -> dict[str, Answer]:
+    """What to choose with half the bytes in each message, and with 1.5 and 2 times the memory limit.
+
+    By what is changed, in words. The request has links; without a limit only the bytes are changed. Each
+    answer takes the request's time_limit.
+    """
+    costs, limit = request.costs, request.memory_limit
+    assert costs.links is not None
+    changed = {"half the bytes": replace(request, costs=replace(costs, links=costs.links.scaled(0.5)))}
+    if limit is not None:
+        for factor in (1.5, 2.0):
+            more = [factor * each for each in limit] if isinstance(limit, Sequence) else factor * limit
+            changed[f"{factor:g} x the memory"] = replace(request, memory_limit=more)
+    return {name: choose(each, progress) for name, each in changed.items()}
 
 
 def _most_promising(request: PlanningRequest, found: list[Candidate], placement: str) -> int:

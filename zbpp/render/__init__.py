@@ -13,7 +13,7 @@ choice.py      which schedule to use: an answer of `choose`
 cut.py         which layers go to which stage: an answer of `choose_cut`
 """
 
-from zbpp.render.choice import render_choice, render_short_w
+from zbpp.render.choice import render_bought, render_choice, render_short_w
 from zbpp.render.curves import render_curves
 from zbpp.render.cut import render_cut
 from zbpp.render.hang import render_hang
@@ -34,6 +34,7 @@ __all__ = [
     "Timelines",
     "chrome_trace",
     "in_bytes",
+    "render_bought",
     "render_choice",
     "render_curves",
     "render_cut",

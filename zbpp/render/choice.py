@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from zbpp.planning.choose import Answer, Candidate
 from zbpp.planning.memory_limit import MemoryLimit, memory_text
@@ -19,6 +19,17 @@ def render_choice(answer: Answer) -> str:
     """The question, a table of the plans that fit, those that don't, and bounds for other limits."""
     sections = [_question(answer), _ranked(answer), _too_large(answer), _refused(answer), _bounds(answer)]
     return "\n\n".join(filter(None, sections))
+
+
+def render_bought(answers: Mapping[str, Answer]) -> str:
+    """The best plan of each answer, by what was changed for it: `as asked`, `half the bytes`."""
+    found = {name: each.ranked[0] for name, each in answers.items()}
+    decimals = decimals_of(each.timeline.makespan for each in found.values())
+    rows = [
+        (name, digits(each.timeline.makespan, decimals), digits(each.bound.value, decimals), each.title)
+        for name, each in found.items()
+    ]
+    return _table([("the best plan with", "makespan", "bound", "schedule"), *rows])
 
 
 def render_short_w(f: float, b: float, w: float) -> str:

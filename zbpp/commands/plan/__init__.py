@@ -33,9 +33,11 @@ from zbpp.planning import (
     slowest_link,
     takes_costs,
     timetables_of_families,
+    what_would_buy,
 )
 from zbpp.ranges import ConfigError
 from zbpp.render import (
+    render_bought,
     render_choice,
     render_cut,
     render_figures,
@@ -227,8 +229,10 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
         slices=inputs.slices,
     )
     answer = choose(request, progress)
+    bought = render_bought({"as asked": answer, **what_would_buy(request, progress)}) if options.links else ""
     timelines = {each.title: each.timeline for each in answer.ranked}
     texts = [*inputs.notes, _commands(options, answer), *_short_w(inputs), render_choice(answer)]
+    texts += [bought] if bought else []
     return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
 
 

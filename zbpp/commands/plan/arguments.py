@@ -256,7 +256,7 @@ def _add_subject(group: argparse._ArgumentGroup) -> None:
 
 def _add_search(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--placement", choices=("one", "looped", "v"), help="of stages (default one)")
-    seconds = "seconds for a search, or for all of --choose (default 10)"
+    seconds = "seconds for a search, or for all of --choose, which with --links chooses up to four times (10)"
     group.add_argument("--time-limit", type=float, default=10.0, metavar="S", help=seconds)
 
 
