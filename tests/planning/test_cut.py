@@ -2,12 +2,13 @@
 
 import math
 import random
+from dataclasses import replace
 from importlib import import_module
 from itertools import combinations, pairwise, permutations
 
 import pytest
 
-from zbpp import Costs, PlanError, plan, simulate
+from zbpp import Costs, Links, PlanError, plan, simulate
 from zbpp.planning import CutTooLarge, better_order, choose_cut, placement_of
 from zbpp.schedule.families import FAMILIES
 
@@ -37,7 +38,7 @@ def stage_costs(layers, cut, rank_of, speeds):
             sum(getattr(each, name) for each in part) / speeds[rank]
             for part, rank in zip(parts, rank_of, strict=True)
         ]
-    return Costs(**added, comm=[part[-1].comm for part in parts])
+    return Costs(**added, comm=[part[-1].comm for part in parts], links=layers[0].links)
 
 
 MEMORY = ("saved", "deferred", "static")
@@ -73,6 +74,24 @@ def test_the_cut_is_the_best_of_all_cuts_and_families(seed, placements):
     assert simulate(found.timetable, own).makespan == pytest.approx(found.makespan)
     assert found.bound <= found.makespan * (1 + 1e-9)
     assert found.makespan <= found.even
+
+
+@pytest.mark.parametrize("links", [Links(latency=3.0), Links(latency=1.0, pairs={(0, 1): (6.0, 0.0)})])
+def test_links_are_a_part_of_the_judgement(links):
+    """Exact where messages only take time; where they occupy their link, too, at most 5 % off the best."""
+    speeds = [1, 2.5]
+    layers = [replace(each, links=links) for each in drawn_layers(7, 1)]
+    found = choose_cut(layers, speeds, 4, time_limit=0)
+    best = best_by_hand(layers, speeds, 4, [math.inf] * 2, ("one", "looped", "v"))
+    assert found.is_exact
+    assert found.makespan == pytest.approx(best)
+    busy = [replace(each, links=replace(links, busy=3.0)) for each in layers]
+    found = choose_cut(busy, speeds, 4, time_limit=0)
+    best = best_by_hand(busy, speeds, 4, [math.inf] * 2, ("one", "looped", "v"))
+    assert not found.is_exact
+    assert found.bound <= best <= found.makespan <= 1.05 * best
+    with pytest.raises(PlanError, match="different links"):
+        choose_cut([*busy[1:], layers[0]], speeds, 4)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,7 @@ import pytest
 from helpers.links import random_costs
 from helpers.timetables import random_timetable
 from zbpp import Costs, Links, PlanError, plan, simulate
-from zbpp.planning import choose_cut, lower_bound, read_links, slowest_link
+from zbpp.planning import lower_bound, read_links, slowest_link
 
 
 def bound(timetable, costs, objective, limit=None):
@@ -61,11 +61,6 @@ def test_plans_without_links_stay_as_they_are():
         options = {"memory_limit": limit, "time_limit": 60, "search": False}
         one = plan(name, 4, 8, costs=Costs(comm=0.5), **options)
         assert plan(name, 4, 8, costs=Costs(comm=0.5, links=Links()), **options) == one
-
-
-def test_a_cut_of_layers_with_links_is_refused():
-    with pytest.raises(PlanError, match="layer 0 has links: a cut is chosen without them"):
-        choose_cut([Costs(links=Links(latency=1.0))] * 4, [1.0, 1.0], 4)
 
 
 @pytest.mark.parametrize(

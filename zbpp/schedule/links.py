@@ -93,6 +93,13 @@ class Links:
         return replace(self, x=_times(self.x, length), g=_times(self.g, length)) if length else Links()
 
     @property
+    def longest(self) -> float:
+        """The most that a message takes where it waits for no other one (ms)."""
+        sizes = [each for value in (self.x, self.g) for each in _listed(value)]
+        ways = [(self.latency, self.busy), *self.pairs.values()]
+        return max(latency + busy * max(sizes) for latency, busy in ways)
+
+    @property
     def has_queues(self) -> bool:
         """Whether a message may wait for another one."""
         return self.busy > 0 or any(busy > 0 for _, busy in self.pairs.values())
@@ -137,6 +144,10 @@ class Outbox:
         gone = max(made, self._free.get(receiver, 0.0)) + self._busy[position]
         self._free[receiver] = gone
         return gone
+
+
+def _listed(value: PerStage) -> Sequence[float]:
+    return value if isinstance(value, Sequence) else [value]
 
 
 def _ms_per_byte(bandwidth: float) -> float:

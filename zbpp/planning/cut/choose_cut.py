@@ -194,7 +194,9 @@ def choose_cut(
             progress(number / len(judges), judge.schedule)
         compared.append(judge.best_cut())
     best = _searched(compared, model, limits, deadline.part(0.5), seed)
-    is_exact = all(judge.compares_all for judge in judges)
+    # Cuts are compared as if no message waited for another one; the best of them is simulated with queues.
+    has_queues = model.links is not None and model.links.has_queues
+    is_exact = all(judge.compares_all for judge in judges) and not has_queues
     if best is None:
         least = min(compared, key=lambda each: each.worth)
         _refuse(_chosen(least, model, None, math.inf, is_exact), limits)
@@ -241,7 +243,8 @@ def better_order(
     The other arguments are those of which `choose_cut` has made `chosen`; of the timetables those with its
     placement are tried. Returns the ranks in the best order, as they are numbered in `speeds`, with the best
     cut; None if no order is 1 % better. Only ranks of different speed or limit change places. Pipelines with
-    more than 100 such orders are left alone, and no order is tried when `time_limit` (s) is over.
+    more than 100 such orders are left alone, and so are those whose links differ: a link belongs to
+    its ranks. No order is tried when `time_limit` (s) is over.
     """
     families = timetables or {chosen.schedule: chosen.timetable}
     alike = {name: each for name, each in families.items() if placement_of(each) == chosen.placement}
@@ -249,7 +252,8 @@ def better_order(
     pairs = [*zip(speeds, limits_per_rank(memory_limits, len(speeds)), strict=True)]
     kinds = {pair: sum(each == pair for each in pairs) for pair in pairs}
     number = math.factorial(len(pairs)) // math.prod(map(math.factorial, kinds.values()))
-    if number == 1 or number > _MOST_ORDERS:
+    links = layers[0].links
+    if number == 1 or number > _MOST_ORDERS or (links is not None and links.pairs):
         return None
     best: tuple[tuple[int, ...], ChosenCut] | None = None
     fastest = chosen.makespan * 0.99

@@ -45,11 +45,13 @@ class Layers:
                 raise PlanError(
                     f"layer {number} has lengths or slices: write costs of whole, equal microbatches"
                 )
-            if each.links is not None:
-                raise PlanError(
-                    f"layer {number} has links: a cut is chosen without them; write comm, and plan the cut's "
-                    "timetable with links"
-                )
+            if each.links != costs[0].links:
+                raise PlanError(f"layers {number} and 0 have different links: write the same for all")
+        self.links = costs[0].links
+        if self.links is not None and any(
+            isinstance(each, Sequence) for each in (self.links.x, self.links.g)
+        ):
+            raise PlanError("layers have links whose x or g is a list: write one number for all boundaries")
         self.costs, self.speeds = list(costs), np.array(speeds, dtype=np.float64)
         values = {name: [self._value(each, name) for each in costs] for name in _ADDED}
         self._sums = {name: np.array([*accumulate(each, initial=0.0)]) for name, each in values.items()}
@@ -72,7 +74,8 @@ class Layers:
     def serial(self) -> float:
         """No microbatch takes longer (ms): all its actions on the slowest rank, and all its messages."""
         sums = sum(float(self._sums[name][-1]) for name in TIMES)
-        return sums / float(self.speeds.min()) + 2 * float(self._comm.sum())
+        links = 0.0 if self.links is None else self.links.longest
+        return sums / float(self.speeds.min()) + 2 * (float(self._comm.sum()) + len(self) * links)
 
     def of_stages(self, name: str, cuts: Numbers, rank_of: Sequence[int]) -> Floats:
         """A cost of the stages: an array by stage and cut. cuts: the number of layers by cut and stage."""
@@ -89,7 +92,7 @@ class Layers:
         """The costs of the stages of one cut, as `plan` and `simulate` take them."""
         cut = np.array([counts])
         numbers = {name: self.of_stages(name, cut, rank_of)[:, 0].tolist() for name in (*_ADDED, "comm")}
-        return replace(Costs(**numbers), memory_unit=self.costs[0].memory_unit)
+        return replace(Costs(**numbers), memory_unit=self.costs[0].memory_unit, links=self.links)
 
 
 class CutTiming:
@@ -104,6 +107,8 @@ class CutTiming:
         sender = self._paths.sender
         self._has_sender = sender != self._paths.none
         self._stage_of_sender = self._stages[np.where(self._has_sender, sender, 0)]
+        self._kind_of_sender = self._kinds[np.where(self._has_sender, sender, 0)]
+        self._on_links = self._times_on_links()
         self._levels = [_levels_of(timetable, rank) for rank in range(timetable.num_ranks)]
 
     def makespans(self, cuts: Numbers) -> Floats:
@@ -113,9 +118,19 @@ class CutTiming:
         by_op = [share * layers.of_stages(name, cuts, rank_of) for name in _BY_OP]
         durations = np.stack(by_op, axis=1).reshape(-1, len(cuts))  # by kind and cut
         comm = share * layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
-        arrivals = np.where(self._has_sender[:, None], comm, 0.0)
+        arrivals = np.where(self._has_sender[:, None], comm + self._on_links[:, None], 0.0)
         makespans: Floats = self._paths.ends(durations[self._kinds], arrivals).max(axis=0)
         return makespans
+
+    def _times_on_links(self) -> Floats:
+        """By action, what its message takes of the link, without what it waits for there (ms)."""
+        times = np.zeros(len(self._kinds))
+        if self._layers.links is not None:
+            unit = self._layers.links.scaled(1 / self.timetable.num_slices)
+            routes = unit.routes(self.timetable.rank_of)
+            by_kind = np.array([0.0 if each is None else each.latency + each.busy for each in routes])
+            times[self._has_sender] = by_kind[self._kind_of_sender[self._has_sender]]
+        return times
 
     def peaks(self, cuts: Numbers) -> Floats:
         """The most that each rank holds: an array by rank and cut, in the unit of the layers' costs."""
