@@ -38,8 +38,14 @@ def test_a_run_without_a_step_has_a_summary():
     assert (figures["steps"], figures["rows"]) == (3, 0)
 
 
+def test_the_prediction_of_a_step_in_slices_is_as_long_as_the_step():
+    timetable = plan("zb_h1", 4, 8, num_slices=2)
+    found = measured_steps({0: simulate(timetable, Costs(f=3, b=4, w=2, comm=0.5))}, [])
+    assert found.predicted.makespan == pytest.approx(found.measured.makespan)
+
+
 def test_the_summary_names_the_link_that_the_step_waited_for():
-    """Two steps as they would be recorded: the link's median delay is that of the slower one."""
+    """Two slow steps and a fast one: the link's median delay is that of the slow ones."""
     timetable = plan("1f1b", 4, 8)
     links = [Links(latency=0.1, pairs={(1, 2): (delay, 0.0)}) for delay in (6.0, 6.0, 0.0)]
     timelines = {step: simulate(timetable, Costs(links=each)) for step, each in enumerate(links)}
