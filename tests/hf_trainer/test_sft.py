@@ -160,6 +160,14 @@ def test_a_case_is_as_in_one_process(name, tmp_path):
     compared(*CASES[name], tmp_path, "zb_h1")
 
 
+def test_two_pipelines_are_two_data_parallel_processes(tmp_path):
+    """Batches of an evaluation have unequal numbers of targets, and each process takes its own mean."""
+    case = Case(kit=sft)
+    expected, _ = run_ranks(trained, 2, case, str(tmp_path / "ddp"))
+    case = case._replace(schedule="zb_v", options={"replicas": 2})
+    assert_same(run_ranks(trained, 4, case, str(tmp_path / "piped"))[0], expected)
+
+
 MIXTRAL = Case(kind="mixtral", sizes={"num_local_experts": 4, "num_experts_per_tok": 2}, kit=sft)
 
 

@@ -331,7 +331,8 @@ class PipelineTrainer(Checkpoints):
         inputs = dict(self._prepare_inputs(inputs))
         labels = inputs.get("labels")
         has_loss = labels is not None or "completion_mask" in inputs  # DPO's batches have no labels
-        num_items = None if labels is None else self._get_num_items_in_batch([inputs], self.args.device)
+        counts = labels is not None and self._counts_in_evaluation
+        num_items = self._get_num_items_in_batch([inputs], self.args.device) if counts else None
         losses, logits = self._evaluated(
             inputs, num_items, has_loss=has_loss, returns_logits=not prediction_loss_only
         )
@@ -345,6 +346,14 @@ class PipelineTrainer(Checkpoints):
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, self._made_cut().from_last(logits), labels
+
+    @property
+    def _counts_in_evaluation(self) -> bool:
+        """Whether an evaluation divides by the targets of all replicas. TRL's takes each one's mean."""
+        from transformers import Trainer
+
+        found: Any = super().prediction_step
+        return bool(found.__func__ is Trainer.prediction_step)
 
     def _evaluated(
         self, inputs: Any, num_items: Any, *, has_loss: bool, returns_logits: bool
