@@ -25,7 +25,7 @@ from zbpp.training.optim.precision import PRECISIONS
 
 ALIKE = 0.1  # speeds that differ by no more than this share of the larger one count as equal
 _TIMES = 5  # that F and B of the block are timed at least; the shortest time counts
-_SECONDS = 0.3  # in which they are timed again: a small block is measured badly by few times
+_SECONDS = 0.5  # in which they are timed again: a small block is measured badly by few times
 
 BuildParts = Callable[[TrainConfig, Timetable, int], Parts]
 
@@ -42,7 +42,9 @@ def measured_speeds(
     is_kept = bool(earlier) and fits(earlier, config, num_ranks)
     if meeting.of_rank_0("is_kept", str(is_kept)) == str(True):
         return []
-    seconds = [*map(float, meeting.gather("block", repr(block_seconds(config, num_ranks, build_parts))))]
+    # All ranks time at once: what one of them still loads would slow down others on the same machine.
+    own = block_seconds(config, num_ranks, build_parts, lambda: meeting.gather("ready", ""))
+    seconds = [*map(float, meeting.gather("block", repr(own)))]
     each = len(seconds) // num_ranks
     slowest = [max(seconds[first : first + each]) for first in range(0, len(seconds), each)]
     return speeds_by_time(slowest)
@@ -70,8 +72,13 @@ def speeds_by_time(seconds: Sequence[float]) -> list[float]:
     return [found[rank] for rank in range(len(seconds))]
 
 
-def block_seconds(config: TrainConfig, num_ranks: int, build_parts: BuildParts) -> float:
-    """How long F and B of the model's first block take on this process's device, for one microbatch."""
+def block_seconds(
+    config: TrainConfig, num_ranks: int, build_parts: BuildParts, wait: Callable[[], object]
+) -> float:
+    """How long F and B of the model's first block take on this process's device, for one microbatch.
+
+    wait: called when the block has run for the first time, and before it is timed.
+    """
     device = own_device(config.parallel.device)
     if is_accelerator(device):
         make_current(device)
@@ -85,6 +92,8 @@ def block_seconds(config: TrainConfig, num_ranks: int, build_parts: BuildParts) 
         parts = build_parts(finest, timetable, 0)
         move_stages(parts.stages, device, PRECISIONS[config.precision])
         inputs = next(first_inputs(parts.data, parts.stages, timetable, device))
+        _seconds(parts.stages[0], inputs, device)
+        wait()
         found, end = list[float](), time.monotonic() + _SECONDS
         while len(found) <= _TIMES or time.monotonic() < end:
             found.append(_seconds(parts.stages[0], inputs, device))
