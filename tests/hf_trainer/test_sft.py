@@ -133,6 +133,11 @@ CASES = {
     "smoothing": ({"label_smoothing_factor": 0.1}, {}),
     "lora": ({"assistant_only_loss": True, "peft_config": {}}, {"weights": 1e-4}),
     "dora": ({"peft_config": {"target_modules": "all-linear", "use_dora": True}}, {"weights": 1e-4}),
+    # peft saves the weight of an embedding that has adapters
+    "lora on embeddings": (
+        {"peft_config": {"target_modules": ["q_proj", "embed_tokens"]}},
+        {"weights": 1e-4},
+    ),
     "checkpointing": ({"gradient_checkpointing": True}, {}),
     "bf16": ({"bf16": True}, {"rel": 5e-2, "weights": 3e-2}),
     "dft": ({"loss_type": "dft"}, {}),

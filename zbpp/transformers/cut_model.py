@@ -22,6 +22,13 @@ def base_of(model: Any) -> Any:
     return model.get_base_model() if is_peft else model
 
 
+def _embeddings_of(base: Any) -> set[str]:
+    """The names of the parameters of the library's embeddings, and of its head."""
+    modules = [base.get_input_embeddings(), base.get_output_embeddings()]
+    own = {id(each) for module in modules if module is not None for each in module.parameters()}
+    return {name for name, each in base.named_parameters(remove_duplicate=False) if id(each) in own}
+
+
 class CutModel:
     """One pipeline, or several beside each other, of the modules of a model object. Collective.
 
@@ -44,6 +51,7 @@ class CutModel:
         base = base_of(model)
         self._prefix = "" if base is model else "base_model.model."
         self.names = {id(each): name for name, each in model.named_parameters()}
+        self._embeddings = _embeddings_of(base)
         stages = OwnModules(base, loss, layers_per_stage)
         self._aliases = stages.tied()
         self.pipeline = Pipeline(stages, timetable, device=device, mesh=replicas.mesh, **options)
@@ -56,11 +64,16 @@ class CutModel:
         self._is_first = replicas.index == 0
 
     def state_dict(self) -> dict[str, Tensor]:
-        """This rank's part of what is saved, on the CPU: of a PeftModel, what is trained."""
+        """This rank's part of what is saved, on the CPU.
+
+        Of a PeftModel it is what is trained, and the embeddings: peft saves them where adapters change them,
+        or where the vocabulary was resized, and leaves them out otherwise.
+        """
         state = {name: each for name, each in self.pipeline.state_dict().items() if name not in self._aliases}
         if self._prefix:
-            trained = {name for name, each in self.pipeline.named_parameters() if each.requires_grad}
-            state = {name: each for name, each in state.items() if name in trained}
+            kept = {name for name, each in self.pipeline.named_parameters() if each.requires_grad}
+            kept |= self._embeddings
+            state = {name: each for name, each in state.items() if name in kept}
         return {self._prefix + name: each.cpu() for name, each in state.items()}
 
     def merged(self, mine: Mapping[str, Any]) -> dict[str, Any]:
