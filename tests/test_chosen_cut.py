@@ -14,7 +14,7 @@ from zbpp.models.mlp import Mlp
 from zbpp.prediction.chosen_cut import chosen_cut
 from zbpp.prediction.predictor import Predictor
 from zbpp.prediction.switches import Switches
-from zbpp.run import app
+from zbpp.run import app, speeds
 from zbpp.run.cut import check_cut
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.run.plan import planned
@@ -195,6 +195,29 @@ def test_all_ranks_get_the_cut_that_rank_0_has_chosen(tmp_path):
 )
 def test_speeds_within_ten_percent_count_as_equal(seconds, speeds):
     assert speeds_by_time(seconds) == pytest.approx(speeds, abs=0.01)
+
+
+class OtherProcess:
+    """A meeting with one other process, which has told its time and its memory."""
+
+    def of_rank_0(self, name, text):
+        return text
+
+    def gather(self, name, text):
+        return [text, "0.1 23.9" if name == "block" else text]
+
+
+def test_on_accelerators_the_memory_of_each_device_is_its_limit(monkeypatch):
+    monkeypatch.setattr(speeds, "block_seconds", lambda *_: 0.2)
+    monkeypatch.setattr(speeds, "free_bytes", lambda device: 11.509 * 2**30)
+    monkeypatch.setattr(speeds, "make_current", lambda device: None)
+    monkeypatch.setattr(speeds, "is_accelerator", lambda device: True)
+    found = speeds.measured_ranks(OtherProcess(), composed(*MLP, *AUTO), 2, None)
+    assert found == {"parallel.speeds": [1, 2], "memory.limit": [11.5, 23.9]}
+    given = composed(*MLP, *AUTO, "memory.limit=8")
+    assert speeds.measured_ranks(OtherProcess(), given, 2, None).keys() == {"parallel.speeds"}
+    monkeypatch.setattr(speeds, "is_accelerator", lambda device: False)
+    assert "memory.limit" not in speeds.measured_ranks(OtherProcess(), composed(*MLP, *AUTO), 2, None)
 
 
 class SlowOnRank0(Mlp):

@@ -97,6 +97,12 @@ def forget_highest(device: torch.device) -> None:
     torch.accelerator.reset_peak_memory_stats(device)
 
 
+def free_bytes(device: torch.device) -> int:
+    """The bytes of an accelerator's device that no process uses, as its driver counts them."""
+    free, _ = torch.get_device_module(device).mem_get_info(device)
+    return int(free)
+
+
 def num_allocation_retries(device: torch.device) -> int:
     """How often the device was full, so that its allocator gave memory back and tried again."""
     return int(torch.accelerator.memory_stats(device).get("num_alloc_retries", 0))

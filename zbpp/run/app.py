@@ -47,7 +47,7 @@ from zbpp.run.plan import (
     title_of,
 )
 from zbpp.run.results import write_results
-from zbpp.run.speeds import measured_speeds
+from zbpp.run.speeds import measured_ranks
 from zbpp.run.stages import Parts, build_mesh, pipeline_ranks, prepare_stages
 from zbpp.run.trainer import Plan, build_pipeline, build_trainer
 from zbpp.runtime.processes.mesh import MeshPosition
@@ -78,7 +78,7 @@ def train(composed: Composed) -> dict[str, Any]:
     cut: Changes = {}
     num_ranks = pipeline_ranks(config.parallel, num_processes)
     with out_of_memory_explained(rank):
-        meeting, measured = _measured_speeds(config, num_ranks)
+        meeting, measured = _measured_ranks(config, num_ranks)
         if rank == 0:  # before it joins the others: ranks can't disagree, and a mistake is reported once
             cut, note = _chosen_cut(with_values(config, measured), num_ranks)
             cut, note = {**measured, **cut}, _with_speeds(note, measured)
@@ -169,22 +169,21 @@ def _without_run_dir(settings: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key != "run_dir"}
 
 
-def _measured_speeds(config: TrainConfig, num_ranks: int) -> tuple[Meeting | None, Changes]:
-    """The speeds that model.layers_per_stage=auto needs and the config does not give, as changes to it."""
+def _measured_ranks(config: TrainConfig, num_ranks: int) -> tuple[Meeting | None, Changes]:
+    """What model.layers_per_stage=auto needs of ranks, and the config does not say, as changes to it."""
     if not config.asks_for_cut or config.parallel.speeds is not None or num_ranks == 1:
         return None, {}
     check_config(config)
     check_cut(config, num_ranks)
     meeting = Meeting(config.parallel.timeout)
-    found = measured_speeds(meeting, config, num_ranks, build_parts)
-    return meeting, {"parallel.speeds": found} if found else {}
+    return meeting, measured_ranks(meeting, config, num_ranks, build_parts)
 
 
 def _with_speeds(note: str, measured: Changes) -> str:
     if not measured:
         return note
-    speeds = ",".join(f"{each:g}" for each in measured["parallel.speeds"])
-    return f"measured on a block of the model: parallel.speeds=[{speeds}]\n{note}"
+    found = (f"{key}=[{','.join(f'{each:g}' for each in values)}]" for key, values in measured.items())
+    return f"measured on a block of the model: {' '.join(found)}\n{note}"
 
 
 def _chosen_cut(config: TrainConfig, num_ranks: int) -> tuple[Changes, str]:

@@ -1,7 +1,11 @@
-"""parallel.speeds=null with model.layers_per_stage=auto: each process times a block on its own device."""
+"""parallel.speeds=null with model.layers_per_stage=auto: each process times a block on its own device.
+
+On accelerators each process also looks how much memory its device has free, for memory.limit=null.
+"""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import mean
@@ -12,12 +16,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from zbpp.config import NUM_MICROBATCHES, TrainConfig, with_values
-from zbpp.devices import is_accelerator, make_current, restored_generators, synchronize
+from zbpp.devices import free_bytes, is_accelerator, make_current, restored_generators, synchronize
 from zbpp.job.cuda_settings import use_expandable_segments
 from zbpp.job.joining import Meeting
 from zbpp.job.world import own_device
 from zbpp.planning import plan
-from zbpp.run.cut import earlier_cut, fits, uncut
+from zbpp.run.cut import Changes, earlier_cut, fits, uncut
 from zbpp.run.model import build_model, layers_per_stage
 from zbpp.run.stages import Parts, first_inputs, move_stages
 from zbpp.schedule import Timetable
@@ -30,24 +34,38 @@ _SECONDS = 0.5  # in which they are timed again: a small block is measured badly
 BuildParts = Callable[[TrainConfig, Timetable, int], Parts]
 
 
-def measured_speeds(
-    meeting: Meeting, config: TrainConfig, num_ranks: int, build_parts: BuildParts
-) -> list[float]:
+def measured_ranks(meeting: Meeting, config: TrainConfig, num_ranks: int, build_parts: BuildParts) -> Changes:
     """Measure the speeds of a pipeline's ranks, by `block_seconds` of each process. Collective.
 
-    Returns [] if the run has a cut from an earlier start, which it keeps.
-    A rank with several processes (replicas, shards) is as fast as the slowest of them.
+    Returns parallel.speeds, as a change to the config; on accelerators memory.limit, too, if there is none:
+    the free memory of each device. {} if the run has a cut from an earlier start, which it keeps.
+    A rank with several processes (replicas, shards) is as fast as the slowest of them, and has the memory of
+    the smallest.
     """
     earlier = earlier_cut(config)  # only rank 0 need see the run's folder
     is_kept = bool(earlier) and fits(earlier, config, num_ranks)
     if meeting.of_rank_0("is_kept", str(is_kept)) == str(True):
-        return []
+        return {}
     # All ranks time at once: what one of them still loads would slow down others on the same machine.
+    free = _free_gib(own_device(config.parallel.device))
     own = block_seconds(config, num_ranks, build_parts, lambda: meeting.gather("ready", ""))
-    seconds = [*map(float, meeting.gather("block", repr(own)))]
-    each = len(seconds) // num_ranks
-    slowest = [max(seconds[first : first + each]) for first in range(0, len(seconds), each)]
-    return speeds_by_time(slowest)
+    everyone = [each.split() for each in meeting.gather("block", f"{own!r} {free}")]
+    each = len(everyone) // num_ranks
+    ranks = [everyone[first : first + each] for first in range(0, len(everyone), each)]
+    speeds = speeds_by_time([max(float(seconds) for seconds, _ in rank) for rank in ranks])
+    limits = [min(float(memory) for _, memory in rank) for rank in ranks]
+    found: Changes = {"parallel.speeds": speeds}
+    if config.memory.limit is None and all(limits):
+        found["memory.limit"] = limits
+    return found
+
+
+def _free_gib(device: torch.device) -> float:
+    """The free memory of an accelerator's device in GiB, rounded down; 0 for a CPU, which others use, too."""
+    if not is_accelerator(device):
+        return 0.0
+    make_current(device)
+    return math.floor(free_bytes(device) / 2**30 * 100) / 100
 
 
 def speeds_by_time(seconds: Sequence[float]) -> list[float]:
