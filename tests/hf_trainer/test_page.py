@@ -64,9 +64,10 @@ def test_the_trainers_script(tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_loop_of_ones_own(tmp_path):
-    folder = written("loop.py", tmp_path / "loop")
-    expected = losses(run_command("python loop.py", folder))
+@pytest.mark.parametrize("name", ["loop.py", "accelerated.py"])
+def test_a_loop_of_ones_own(name, tmp_path):
+    folder = written(name, tmp_path / "loop")
+    expected = losses(run_command(f"python {name}", folder))
     assert len(expected) == 5
     assert losses(run_command(f"{TORCHRUN} piped.py", folder)) == pytest.approx(expected, rel=1e-5)
 
