@@ -14,7 +14,7 @@ from helpers.processes import run_ranks
 from zbpp import Costs, Links, plan, simulate
 from zbpp.benchmark import link_times
 from zbpp.benchmark.delayed_links import delayed_links
-from zbpp.benchmark.link_times import NEGLIGIBLE, fitted, measured_links, with_links
+from zbpp.benchmark.link_times import NEGLIGIBLE, fitted, timed_links, with_links
 from zbpp.planning import read_costs, written_links
 
 P, NBYTES = 3, 2**20
@@ -32,7 +32,7 @@ def measured(rank):
                 for each in patches:
                     stack.enter_context(each)
                 sizes = (NBYTES, NBYTES // 2)
-                found.append(measured_links(plan("1f1b", P, 4), sizes, torch.device("cpu"), 60.0))
+                found.append(timed_links(plan("1f1b", P, 4), sizes, torch.device("cpu"), 60.0))
     return found
 
 

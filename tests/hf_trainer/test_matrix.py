@@ -136,7 +136,7 @@ class Hits:
 
 
 def sums(found):
-    """Of the inputs and losses of an evaluation."""
+    """The metrics count inputs and losses of an evaluation."""
     return {"accuracy": float(found.inputs.sum() + np.sum(found.losses))}
 
 

@@ -175,6 +175,18 @@ def test_every_row_of_choose_can_be_typed(output):
         assert name.startswith("zb_auto") or float(said) == float(makespan)
 
 
+def test_choose_cuts_layers_for_slow_links(output, tmp_path):
+    """A link that takes long is a part of what a cut is judged by, and of its makespan."""
+    path = tmp_path / "links.json"
+    path.write_text('{"latency": 5, "busy": 0}')
+    asked = ["--choose", "--layers", 8, "--speeds", "1,3", "-n", 2, "--microbatches", 16]
+    found = []
+    for more in ([], ["--links", path]):
+        text = output(*asked, *more)
+        found.append(float(re.search(r"step / ideal: ([\d.]+)", text)[1]))
+    assert 1.0 <= found[0] < found[1]
+
+
 def test_choose_says_how_many_layers_each_stage_should_have(output):
     """The speeds are 1 : 3, so an even cut takes twice the time of one that gives a rank a quarter."""
     asked = ["--choose", "--layers", 8, "--speeds", "1,3", "-n", 2, "--microbatches", 16]

@@ -95,9 +95,7 @@ def _as_list(value: float | Sequence[float]) -> Sequence[float]:
     return value if isinstance(value, Sequence) else [value]
 
 
-def measured_links(
-    timetable: Timetable, nbytes: Sequence[int], device: torch.device, timeout: float
-) -> Table:
+def timed_links(timetable: Timetable, nbytes: Sequence[int], device: torch.device, timeout: float) -> Table:
     """The latency and the time per byte of each link between a timetable's stages, as rank 0 finds them.
 
     nbytes: of the messages. Collective over the job, whose ranks are the timetable's.

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
 from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
-from zbpp.benchmark.link_times import measured_links, with_links
+from zbpp.benchmark.link_times import timed_links, with_links
 from zbpp.benchmark.workload import Workload
 from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
@@ -74,7 +74,7 @@ def measure(workload: Workload, timetable: Timetable, num_steps: int) -> Measure
     )
     sizes = [each.saved or each.deferred for each in held]
     costs = replace(costs, host=host_ms(timetable, sizes, workload.here.device))
-    links = measured_links(timetable, (x, g), workload.here.device, workload.timeout)
+    links = timed_links(timetable, (x, g), workload.here.device, workload.timeout)
     return Measurement(with_links(costs, links, x, g), held)
 
 

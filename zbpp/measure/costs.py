@@ -21,6 +21,7 @@ def measured_costs(*timelines: Timeline) -> Costs:
     host is the median time of copying what a stage's F saves, of the slower direction; 0 without copies.
     exchange is the median time for which F's, and B's or BW's, wait for exchanges of experts, of what waits
     less; 0 without any. It is too small where W's run meanwhile (zbpp.OverlapExchange).
+    The costs are those of a microbatch: with slices, of as many slices as a microbatch has.
     """
     durations: dict[tuple[int, Op], list[float]] = defaultdict(list)
     delays: dict[int, list[float]] = defaultdict(list)
@@ -48,7 +49,8 @@ def measured_costs(*timelines: Timeline) -> Costs:
     b = [_first(of(Op.B, stage), _half(bw[stage])) for stage in stages]
     w = [_first(of(Op.W, stage), _half(bw[stage])) for stage in stages]
     usual = median([delay for found in delays.values() for delay in found] or [0.0])
-    return Costs(
+    num_slices = timelines[0].timetable.num_slices
+    of_unit = Costs(
         f=[of(Op.F, stage) or 0.0 for stage in stages],
         b=b,
         w=w,
@@ -60,6 +62,7 @@ def measured_costs(*timelines: Timeline) -> Costs:
         if exchanges
         else 0.0,
     )
+    return of_unit if num_slices == 1 else of_unit.at(num_slices, num_slices)
 
 
 def measured_links(*timelines: Timeline) -> Links:
@@ -104,9 +107,10 @@ def _collect_exchanges(timeline: Timeline, into: dict[tuple[int, bool], list[flo
 
 
 def _delays(timeline: Timeline) -> Iterator[tuple[int, tuple[int, int], float, float]]:
-    """Of each message (stage, (sender, receiver), delay, idle); idle: how long the receiver had run nothing.
+    """Yield (stage, (sender, receiver), delay, idle) for each message.
 
-    The delay is from the end of the producer to the start of the consumer.
+    delay: from the end of the producer to the start of the consumer. idle: how long the receiver had run
+    nothing before that.
     """
     timetable = timeline.timetable
     made: dict[object, tuple[int, int, float]] = {}  # value -> rank, stage and end of its producer

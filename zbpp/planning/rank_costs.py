@@ -94,11 +94,6 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
         raise PlanError(
             "a cut is chosen for whole, equal microbatches: leave lengths and slices out of the costs"
         )
-    if costs.links is not None:
-        raise PlanError(
-            "a cut is chosen without links: leave links out of the costs, write comm, and plan the cut's "
-            "timetable with links"
-        )
     numbers: dict[str, Sequence[float]] = {}
     for name in ("f", "b", "w", "bw", "comm", "saved", "deferred", "static"):
         value = getattr(costs, name)
@@ -114,7 +109,7 @@ def layers_of(costs: RankCosts, num_layers: int, num_ranks: int) -> list[Costs]:
     made = []
     for layer in range(num_layers):
         own: dict[str, Any] = {name: each[layer] for name, each in numbers.items()}
-        made.append(Costs(**own, memory_unit=costs.memory_unit))
+        made.append(Costs(**own, memory_unit=costs.memory_unit, links=costs.links))
     return made
 
 

@@ -12,7 +12,7 @@ from functools import partial, reduce
 
 from zbpp.config import TrainConfig
 from zbpp.features.activation_offload.copies import RankOffload, with_copies
-from zbpp.features.fewer_bytes.fewer_bytes import with_codes
+from zbpp.features.fewer_bytes.fewer_bytes import chosen_boundaries, with_codes
 from zbpp.features.gradient_release.updates import with_accumulation, with_updates
 from zbpp.features.head_at_once.head_w import with_head_w
 from zbpp.features.messages_ahead.messages_ahead import with_more_in_flight
@@ -41,10 +41,8 @@ def step_programs(
 
 def encoded_boundaries(config: TrainConfig, num_stages: int) -> Sequence[int]:
     """The boundaries over which messages are encoded."""
-    chosen = config.parallel.message_boundaries
-    if config.parallel.messages == "exact":
-        return ()
-    return range(num_stages - 1) if chosen is None else chosen
+    parallel = config.parallel
+    return () if parallel.messages == "exact" else chosen_boundaries(parallel.message_boundaries, num_stages)
 
 
 def _passes(

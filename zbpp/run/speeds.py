@@ -46,8 +46,8 @@ def measured_ranks(meeting: Meeting, config: TrainConfig, num_ranks: int, build_
     is_kept = bool(earlier) and fits(earlier, config, num_ranks)
     if meeting.of_rank_0("is_kept", str(is_kept)) == str(True):
         return {}
-    # All ranks time at once: what one of them still loads would slow down others on the same machine.
     free = _free_gib(own_device(config.parallel.device))
+    # All ranks time at once: what one of them still loads would slow down others on the same machine.
     own = block_seconds(config, num_ranks, build_parts, lambda: meeting.gather("ready", ""))
     everyone = [each.split() for each in meeting.gather("block", f"{own!r} {free}")]
     each = len(everyone) // num_ranks

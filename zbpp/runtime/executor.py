@@ -25,7 +25,7 @@ from zbpp.runtime.extra import Extras
 from zbpp.runtime.in_place import MessageChanged, explained
 from zbpp.runtime.last_used import LastUsed
 from zbpp.runtime.layout import Message
-from zbpp.runtime.layouts import Layouts, channel_of
+from zbpp.runtime.layouts import Layouts
 from zbpp.runtime.links import Inbox, Links, Outbox, make_inboxes, make_outboxes
 from zbpp.runtime.resolve import FIRST_SLOT, Resolution, Resolver, StageMethod
 from zbpp.runtime.stage import StageWorker
@@ -201,10 +201,8 @@ class Executor:
 
     def release_received(self, from_stage: int) -> None:
         """Check and free the messages that stages from this one on have received; see Outbox."""
-        sent = [each.value for each in self._program.instructions if isinstance(each, Send)]
-        channels = {channel_of(value) for value in sent if value.stage >= from_stage}
         for outbox in self._outboxes.values():
-            outbox.release_received(channels)
+            outbox.release_received(from_stage)
 
     def limit_waits(self, limit: timedelta) -> None:
         """From now on a wait for a message lasts so long at most."""

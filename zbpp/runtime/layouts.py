@@ -35,10 +35,18 @@ Combination = dict[Size, Fraction]
 """{a known size: its factor}."""
 
 
-def channel_of(value: Value) -> tuple[str, int, int]:
+class Channel(NamedTuple):
     """The x of one stage, or its g; with slices of sequences, that of the slices with one number."""
+
+    name: str
+    stage: int
+    slice: int
+
+
+def channel_of(value: Value) -> Channel:
+    """The channel of a message."""
     unit = value.microbatch
-    return value.name, value.stage, unit.slice if isinstance(unit, Unit) else 0
+    return Channel(value.name, value.stage, unit.slice if isinstance(unit, Unit) else 0)
 
 
 class Layouts:

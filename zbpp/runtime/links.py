@@ -35,7 +35,7 @@ been tested on several GPUs.)
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Hashable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import NamedTuple
@@ -57,7 +57,7 @@ from zbpp.runtime.layout import (
     encode,
     layout_of,
 )
-from zbpp.runtime.layouts import Layouts, channel_of
+from zbpp.runtime.layouts import Channel, Layouts, channel_of
 from zbpp.schedule import Program, Recv, Send, Value
 
 _TAG_LIMIT = 2**30
@@ -67,7 +67,7 @@ _SENT_AS_BYTES = {torch.int16, torch.uint16, torch.uint32, torch.uint64}
 class Sent(NamedTuple):
     """A message whose sends have started. tensors: as the link has them. versions: their counts then."""
 
-    channel: Hashable
+    channel: Channel
     tensors: list[Tensor]
     versions: list[int]
     works: list[Started]
@@ -123,13 +123,13 @@ class Outbox:
         """
         _check(self._release())
 
-    def release_received(self, channels: Container[Hashable]) -> None:
-        """Let the memory of all messages of these channels go: the peer has received them.
+    def release_received(self, from_stage: int) -> None:
+        """Let the memory of all messages to this stage and to later ones go: the peer has received them.
 
         A Release of such a message does nothing. Raises MessageChanged as `release` does.
         """
         for place, sent in enumerate([*self._pending]):
-            if sent.channel in channels:
+            if sent.channel.stage >= from_stage:
                 self._pending[place] = Sent(sent.channel, [], [], [])
                 self._wait(sent)
                 _check(sent)

@@ -48,6 +48,8 @@ StageMethod = Callable[[StageWorker, int, Message], Message]  # int: the microba
 
 _NAMES = ("x", "g")  # of messages; saved and deferred stay inside their StageWorker
 
+_WITH_MESSAGE = Action | OnMessage
+
 EMPTY_SLOT, UNREAD_SLOT, FIRST_SLOT = 0, 1, 2  # messages wait in the slots from the first on
 
 
@@ -119,7 +121,7 @@ class Resolver:
             run = bind(each, self._function(each))
             if run is None:
                 continue
-            if isinstance(each, Action | OnMessage):
+            if isinstance(each, _WITH_MESSAGE):
                 run = self._handing_over(each, own, run, handovers)
             takes = EMPTY_SLOT if own.taken is None else slots[own.taken]
             gives = UNREAD_SLOT if own.given is None else slots.get(own.given, UNREAD_SLOT)

@@ -76,8 +76,7 @@ def measured_steps(
         found = measured_costs_of_lengths([*timelines.values()], [lengths[each] for each in timelines])
         found = Costs.of_lengths(lengths[step], found)
     else:
-        num = timetable.num_slices
-        found = measured_costs(*timelines.values()).at(num, num)  # from a slice to a microbatch
+        found = measured_costs(*timelines.values())
     costs = replace(found, saved=usual.saved, deferred=usual.deferred)
     return MeasuredSteps(_text(sorted(timelines)), measured, _simulated(timetable, costs, offload), costs)
 

@@ -66,8 +66,8 @@ class CutModel:
     def state_dict(self) -> dict[str, Tensor]:
         """This rank's part of what is saved, on the CPU.
 
-        Of a PeftModel it is what is trained, and the embeddings: peft saves them where adapters change them,
-        or where the vocabulary was resized, and leaves them out otherwise.
+        A PeftModel's part is what is trained, and the embeddings. peft saves the embeddings where adapters
+        change them, or where the vocabulary was resized, and leaves them out otherwise.
         """
         state = {name: each for name, each in self.pipeline.state_dict().items() if name not in self._aliases}
         if self._prefix:

@@ -32,12 +32,11 @@ class Replicas:
         self.count, self.index, self.mesh = count, 0, None
         self._group: dist.ProcessGroup | None = None
         self.num_ranks = dist.get_world_size() // count if dist.is_initialized() else 1
-        if count > 1:
-            self.mesh = make_mesh(replicate=count, device_type=device_type)
-            self.index = self.mesh.get_local_rank(REPLICATE)
         self._waits = True
         self._limit = timedelta(seconds=timeout)
         if count > 1:
+            self.mesh = make_mesh(replicate=count, device_type=device_type)
+            self.index = self.mesh.get_local_rank(REPLICATE)
             self._group = self._grouped(
                 [[*range(i, i + count)] for i in range(0, self.num_ranks * count, count)]
             )

@@ -221,7 +221,7 @@ class PipelineTrainer(Checkpoints):
         return float(self.options.get("timeout", 600.0))
 
     def get_train_dataloader(self) -> Any:
-        """Of this rank's pipeline, as are the next."""
+        """The loader of this rank's pipeline, which seeds its workers by the pipeline's number."""
         with self._replicas.as_processes():
             return super().get_train_dataloader()
 
@@ -338,9 +338,8 @@ class PipelineTrainer(Checkpoints):
         )
         loss = self._told(losses, [inputs]) if has_loss else None
         if loss is not None:
-            loss *= self._share(
-                [inputs], num_items, self.num_replicas.__mul__
-            )  # the Trainer takes their mean
+            # The Trainer takes the mean of the replicas' losses.
+            loss *= self._share([inputs], num_items, lambda own: own * self.num_replicas)
         if prediction_loss_only:
             return loss, None, None
         if logits is not None and self._preprocess is not None:

@@ -46,7 +46,7 @@ class Offload(NamedTuple):
         _start(clock, self.value, is_out=True)
 
     def change_bytes(self, memory: RankBytes) -> None:
-        """Count the copy in host memory."""
+        """Host memory holds the copy."""
         memory.on_host(memory.stages[self.value.stage].leaves)
 
 
@@ -67,7 +67,7 @@ class Drop(NamedTuple):
         return -_held(costs, self.value)
 
     def change_bytes(self, memory: RankBytes) -> None:
-        """Count out what has left the device."""
+        """The device no longer holds the value."""
         memory.saved(-memory.stages[self.value.stage].leaves)
 
 
@@ -93,7 +93,7 @@ class Fetch(NamedTuple):
         return _held(costs, self.value)
 
     def change_bytes(self, memory: RankBytes) -> None:
-        """Count in what comes back, and out what its copy held."""
+        """The device holds the value again, and host memory no longer holds its copy."""
         size = memory.stages[self.value.stage].leaves
         memory.saved(size)
         memory.on_host(-size)

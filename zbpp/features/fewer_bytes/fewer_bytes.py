@@ -57,6 +57,11 @@ def with_codes(program: Program, num_stages: int, boundaries: Collection[int]) -
     return program._replace(instructions=tuple(found))
 
 
+def chosen_boundaries(boundaries: Sequence[int] | None, num_stages: int) -> Sequence[int]:
+    """The boundaries over which messages are encoded; None: all."""
+    return range(num_stages - 1) if boundaries is None else boundaries
+
+
 def boundary_of(value: Value) -> int | None:
     """The boundary that a value crosses; None for saved and deferred, which stay in their stage."""
     return {"x": value.stage - 1, "g": value.stage}.get(value.name)
@@ -90,9 +95,8 @@ class FewerBytes(Feature):
     def attach(self, rank: Rank) -> None:
         """See Extra."""
         self._workers, self._num_stages = rank.workers, rank.timetable.num_stages
-        every = range(self._num_stages - 1)
-        self._chosen = frozenset(every if self.boundaries is None else self.boundaries)
-        if not self._chosen <= {*every}:
+        self._chosen = frozenset(chosen_boundaries(self.boundaries, self._num_stages))
+        if not self._chosen <= {*range(self._num_stages - 1)}:
             raise ValueError(
                 f"boundaries={self.boundaries}: boundary k is between stages k and k + 1, and there are "
                 f"{self._num_stages} stages: write numbers from 0 to {self._num_stages - 2}, or None for all"

@@ -6,5 +6,5 @@ stage_bytes  the bytes of a stage, and how memory switches change them
 reductions   what runs beside a rank's actions, one piece at a time; when stages are reduced
 exchange     how long W's take at their places where they run in the exchanges of experts
 
-A timetable alone, has a shorter interpreter: simulate.py.
+A timetable alone has a shorter interpreter: simulate.py.
 """

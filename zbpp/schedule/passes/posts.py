@@ -37,7 +37,7 @@ the receive behind its own fence.
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from zbpp.schedule.program import Instruction, Post, Program, Recv, Reduce, Release, Send
@@ -65,6 +65,8 @@ class Fence(NamedTuple):
         return hash((self.position, self.dropped))
 
 
+_CORE = Action | Post | Recv | Send | Release | Reduce
+_BEFORE_POSTS = Send | Reduce | Release
 Inserted = Mapping[int, Sequence[Instruction]]
 """{a number of actions: the instructions behind so many actions, before the Recvs of the next action}."""
 
@@ -106,8 +108,15 @@ def when_sent(program: Program) -> Program:
 
 def fence_of(program: Program) -> Fence | None:
     """The fence of a program; None if it has none."""
-    fences: list[Fence] = [each.fence for each in program.instructions if hasattr(each, "fence")]
-    return fences[0] if fences else None
+    return next((fence for _, fence in _fences(program)), None)
+
+
+def _fences(program: Program) -> Iterator[tuple[int, Fence]]:
+    """Yield the places of the instructions with a fence, and their fences."""
+    for place, each in enumerate(program.instructions):
+        # The type is asked first: looking for an attribute that is not there takes longer.
+        if not isinstance(each, _CORE) and hasattr(each, "fence"):
+            yield place, each.fence
 
 
 def unreceived(program: Program) -> list[Recv]:
@@ -115,9 +124,7 @@ def unreceived(program: Program) -> list[Recv]:
 
     In the order in which a rank that runs its program again receives and drops them.
     """
-    place, fence = next(
-        (place, each.fence) for place, each in enumerate(program.instructions) if hasattr(each, "fence")
-    )
+    place, fence = next(_fences(program))
     before, behind = (
         [each for each in part if isinstance(each, Recv)]
         for part in (program.instructions[:place], program.instructions[place:])
@@ -156,7 +163,9 @@ def _behind_fence(position: int, number: int, peer: int, fence: Fence | None) ->
 
 
 def _is_before_posts(instruction: Instruction) -> bool:
-    return isinstance(instruction, Send | Reduce | Release) or hasattr(instruction, "fence")
+    return isinstance(instruction, _BEFORE_POSTS) or (
+        not isinstance(instruction, _CORE) and hasattr(instruction, "fence")
+    )
 
 
 def _assembled(program: Program, inserted: Inserted, before_fence: Sequence[Instruction] = ()) -> Program:
@@ -167,7 +176,7 @@ def _assembled(program: Program, inserted: Inserted, before_fence: Sequence[Inst
         ends = [place for place, each in enumerate(between, 1) if _is_before_posts(each)]
         last = ends[-1] if ends else 0
         for each in between[:last]:
-            found.extend([*before_fence, each] if hasattr(each, "fence") else [each])
+            found.extend([*before_fence, each] if before_fence and hasattr(each, "fence") else [each])
         rest = between[last:]
         first = next((place for place, each in enumerate(rest) if isinstance(each, Recv)), len(rest))
         found.extend([*rest[:first], *inserted.get(position, ()), *rest[first:]])
