@@ -18,7 +18,8 @@ from zbpp.benchmark.link_times import NEGLIGIBLE, fitted, timed_links, with_link
 from zbpp.planning import read_costs, written_links
 
 P, NBYTES = 3, 2**20
-SLOW = {(0, 1): (40.0, 30.0), (1, 0): (25.0, 50.0)}  # (latency, busy) in ms; the pair 1, 2 is fast
+# (latency, busy) in ms, so far apart that a busy machine can't mix them up; the pair 1, 2 is fast.
+SLOW = {(0, 1): (90.0, 30.0), (1, 0): (20.0, 90.0)}
 
 
 def measured(rank):
@@ -46,8 +47,8 @@ def test_the_latency_and_bandwidth_of_each_direction_are_found_and_fast_links_ar
         assert sorted(costs.links.pairs) == [(0, 1), (1, 0)]
         for pair, (latency, busy) in SLOW.items():
             found_latency, per_byte = costs.links.pairs[pair]
-            assert found_latency == pytest.approx(latency if usual is None else usual, rel=0.2)
-            assert per_byte * NBYTES == pytest.approx(busy, rel=0.2)
+            assert 0.5 < found_latency / (latency if usual is None else usual) < 2
+            assert 0.5 < per_byte * NBYTES / busy < 2
         assert costs.comm == [0.0] * P  # what it counted is in the links
     # The file of costs says the same, to plans for as many ranks.
     file = tmp_path / "costs.json"
