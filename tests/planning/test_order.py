@@ -2,17 +2,19 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from helpers.links import random_costs
 from helpers.timetables import random_timetable
 from zbpp.planning import lower_bound, order_bound, order_microbatches, own_path, plan
 from zbpp.planning.bounds import bound_over_orders
 from zbpp.planning.order.batched_timing import BatchedTiming
 from zbpp.planning.order.order_microbatches import alternating, hill, least_excess
 from zbpp.planning.problem import Problem
-from zbpp.schedule import Costs, PlanError, simulate
+from zbpp.schedule import Costs, Links, PlanError, simulate
 
 NAMES = ("gpipe", "1f1b", "zb_h1", "zb_v")
 LONG = 60.0  # seconds: the search ends by itself long before
@@ -23,6 +25,12 @@ def costs_of(rng, num_microbatches, num_stages=1):
     linear = {name: [rng.uniform(5, 9) for _ in range(num_stages)] for name in "fbw"}
     squared = {name: [rng.uniform(0, 4) for _ in range(num_stages)] for name in "fbw"}
     return Costs.of_lengths(lengths, Costs(**linear, comm=0.5), Costs(**squared))
+
+
+def costs_over_links(rng, timetable):
+    """Costs of lengths, over links of which some are occupied; now and then a microbatch is empty."""
+    lengths = [rng.choice((0.0, *[rng.uniform(0.1, 3)] * 9)) for _ in range(timetable.num_microbatches)]
+    return Costs.of_lengths(lengths, random_costs(rng, timetable))
 
 
 def all_orders(timetable, costs):
@@ -42,6 +50,18 @@ def test_the_search_finds_the_best_of_all_orders_and_no_bound_is_above_it(name, 
     assert simulate(timetable, costs.reordered(found)).makespan == pytest.approx(best)
     assert order_bound(timetable, costs) <= best * (1 + 1e-12)
     assert own_path(timetable.rank_of, costs) <= order_bound(timetable, costs) * (1 + 1e-8)
+
+
+@pytest.mark.parametrize(("name", "num_ranks", "seed"), [("1f1b", 3, 3), ("zb_v", 2, 2), ("zb_v", 3, 1)])
+def test_messages_that_wait_for_one_another_decide_which_order_is_best(name, num_ranks, seed):
+    """A message occupies its link for longer than an action takes: of delays alone another order is best."""
+    timetable, pairs = plan(name, num_ranks, 5), {(0, 1): (2.0, 14.0), (1, 0): (3.0, 9.0)}
+    costs = replace(costs_of(random.Random(seed), 5, timetable.num_stages), links=Links(1.0, pairs=pairs))
+    delays = replace(costs, comm=11.0, links=Links(1.0, pairs={(0, 1): (2.0, 0.0), (1, 0): (3.0, 0.0)}))
+    makespans = {order: each.makespan for order, each in all_orders(timetable, costs).items()}
+    best = min(makespans.values())
+    assert makespans[tuple(order_microbatches(timetable, delays, LONG))] > 1.005 * best
+    assert makespans[tuple(order_microbatches(timetable, costs, LONG))] == pytest.approx(best)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -123,6 +143,24 @@ def test_the_bounds_attain_closed_forms():
     assert order_bound(plan("zb_h1", 2, 4), empty) == pytest.approx(path + 2)
 
 
+def test_the_bound_counts_what_a_link_carries_one_after_another():
+    """F = BW = 1, x is busy for 5, on the way for 2: F, four x's, F and four BW's on rank 1, BW on rank 0."""
+    costs = Costs(bw=1.0, links=Links(pairs={(0, 1): (2.0, 5.0)}))
+    timetable, of_lengths = plan("gpipe", 2, 4), Costs.of_lengths([1.0] * 4, costs)
+    expected = 1 + 4 * 5 + 2 + 1 + 4 + 1
+    assert simulate(timetable, of_lengths).makespan == expected
+    assert order_bound(timetable, of_lengths) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_over_links_no_bound_is_above_any_order_of_a_random_timetable(seed):
+    rng = random.Random(seed)
+    timetable = random_timetable(rng, most_microbatches=4)
+    costs = costs_over_links(rng, timetable)
+    least = min(each.makespan for each in all_orders(timetable, costs).values())
+    assert order_bound(timetable, costs) <= least * (1 + 1e-12)
+
+
 def test_with_equal_lengths_the_bound_of_1f1b_is_its_makespan():
     """(m + p - 1) (f + b + w): a path through the timetable, where no schedule's bound says as much."""
     timetable, costs = plan("1f1b", 4, 8), Costs.of_lengths([1.0] * 8, Costs())
@@ -163,12 +201,13 @@ def test_costs_without_lengths_keep_the_given_order():
     assert order_microbatches(plan("zb_h1", 2, 4), Costs()) == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("has_links", [False, True])
 @pytest.mark.parametrize("seed", range(10))
-def test_many_orders_timed_at_once_are_each_as_simulated(seed):
+def test_many_orders_timed_at_once_are_each_as_simulated(seed, has_links):
     rng = random.Random(seed)
-    timetable = random_timetable(rng)
+    timetable = random_timetable(rng, num_slices=1 + seed % 2 if has_links else 1)
     number = timetable.num_microbatches
-    costs = costs_of(rng, number, timetable.num_stages)
+    costs = costs_over_links(rng, timetable) if has_links else costs_of(rng, number, timetable.num_stages)
     timing = BatchedTiming(timetable, costs)
     orders = np.array([rng.sample(range(number), number) for _ in range(6)]).T
     timelines = [simulate(timetable, costs.reordered(order.tolist())) for order in orders.T]

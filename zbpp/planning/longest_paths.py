@@ -2,12 +2,15 @@
 
 Durations change no dependency: each action waits for the action before it on its rank and for its message. So
 the actions are sorted once by level, the number of actions on the longest path to them, and the actions of a
-level are timed together, for all sets of durations together.
+level are timed together, for all sets of durations together. The order of the messages on a link is fixed,
+too: that of the sender's row.
 """
 
 from __future__ import annotations
 
+from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +22,17 @@ from zbpp.schedule.timetable import Timetable
 
 Numbers = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
+
+
+class Sending(NamedTuple):
+    """Arrays by action and set of durations.
+
+    busy: how long (ms) the action's message occupies its link. is_sent: whether it has one; of an empty
+    microbatch nothing is sent.
+    """
+
+    busy: Floats
+    is_sent: npt.NDArray[np.bool_]
 
 
 class LongestPaths:
@@ -37,20 +51,46 @@ class LongestPaths:
         self.previous, self.sender = _links(timetable, self.order)
         self.none = len(self.order)
         self._levels = _slices(levels[self.order])
+        self._rank = np.repeat(np.arange(timetable.num_ranks), [*map(len, timetable.rows)])[self.order]
 
-    def ends(self, durations: Floats, arrivals: Floats) -> Floats:
+    @cached_property
+    def sent_before(self) -> Numbers:
+        """By action, the one whose message goes over the same link just before its own; or `none`."""
+        receivers = np.flatnonzero(self.sender != self.none)
+        senders = self.sender[receivers]
+        links = self._rank[senders] * (self._rank.max() + 1) + self._rank[receivers]
+        by_link = np.lexsort((senders, links))
+        before = np.where(np.diff(links[by_link], prepend=-1) == 0, np.roll(senders[by_link], 1), self.none)
+        found = np.full(self.none, self.none)
+        found[senders[by_link]] = before
+        return found
+
+    def ends(self, durations: Floats, delays: Floats, sending: Sending | None = None) -> Floats:
         """When each action ends (ms), and 0 for `none`: an array by action and set of durations.
 
-        durations: ms, by action and set. arrivals: how long after its sender's end an action's message is
-        there (ms), by action and set.
+        durations: ms, by action and set. delays: how long after it has gone out the message that an action
+        waits for is there (ms), by action and set. sending: how messages occupy links; None: not at all.
         """
+        return self.ends_and_sent(durations, delays, sending)[0]
+
+    def ends_and_sent(
+        self, durations: Floats, delays: Floats, sending: Sending | None = None
+    ) -> tuple[Floats, Floats]:
+        """`ends`, and when each action's message has gone out, at the action's end where nothing is sent."""
         ends = np.zeros((self.none + 1, durations.shape[1]))
         ends[:-1] = durations
+        sent = ends if sending is None else np.zeros_like(ends)
+        free = np.zeros_like(ends)  # when the link of an action's message is free again
         for level in self._levels:
-            sent = ends[self.sender[level]]
-            sent += arrivals[level]
-            ends[level] += np.maximum(ends[self.previous[level]], sent, out=sent)
-        return ends
+            arrived = sent[self.sender[level]]
+            arrived += delays[level]
+            ends[level] += np.maximum(ends[self.previous[level]], arrived, out=arrived)
+            if sending is not None:
+                before = free[self.sent_before[level]]
+                gone = np.maximum(ends[level], before) + sending.busy[level]
+                sent[level] = np.where(sending.is_sent[level], gone, ends[level])
+                free[level] = np.where(sending.is_sent[level], gone, before)
+        return ends, sent
 
 
 def _links(timetable: Timetable, order: Numbers) -> tuple[Numbers, Numbers]:

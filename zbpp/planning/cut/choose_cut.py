@@ -194,9 +194,7 @@ def choose_cut(
             progress(number / len(judges), judge.schedule)
         compared.append(judge.best_cut())
     best = _searched(compared, model, limits, deadline.part(0.5), seed)
-    # Cuts are compared as if no message waited for another one; the best of them is simulated with queues.
-    has_queues = model.links is not None and model.links.has_queues
-    is_exact = all(judge.compares_all for judge in judges) and not has_queues
+    is_exact = all(judge.compares_all for judge in judges)
     if best is None:
         least = min(compared, key=lambda each: each.worth)
         _refuse(_chosen(least, model, None, math.inf, is_exact), limits)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers
+from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers, Sending
 from zbpp.schedule.costs import COST_NAMES, TIMES, Costs
 from zbpp.schedule.dataflow_arrays import kinds_of
 from zbpp.schedule.timetable import Op, PlanError, Timetable
@@ -108,7 +108,7 @@ class CutTiming:
         self._has_sender = sender != self._paths.none
         self._stage_of_sender = self._stages[np.where(self._has_sender, sender, 0)]
         self._kind_of_sender = self._kinds[np.where(self._has_sender, sender, 0)]
-        self._on_links = self._times_on_links()
+        self._latency, self._busy = self._times_on_links()
         self._levels = [_levels_of(timetable, rank) for rank in range(timetable.num_ranks)]
 
     def makespans(self, cuts: Numbers) -> Floats:
@@ -118,19 +118,21 @@ class CutTiming:
         by_op = [share * layers.of_stages(name, cuts, rank_of) for name in _BY_OP]
         durations = np.stack(by_op, axis=1).reshape(-1, len(cuts))  # by kind and cut
         comm = share * layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
-        arrivals = np.where(self._has_sender[:, None], comm + self._on_links[:, None], 0.0)
-        makespans: Floats = self._paths.ends(durations[self._kinds], arrivals).max(axis=0)
+        delays = np.where(self._has_sender[:, None], comm + self._latency[:, None], 0.0)
+        busy = np.broadcast_to(self._busy[:, None], delays.shape)
+        sending = Sending(busy, np.ones_like(busy, dtype=bool)) if self._busy.any() else None
+        makespans: Floats = self._paths.ends(durations[self._kinds], delays, sending).max(axis=0)
         return makespans
 
-    def _times_on_links(self) -> Floats:
-        """By action, what its message takes of the link, without what it waits for there (ms)."""
-        times = np.zeros(len(self._kinds))
-        if self._layers.links is not None:
-            unit = self._layers.links.scaled(1 / self.timetable.num_slices)
-            routes = unit.routes(self.timetable.rank_of)
-            by_kind = np.array([0.0 if each is None else each.latency + each.busy for each in routes])
-            times[self._has_sender] = by_kind[self._kind_of_sender[self._has_sender]]
-        return times
+    def _times_on_links(self) -> tuple[Floats, Floats]:
+        """By action, the latency of the message that it waits for, and how long its own one is busy (ms)."""
+        if self._layers.links is None:
+            return np.zeros(len(self._kinds)), np.zeros(len(self._kinds))
+        unit = self._layers.links.scaled(1 / self.timetable.num_slices)
+        routes = unit.routes(self.timetable.rank_of)
+        latency = np.array([each.latency if each else 0.0 for each in routes])
+        busy = np.array([each.busy if each else 0.0 for each in routes])
+        return latency[self._kind_of_sender] * self._has_sender, busy[self._kinds]
 
     def peaks(self, cuts: Numbers) -> Floats:
         """The most that each rank holds: an array by rank and cut, in the unit of the layers' costs."""

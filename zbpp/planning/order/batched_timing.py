@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers
+from zbpp.planning.longest_paths import Floats, LongestPaths, Numbers, Sending
 from zbpp.planning.options import ROUNDING
 from zbpp.schedule.costs import Costs
 from zbpp.schedule.dataflow_arrays import kinds_of
@@ -23,20 +23,23 @@ from zbpp.schedule.timetable import Row, Timetable
 class PathTerms(NamedTuple):
     """What a path through the timetable takes of the microbatch at each place of the order.
 
-    Place i contributes linear[i] * length + quadratic[i] * length ** 2 (ms).
+    Place i contributes linear[i] * length + quadratic[i] * length ** 2 (ms). fixed: what the path takes
+    whatever the lengths (ms).
     """
 
     linear: Floats
     quadratic: Floats
+    fixed: float
 
 
 class BatchedTiming:
     """A timetable's actions in an order in which they can run; costs of lengths.
 
     sizes: of each microbatch, by which its memory grows; the lengths, unless they are given.
-    linear, quadratic, delay: by action, what it takes (ms), and its message's time, of a microbatch of length
-    1; with slices, what the action's slice of such a microbatch takes. latency: of its message, whatever the
-    length, unless the microbatch is empty. Messages wait for no other one on their link.
+    linear, quadratic, delay: by action, what it takes (ms), and how long the message that it waits for is on
+    its way, of a microbatch of length 1; with slices, of the action's slice of such a microbatch. latency: of
+    that message, whatever the length, unless the microbatch is empty. busy: how long the action's own message
+    occupies its link, of length 1.
     paths: which action waits for which.
     """
 
@@ -56,7 +59,10 @@ class BatchedTiming:
         self.linear = by_kind(own.duration)[kinds] * length
         self.quadratic = by_kind(own.quadratic)[kinds] * square if own.quadratic else np.zeros(len(kinds))
         fixed, per_length = messages_by_kind(own)
-        delay, latency = np.append(per_length[kinds] * length, 0.0), np.append(fixed[kinds], 0.0)
+        busy = np.array([each.busy if each else 0.0 for each in own.routes or [None] * len(fixed)])
+        self.busy = busy[kinds] * length
+        delay = np.append((per_length - busy)[kinds] * length, 0.0)
+        latency = np.append(fixed[kinds], 0.0)
         self.delay = np.where(sender == paths.none, 0.0, delay[sender])
         self.latency = np.where(sender == paths.none, 0.0, latency[sender])
         of_first = [Row(row.stages, row.ops, row.microbatches % num_slices, num_slices) for row in rows]
@@ -71,10 +77,14 @@ class BatchedTiming:
 
         in_order[i, j]: the length of the microbatch at place i of order j.
         """
+        return self._ends_and_sent(in_order)[0]
+
+    def _ends_and_sent(self, in_order: Floats) -> tuple[Floats, Floats]:
         lengths = in_order[self.place]
         durations = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
-        messages = self.delay[:, None] * lengths + self.latency[:, None] * (lengths > 0)
-        return self.paths.ends(durations, messages)
+        delays = self.delay[:, None] * lengths + self.latency[:, None] * (lengths > 0)
+        sending = Sending(self.busy[:, None] * lengths, lengths > 0) if self.busy.any() else None
+        return self.paths.ends_and_sent(durations, delays, sending)
 
     def makespans(self, orders: Numbers) -> Floats:
         """The makespan (ms) of each order; orders[i, j]: the microbatch at place i of order j."""
@@ -92,19 +102,25 @@ class BatchedTiming:
 
     def critical_path(self, in_order: Floats) -> PathTerms:
         """The terms of a longest path in one order; of several, the one that changes rank least."""
-        ends = self.ends(in_order[:, None])[:, 0]
-        terms = PathTerms(np.zeros(len(in_order)), np.zeros(len(in_order)))
+        ends, sent = (each[:, 0] for each in self._ends_and_sent(in_order[:, None]))
+        linear, quadratic, fixed = np.zeros(len(in_order)), np.zeros(len(in_order)), 0.0
         a = int(ends[:-1].argmax())
         previous, sender = self.paths.previous, self.paths.sender
         while a != self.paths.none:
             place = self.place[a]
-            terms.linear[place] += self.linear[a]
-            terms.quadratic[place] += self.quadratic[a]
-            sent = self.delay[a] * in_order[place] + self.latency[a] * (in_order[place] > 0)
-            arrival = ends[sender[a]] + sent
-            if arrival > ends[previous[a]] * (1 + ROUNDING):
-                terms.linear[place] += self.delay[a]
-                a = int(sender[a])
-            else:
+            linear[place] += self.linear[a]
+            quadratic[place] += self.quadratic[a]
+            delay = self.delay[a] * in_order[place] + self.latency[a] * (in_order[place] > 0)
+            if sent[sender[a]] + delay <= ends[previous[a]] * (1 + ROUNDING):
                 a = int(previous[a])
-        return terms
+                continue
+            linear[place] += self.delay[a]
+            # An empty microbatch takes no latency and waits in no queue, and any place may be that of one.
+            fixed += self.latency[a] if self.lengths.all() else 0.0
+            a = int(sender[a])
+            linear[self.place[a]] += self.busy[a]
+            before = int(self.paths.sent_before[a])
+            while self.lengths.all() and sent[before] > ends[a] * (1 + ROUNDING):
+                a, before = before, int(self.paths.sent_before[before])
+                linear[self.place[a]] += self.busy[a]
+        return PathTerms(linear, quadratic, fixed)

@@ -62,8 +62,8 @@ def own_path(rank_of: Sequence[int], costs: Costs) -> float:
 
 def _least(terms: PathTerms, ascending: Floats) -> float:
     """The least that a path takes in any order: its two sums, each at its own best order (ms)."""
-    linear, quadratic = (np.sort(each)[::-1] for each in terms)
-    return float(linear @ ascending + quadratic @ ascending**2)
+    linear, quadratic = (np.sort(each)[::-1] for each in (terms.linear, terms.quadratic))
+    return float(linear @ ascending + quadratic @ ascending**2) + terms.fixed
 
 
 def _weights(terms: PathTerms, lengths: Floats) -> npt.NDArray[np.float64]:
