@@ -3,11 +3,11 @@
 
     python scripts/dev/lowering_time.py                8 ranks, 32 microbatches, median of 40 timetables each
 
-A loop that gives each batch a timetable of its own does this once per batch, in any thread, by
-`Pipeline.prepare`; where only the order of the microbatches changes, nothing is lowered. lower: simulate,
-messages, releases (zbpp/schedule/lower.py). resolve: posts, functions, slots (zbpp/runtime/resolve.py). The
-stages are linear layers, and the links are stubs, since nothing runs. `both` should be at most 5 ms on a
-machine that does nothing else.
+A loop that gives each batch a timetable of its own does this once per batch, in `Pipeline.use_timetable`;
+where only the order of the microbatches changes, nothing is lowered. lower: simulate, messages, releases
+(zbpp/schedule/lower.py). resolve: posts, functions, slots (zbpp/runtime/resolve.py). The stages are linear
+layers, and the links are stubs, since nothing runs. `both` should be at most 5 ms on a machine that does
+nothing else.
 """
 
 from __future__ import annotations

@@ -136,13 +136,11 @@ def with_dropout(schedule, rank=0, num_ranks=1):
 
 
 def change_after_one_step(rank):
-    """Losses and gradients of two steps: under 1f1b and then zb_h1, and both under zb_h1."""
+    """Losses of two steps, and whether gradients are equal: under 1f1b and then zb_h1, both under zb_h1."""
     changed, same = with_dropout("1f1b", rank, 2), with_dropout("zb_h1", rank, 2)
     losses = step(changed)
-    old, changed = changed, changed.with_timetable(plan("zb_h1", 2, M))
+    changed.use_timetable(plan("zb_h1", 2, M))
     losses += step(changed)
-    with pytest.raises(RuntimeError, match="the pipeline was closed: make a new Pipeline"):
-        step(old)
     expected = step(same) + step(same)
     assert (changed.num_steps, changed.timetable) == (2, same.timetable)
     for mine, theirs in zip(changed.parameters(), same.parameters(), strict=True):
@@ -161,5 +159,5 @@ def test_a_timetable_that_places_stages_elsewhere_is_refused_and_closes_nothing(
     with pytest.raises(
         ValueError, match=r"on other ranks than this pipeline's: rank_of \[0\] instead of \[0, 0\]"
     ):
-        pipeline.with_timetable(plan("zb_h1", 1, M))
+        pipeline.use_timetable(plan("zb_h1", 1, M))
     assert len(step(pipeline)) == M

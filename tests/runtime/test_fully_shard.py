@@ -408,7 +408,7 @@ def replanned(rank, mesh):
     """Another timetable in the middle, and messages that say their layout."""
     pipeline = pipeline_of(rank, mesh, dynamic_shapes=True, reshard="microbatch")
     run_step(pipeline, 0)
-    pipeline = pipeline.with_timetable(zbpp.plan("1f1b", 2, M))
+    pipeline.use_timetable(zbpp.plan("1f1b", 2, M))
     for each in pipeline.parameters():
         each.grad = None
     run_step(pipeline, 0)

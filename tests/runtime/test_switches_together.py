@@ -79,9 +79,13 @@ def in_two_blocks(stage):
     return nn.Sequential(nn.Sequential(*layers[:half]), nn.Sequential(*layers[half:]))
 
 
-def losses_of(on):
+def losses_of(on, second=None):
+    """second: a timetable that all steps but the first two follow."""
     run = Run(on)
-    losses = torch.stack([run.step(number) for number in range(STEPS)])
+    losses = [run.step(number) for number in range(2)]
+    if second is not None:
+        run.pipeline.use_timetable(second)
+    losses = torch.stack(losses + [run.step(number) for number in range(2, STEPS)])
     offload = offload_of(run.pipeline)
     assert (offload is not None and any(offload.nbytes.values())) == ("offload" in on)
     return losses
@@ -106,6 +110,13 @@ def test_a_pair_of_switches_gives_the_losses_of_the_run_without_them_or_is_refus
 
 
 ALONE_AND_TOGETHER = [*((each,) for each in SWITCHES), *ALLOWED]
+
+
+@pytest.mark.parametrize("on", ALONE_AND_TOGETHER, ids="+".join)
+def test_another_timetable_in_the_middle_of_a_run_changes_no_loss(on, plain):
+    """Extras that are made for one timetable are attached again."""
+    expected = plain[("release",) if "release" in on else ()]
+    assert torch.equal(losses_of(on, plan("interleaved_1f1b", 1, M, stages_per_rank=2)), expected)
 
 
 def censuses(rank):

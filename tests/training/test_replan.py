@@ -121,7 +121,6 @@ def replanned_again_and_again(rank, corpus):
     model = NormedGpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8)
     stages, found = trainer.pipeline.stages, []
     for name in ("1f1b", "zb_h1", "1f1b", "zb_h1"):
-        old = trainer.pipeline
         trainer.timelines.clear()
         trainer.replan = Replan(
             plan=lambda costs, limits, name=name: plan(name, P, M),
@@ -131,14 +130,12 @@ def replanned_again_and_again(rank, corpus):
         )
         assert len(list(trainer.run(trainer.next_step + 4))) == 4
         assert str(trainer.pipeline.timetable) == str(plan(name, P, M))
-        with pytest.raises(RuntimeError, match="the pipeline was closed: make a new Pipeline"):
-            old.step()
         found.append(open_things())
     dist.barrier()  # a rank that ends takes the other's sockets with it
     return found
 
 
-def test_discarded_pipelines_leave_neither_groups_nor_files_open(corpus):
+def test_changes_of_plan_leave_neither_groups_nor_files_open(corpus):
     for found in run_ranks(replanned_again_and_again, P, corpus):
         assert found == found[:1] * 4
         assert found[0][0] == 1 + 2  # the job's, and a link in each direction

@@ -65,8 +65,11 @@ Any thread may make the two calls. On a GPU the work's stream is then the curren
 """
 
 
-NEW_TIMETABLES = "new_timetables"
-"""In `Extra.excludes`: other timetables than the first one, and steps with empty microbatches."""
+EMPTY_MICROBATCHES = "empty_microbatches"
+"""In `Extra.excludes`: steps with empty microbatches.
+
+Such an extra is made for one timetable: with another one it is closed, and attached again.
+"""
 
 
 class Extra:
@@ -74,8 +77,8 @@ class Extra:
 
     name: of the extra, in error messages and in `excludes`. excludes: {what can't be in one pipeline with
     this extra: what to write instead}. A key is another extra's name, a dimension of the mesh, which then
-    must have one process, "dynamic_shapes" or NEW_TIMETABLES. Pipeline, config and docs read this table and
-    no other one.
+    must have one process, "dynamic_shapes" or EMPTY_MICROBATCHES. Pipeline, config and docs read this table
+    and no other one.
     State that `attach` makes belongs to one pipeline.
     """
 

@@ -1,12 +1,10 @@
 """Timetables with the programs of this rank. A step may follow another timetable than the step before it.
 
-A program is made when it is first asked for, in any thread: so the plan of the next step can be lowered while
-this step runs. What was made is found by the timetable's text.
+A program is made when it is first asked for. What was made is found by the timetable's text.
 """
 
 from __future__ import annotations
 
-from threading import Lock
 from zlib import crc32
 
 from zbpp.runtime.last_used import LastUsed
@@ -26,7 +24,7 @@ class Lowering:
     def __init__(self, timetable: Timetable, text: str, index: int, whole: Timetable | None = None) -> None:
         self.timetable, self.text, self.number = timetable, text, crc32(text.encode())
         self._whole = whole
-        self._index, self._lock = index, Lock()
+        self._index = index
         self._programs: dict[str, Program] = {}
         self._of_step: Programs | None = None
         self._without = LastUsed[int, Lowering]()  # by the number of microbatches
@@ -41,11 +39,10 @@ class Lowering:
 
     def program(self, call: str) -> Program:
         """This rank's program for a call. Raises PlanError as `lower` does."""
-        with self._lock:
-            if call not in self._programs:
-                programs = self.programs if call == "step" else lower(_FORWARDS[call](self.timetable))
-                self._programs[call] = programs[self._index]
-            return self._programs[call]
+        if call not in self._programs:
+            programs = self.programs if call == "step" else lower(_FORWARDS[call](self.timetable))
+            self._programs[call] = programs[self._index]
+        return self._programs[call]
 
     def without_last(self, number: int) -> Lowering:
         """The same timetable without its last microbatches; for a call that leaves out as many.
@@ -60,15 +57,14 @@ class Lowering:
             kept = self.timetable.first(self.timetable.num_microbatches - number)
             return Lowering(kept, f"{self.text}\nwithout the last {number}", self._index, self.timetable)
 
-        with self._lock:
-            return self._without.of(number, made)
+        return self._without.of(number, made)
 
 
 class Lowerings:
-    """The timetables that a rank has followed or was told to prepare, the last ones of them."""
+    """The timetables that a rank has followed, the last ones of them."""
 
     def __init__(self, index: int) -> None:
-        self._index, self._lock = index, Lock()
+        self._index = index
         self._kept = LastUsed[str, Lowering]()
 
     def of(self, timetable: Timetable | str) -> Lowering:
@@ -79,5 +75,4 @@ class Lowerings:
             parsed = Timetable.parse(timetable) if isinstance(timetable, str) else timetable
             return Lowering(parsed, text, self._index)
 
-        with self._lock:
-            return self._kept.of(text, made)
+        return self._kept.of(text, made)

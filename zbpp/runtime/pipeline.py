@@ -34,12 +34,12 @@ from zbpp.runtime.arguments import (
 from zbpp.runtime.call.feed import Call, Metrics, Observe, named_target
 from zbpp.runtime.call.results import NamedLosses, Result, summed
 from zbpp.runtime.call.weights import Count
-from zbpp.runtime.extra import NEW_TIMETABLES, Extra
+from zbpp.runtime.extra import EMPTY_MICROBATCHES, Extra
 from zbpp.runtime.parameters import StageParameters
 from zbpp.runtime.processes.dtensors import is_counted
 from zbpp.runtime.processes.groups import close_groups, group_of_this_process, set_timeout
 from zbpp.runtime.processes.mesh import EXPERT, SHARD, MeshPosition, Reshard
-from zbpp.runtime.processes.ties import TiedStages, copies_here
+from zbpp.runtime.processes.ties import copies_here
 from zbpp.runtime.rank import Rank
 from zbpp.runtime.restored import eval_mode
 from zbpp.runtime.stage import Loss
@@ -136,7 +136,6 @@ class Pipeline:
             dynamic_shapes=dynamic_shapes,
             reshard=reshard,
         )
-        self._given_group = group
         self.timetable = timetable_of(timetable, num_microbatches, given)
         self.slice_bounds = bounds_for(self.timetable, slice_bounds)
         self.rank = rank_in(given.pipeline, self.timetable)
@@ -508,65 +507,26 @@ class Pipeline:
     def can_leave_out(self) -> bool:
         """Whether a step may have empty microbatches, also where other replicas have none.
 
-        False with an extra that is made for one timetable, and where each F and B exchanges with the others:
+        False with an extra that excludes them, and where each F and B exchanges with the others:
         with reshard="microbatch", and where replicas share experts.
         """
         shards = self._reshard == "microbatch" and self.place.size(SHARD) > 1
         if shards or EXPERT in self.place.expert_groups:
             return False
-        return not any(NEW_TIMETABLES in each.excludes for each in self._rank.extras)
-
-    def prepare(self, timetable: Timetable | str) -> None:
-        """Make this rank's program of a timetable, or of its text, ahead of `use_timetable`.
-
-        Any thread may call this, also while a step runs. The last 64 timetables are kept, by their text.
-        Raises PlanError for a timetable that can't run, and ValueError if it places stages on other ranks.
-        """
-        self._rank.prepare(timetable)
+        return not any(EMPTY_MICROBATCHES in each.excludes for each in self._rank.extras)
 
     def use_timetable(self, timetable: Timetable | str) -> None:
         """Follow another timetable, or its text, from the next call on; with any number of microbatches.
 
-        All ranks must be given the same one, before the same call: else that call raises AgreementError.
-        Raises PlanError and ValueError as `prepare` does; and ValueError if an extra is made for one
-        timetable (docs/pipeline.md, "What goes with what").
+        All ranks must be given the same one, before the same call: else that call raises AgreementError. The
+        programs of the last 64 timetables are kept. Extras that exclude empty microbatches are made for one
+        timetable: they are attached again, so this is collective with them. Raises PlanError for a timetable
+        that can't run, and ValueError if it places stages on other ranks.
         """
         self._rank.use_timetable(timetable)
         self.timetable = self._rank.timetable
 
     # ---- The end
-
-    def with_timetable(self, timetable: Timetable) -> Pipeline:
-        """Close this pipeline; return one that goes on with the same stages under another timetable.
-
-        num_steps and extras go on, too: losses and gradients are those that this pipeline would have had.
-        Collective. Raises ValueError, and closes nothing, if the timetable places the stages on other ranks.
-        """
-        if not isinstance(timetable, Timetable):
-            raise TypeError(f"with_timetable takes a Timetable, not {timetable!r}: write zbpp.plan(...)")
-        if timetable.rank_of != self.timetable.rank_of:
-            raise ValueError(
-                "the timetable places the stages on other ranks than this pipeline's: rank_of "
-                f"{list(timetable.rank_of)} instead of {list(self.timetable.rank_of)}"
-            )
-        self.finish_update()
-        extras = self.extras
-        self.close()
-        following = Pipeline(
-            TiedStages(self.stages, self._rank.ties),
-            timetable,
-            self._loss_fn,
-            self._given_group,
-            mesh=self.place.given,
-            slice_bounds=self.slice_bounds,
-            seed=self.seed,
-            timeout=self._timeout,
-            dynamic_shapes=self._dynamic_shapes,
-            reshard=self._reshard,
-            extras=extras,
-        )
-        following.num_steps, following.loss_scale = self.num_steps, self.loss_scale
-        return following
 
     def close(self) -> None:
         """Give up the links and process groups that were made for this pipeline; no step follows.

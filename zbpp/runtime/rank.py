@@ -39,10 +39,10 @@ from zbpp.runtime.call.results import Result
 from zbpp.runtime.call.sizes import Announcer, Sizes, ways_of_sizes
 from zbpp.runtime.call.weights import Count
 from zbpp.runtime.executor import BeginAgain, Executor
-from zbpp.runtime.extra import NEW_TIMETABLES, Extra, Extras, Observer
+from zbpp.runtime.extra import EMPTY_MICROBATCHES, Extra, Extras, Observer
 from zbpp.runtime.host_links import OWN_LIMIT
 from zbpp.runtime.layouts import Layouts
-from zbpp.runtime.lowering import Lowering, Lowerings
+from zbpp.runtime.lowering import Lowerings
 from zbpp.runtime.processes.groups import close_groups, link_groups, runs_on_device, set_timeout
 from zbpp.runtime.processes.mesh import MeshPosition
 from zbpp.runtime.processes.ties import Tie
@@ -271,7 +271,7 @@ class Rank:
             own = own._replace(given=batch.fingerprints())
         sizes = self._announcer.told(own)
         if sizes.left_out:
-            self.check_new_timetable()
+            self._check_leaves_out()
         batch.arrange(sizes)
         dimensions = self.place.divided_over(call.kind)
         batch.weigh(self.device, math.prod(dimensions.values()), partial(self._sum, [*dimensions]))
@@ -321,8 +321,12 @@ class Rank:
 
     # ---- Timetables
 
-    def prepare(self, timetable: Timetable | str) -> Lowering:
-        """Lower a timetable. Any thread may call this. Raises ValueError as `use_timetable` does."""
+    def use_timetable(self, timetable: Timetable | str) -> None:
+        """Follow another timetable from the next call on. Raises ValueError if that is not possible.
+
+        Collective with an extra that is made for one timetable.
+        """
+        self.check_not_over()
         lowering = self._lowerings.of(timetable)
         given, expected = lowering.timetable.rank_of, self.timetable.rank_of
         if given != expected:
@@ -336,24 +340,38 @@ class Rank:
                 f"{self.timetable.num_slices}: make a new Pipeline with its slice_bounds"
             )
         lowering.program("step")
-        return lowering
-
-    def use_timetable(self, timetable: Timetable | str) -> None:
-        """Follow another timetable from the next call on. Raises ValueError if that is not possible."""
-        self.check_not_over()
-        lowering = self.prepare(timetable)
         if lowering is not self._lowering:
-            self.check_new_timetable()
-        self._lowering, self.timetable, self.programs = lowering, lowering.timetable, lowering.programs
+            again = [each for each in self.extras if EMPTY_MICROBATCHES in each.excludes]
+            if again:
+                self.finish_update()
+            self._lowering, self.timetable, self.programs = lowering, lowering.timetable, lowering.programs
+            self._attach_again(again)
 
-    def check_new_timetable(self) -> None:
-        """Raise ValueError if an extra is made for one timetable, with all microbatches."""
+    def _attach_again(self, extras: Sequence[Extra]) -> None:
+        """Close these extras, and attach them in their places. A refusal ends the pipeline."""
+        if not extras:
+            return
+        everything = [*self.extras]
+        try:
+            for each in reversed(extras):
+                self.extras.remove(each)
+                each.close()
+            for each in extras:
+                each.attach(self)
+                self.extras.insert(everything.index(each), each)
+        except BaseException as error:
+            self.end(f"it could not follow another timetable ({error_text(error)})")
+            raise
+        for name, executor in self.executors.items():
+            executor.use(self._lowering.text, self._lowering.program(name))
+        self.rebind()
+
+    def _check_leaves_out(self) -> None:
+        """Raise ValueError if an extra is made for steps with all microbatches."""
         for each in self.extras:
-            if NEW_TIMETABLES in each.excludes:
-                raise ValueError(
-                    f"{each.name} doesn't go with new timetables, nor with empty microbatches: "
-                    f"{each.excludes[NEW_TIMETABLES]}"
-                )
+            if EMPTY_MICROBATCHES in each.excludes:
+                why = each.excludes[EMPTY_MICROBATCHES]
+                raise ValueError(f"{each.name} doesn't go with empty microbatches: {why}")
 
     @property
     def source_of_sizes(self) -> int | None:

@@ -32,7 +32,7 @@ Batch = tuple[tuple[Any, ...], Any]  # args for stage 0, target for the last sta
 
 
 class Batches:
-    """Reads for the stages of one pipeline, which may be replaced by another pipeline.
+    """Reads for the stages of one pipeline.
 
     target_dtype: of floating-point targets; None: that of the parameters. planner: of batches of so many
     tokens, on ranks that read them. plan: of the latest step of such a batch; None before it.

@@ -5,7 +5,7 @@ With n measured steps, counted from 0 at the first step that this process runs:
 
     step 0          ranks agree on shapes; the inputs of each stage are kept
     1 to n          measured, under the first plan; then the new plan is made
-    n + 1           ranks agree on shapes
+    n + 1           programs are made, and extras warm up
     n + 2 to 2n + 1 measured, to compare with the new plan's predicted makespan
 """
 
@@ -32,7 +32,7 @@ Metrics = dict[str, Any]
 
 @dataclass(kw_only=True)
 class Replan:
-    """Replaces a Trainer's pipeline after its first steps.
+    """Lets a Trainer's pipeline follow another timetable after its first steps.
 
     Make this object before the first step: it records the inputs of each stage.
 
@@ -71,36 +71,31 @@ class Replan:
         self._inputs.clear()
         self.is_done = self.is_over = True
 
-    def after(
-        self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
-    ) -> tuple[Pipeline, Metrics]:
-        """The pipeline for the next step, and metrics to log. A pipeline that was replaced is closed.
+    def after(self, step: int, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any) -> Metrics:
+        """Let the pipeline follow the new plan when it is time; returns metrics to log.
 
         timelines: of all recorded steps so far; target: of the step's batch, on the last stage's owner.
         Raises PlanError if the limit can't hold a plan. Collective.
         """
         since = self._since_first(step)
         if self.is_over:
-            return pipeline, {}
+            return {}
         if since == self.num_measured:
             return self._switch(pipeline, timelines, target)
         if since == 2 * self.num_measured + 1:
             self.is_over = True
-            return pipeline, self._metrics(timelines[-self.num_measured :])
-        return pipeline, {}
+            return self._metrics(timelines[-self.num_measured :])
+        return {}
 
-    def _switch(
-        self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any
-    ) -> tuple[Pipeline, Metrics]:
+    def _switch(self, pipeline: Pipeline, timelines: Sequence[Timeline], target: Any) -> Metrics:
         old = pipeline.timetable
         costs = self._costs(pipeline, timelines, target)
         held = simulate(old, costs).peak_memory
         limits = held if self.memory_limits is None else self.memory_limits
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.place)
         self._expected, self.is_done = simulate(new, costs).makespan, True
-        if new == old:
-            return pipeline, self._metrics(timelines)
-        return pipeline.with_timetable(new), self._metrics(timelines)
+        pipeline.use_timetable(new)
+        return self._metrics(timelines)
 
     def _metrics(self, timelines: Sequence[Timeline]) -> Metrics:
         measured = median(timeline.makespan for timeline in timelines)

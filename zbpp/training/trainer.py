@@ -209,8 +209,7 @@ class Trainer:
             return
         if replanned.num_microbatches == old.num_microbatches:
             self.replan.skip()
-            self.pipeline = self.pipeline.with_timetable(replanned)
-            self._batches.pipeline = self.pipeline
+            self.pipeline.use_timetable(replanned)
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps
@@ -366,17 +365,14 @@ class Trainer:
         return None if self.replan is None or self.replan.is_over else self.replan
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
-        """Let the replanner, if there is one, replace the pipeline; its metrics are added to the step's."""
+        """Let the replanner, if there is one, change the timetable; its metrics are added to the step's."""
         if not self._replanner:
             return
         _, target = self._batches.of_step(step)
-        timelines = list(self.timelines.values())
-        following, metrics = self._replanner.after(step, self.pipeline, timelines, target)
-        if following is not self.pipeline:
-            self.pipeline = following
-            self._batches.pipeline = following
+        old, timelines = self.pipeline.timetable, list(self.timelines.values())
+        known[-1].update(self._replanner.after(step, self.pipeline, timelines, target))
+        if self.pipeline.timetable != old:
             self.timelines.clear()
-        known[-1].update(metrics)
 
 
 def _states_of(callbacks: Iterable[Callback]) -> dict[str, Stateful]:

@@ -60,7 +60,7 @@ class ActivationOffload(Feature):
         {
             "weight_offload": "both pack saved tensors; leave one out, and recompute blocks "
             "(zbpp.checkpoint)",
-            "new_timetables": "its copies are planned for one timetable: leave it out",
+            "empty_microbatches": "its copies are planned for one timetable: leave it out",
         }
     )
 

@@ -52,7 +52,7 @@ class OverlapExchange(Feature):
             "cuda_graphs": "a captured F or B has no room for other W's; leave one of them out",
             "weight_offload": "W's would copy weights in the middle of F; leave one of them out",
             "tensor": "its W's may need messages; leave it at 1",
-            "new_timetables": "the places of W's are those of one timetable: leave it out",
+            "empty_microbatches": "the places of W's are those of one timetable: leave it out",
         }
     )
 

@@ -42,7 +42,7 @@ _KNOWN = ("torch.optim.", "optimi.", "zbpp.")
 
 NOT_WITH_ACCUMULATION = MappingProxyType(
     {
-        "new_timetables": "the number of microbatches may change; write gradient_release=step",
+        "empty_microbatches": "the number of microbatches may change; write gradient_release=step",
         "replicate": "gradients would be reduced in each microbatch; write gradient_release=step",
         "shard": "gradients would be reduced in each microbatch; write gradient_release=step",
         "context": "gradients would be reduced in each microbatch; write gradient_release=step",

@@ -56,7 +56,7 @@ class CudaGraphs(Feature):
             "weight_offload": "Python starts its copies to the device; leave one of them out",
             "gradient_release": "Python updates weights in the middle of W; leave one of them out",
             "post_validation": "a step may begin again; leave one of them out",
-            "new_timetables": "graphs are captured for one timetable: leave it out",
+            "empty_microbatches": "graphs are captured for one timetable: leave it out",
         }
     )
 

@@ -53,7 +53,7 @@ class Validation(Feature):
             "leave one of them out",
             "weight_offload": "the weights' copies on the device would not be taken back: leave one of them "
             "out",
-            "new_timetables": "its gate belongs to one timetable: leave it out",
+            "empty_microbatches": "its gate belongs to one timetable: leave it out",
         }
     )
 
@@ -105,8 +105,9 @@ class Validation(Feature):
 
     def close(self) -> None:
         """Let the processes that wait for a value of this one stop waiting."""
-        with suppress(RuntimeError):  # the store may be gone, too
-            self.posts.give_up(self._rank.over)
+        if self._rank.over:
+            with suppress(RuntimeError):  # the store may be gone, too
+                self.posts.give_up(self._rank.over)
 
     def _pass_gate(self, at: PassGate) -> None:
         """Validate the pending update. Raises BeginAgain if it was wrong: F's have used wrong weights."""

@@ -78,7 +78,7 @@ class OffloadedWeights(Feature):
                 ("replicate", "shard", "context", "tensor"),
                 "leave it at 1, with more ranks of the pipeline",
             ),
-            "new_timetables": "its copies are planned for one timetable: leave it out",
+            "empty_microbatches": "its copies are planned for one timetable: leave it out",
         }
     )
 
