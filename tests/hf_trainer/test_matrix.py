@@ -278,10 +278,12 @@ def sliced(num_ranks, num_microbatches):
     return plan("zb_v", num_ranks, num_microbatches, num_slices=2)
 
 
-def test_sequences_in_slices(tmp_path):
-    (expected,) = run_ranks(trained, 1, Case(), str(tmp_path / "alone"))
-    case = Case(schedule=sliced, options={"slice_bounds": [0, 6, 12]})
-    assert_same(run_ranks(trained, 2, case, str(tmp_path / "piped"))[0], expected)
+@pytest.mark.parametrize(("num_ranks", "is_tied"), [(2, False), (4, True)])
+def test_sequences_in_slices(num_ranks, is_tied, tmp_path):
+    case = Case(sizes={"num_hidden_layers": 2 * num_ranks, "tie_word_embeddings": is_tied})
+    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    case = case._replace(schedule=sliced, options={"slice_bounds": [0, 6, 12]})
+    assert_same(run_ranks(trained, num_ranks, case, str(tmp_path / "piped"))[0], expected)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])

@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 
+from helpers.hf_sft import chats, lora, sft, tokenizer
 from helpers.hf_trainer import ARGUMENTS, Case, assert_same, model_of, trained
 from helpers.processes import run_ranks
 
@@ -16,47 +17,6 @@ pytestmark = [
     # peft reads what transformers has renamed
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
 ]
-
-WORDS = ["pad", "eos", "user", "bot", "unk", *(f"w{i}" for i in range(35))]
-TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] == 'assistant' %}bot {% generation %}{{ m['content'] }} eos"
-    "{% endgeneration %} {% else %}user {{ m['content'] }} {% endif %}{% endfor %}"
-)
-
-
-def tokenizer():
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(WORDS)}, unk_token="unk"))
-    inner.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    made = PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="pad", eos_token="eos", unk_token="unk")
-    made.chat_template = TEMPLATE
-    return made
-
-
-def chats(count, first):
-    """Questions and answers of different lengths."""
-    from datasets import Dataset
-
-    rows = []
-    for number in range(first, first + count):
-        words = [WORDS[5 + (number * 7 + number % 3 * i) % 35] for i in range(4 + number * 5 % 9)]
-        answer = {"role": "assistant", "content": " ".join(words)}
-        rows.append([{"role": "user", "content": " ".join(words[:3])}, answer])
-    return Dataset.from_dict({"messages": rows})
-
-
-def sft(case, folder):
-    """SFTTrainer and chats. Arguments that are none of SFTConfig are the Trainer's."""
-    from trl import SFTConfig, SFTTrainer
-
-    given = {**ARGUMENTS, "max_length": 64, "gradient_checkpointing": False, **case.arguments}
-    more = {"peft_config": given.pop("peft_config")} if "peft_config" in given else {}
-    model = given.pop("model", None) or model_of(case)
-    args = SFTConfig(output_dir=f"{folder}/run", **given)
-    datasets = {"train_dataset": chats(25, 0), "eval_dataset": chats(12, 40)}
-    return SFTTrainer, {"model": model, "args": args, "processing_class": tokenizer(), **datasets, **more}
 
 
 def preferences(count, first):
@@ -118,13 +78,6 @@ def test_preferences_are_as_in_as_many_processes(name, replicas, tmp_path):
             values = [[each[key] for each in logs if key in each] for logs in (one.logs, expected.logs)]
             assert values[0] == pytest.approx(values[1], rel=1e-4, abs=1e-6), key
         assert values[1]
-
-
-def lora(**options):
-    from peft import LoraConfig
-
-    given = {"r": 4, "lora_dropout": 0.0, "task_type": "CAUSAL_LM", "target_modules": ["q_proj", "v_proj"]}
-    return LoraConfig(**{**given, **options})
 
 
 CASES = {
@@ -207,79 +160,6 @@ def test_each_rank_reads_its_own_tensors_of_a_folder(tied, tmp_path):
     copy = 40 * 32 if tied else 0  # the last rank has a copy of the tied weight
     assert first + last == of_all + copy
     assert max(first, last) < 0.6 * of_all
-
-
-def nf4(**options):
-    from transformers import BitsAndBytesConfig
-
-    given = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "float32"}
-    return BitsAndBytesConfig(**{**given, **options})
-
-
-def whole(folder, config):
-    """A model whose layers are quantized, given to the trainer."""
-    from transformers import AutoModelForCausalLM
-
-    return AutoModelForCausalLM.from_pretrained(folder, quantization_config=config, dtype="float32")
-
-
-def sft_of_whole(case, folder):
-    arguments = dict(case.arguments)
-    model = whole(arguments.pop("folder"), nf4())
-    return sft(case._replace(arguments={**arguments, "model": model}), folder)
-
-
-def with_float32_adapters(chosen):
-    """A subclass whose adapters are float32, and whose quantized weights stay as they are in evaluations.
-
-    TRL holds the adapters of a quantized base in bfloat16, which would hide small errors. In one process
-    bitsandbytes packs weights anew in the first evaluation, on a CPU with bfloat16, and rounds statistics.
-    """
-
-    class Float32Adapters(chosen):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs)
-            for each in self.model.parameters():
-                if each.requires_grad:
-                    each.data = each.data.float()
-            for each in self.model.modules():
-                if hasattr(each, "support_avx512bf16_for_cpu"):
-                    each.support_avx512bf16_for_cpu = False
-
-    return Float32Adapters
-
-
-def linear_bytes(trainer):
-    """The bytes of this rank's quantized weights and of their statistics, and of all weights."""
-    import bitsandbytes
-
-    layers = [each for each in trainer.model.modules() if isinstance(each, bitsandbytes.nn.Linear4bit)]
-    own = [each.weight.nbytes for each in layers if not each.weight.is_meta]
-    states = [each.quant_state or getattr(each.weight, "quant_state", None) for each in layers]
-    own += [each.absmax.nbytes for each in states if each is not None]
-    return sum(own), sum(each.weight.nbytes for each in layers)
-
-
-@pytest.mark.parametrize("is_whole", [False, True])
-@pytest.mark.parametrize("schedule", ["zb_v", "zb_h1"])
-def test_a_4_bit_base_trains_as_in_one_process(schedule, is_whole, tmp_path):
-    """From a folder each rank reads and quantizes its own tensors; a model that is given whole is cut."""
-    pytest.importorskip("bitsandbytes")
-    sizes = {"hidden_size": 64, "intermediate_size": 128}
-    base = str(tmp_path / "base")
-    model_of(Case(sizes=sizes)).save_pretrained(base)
-    arguments = {"peft_config": lora(target_modules="all-linear")}
-    if is_whole:
-        arguments["folder"] = base
-    else:
-        arguments |= {"model": base, "model_init_kwargs": {"quantization_config": nf4(), "dtype": "float32"}}
-    kit = sft_of_whole if is_whole else sft
-    case = Case(arguments=arguments, kit=kit, trainer=with_float32_adapters, finish=linear_bytes)
-    (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
-    both = run_ranks(trained, 2, case._replace(schedule=schedule), str(tmp_path / "piped"))
-    assert_same(both[0], expected, weights=1e-4)
-    assert expected.found[0] == sum(each.found[0] for each in both) > expected.found[1]
-    assert all(each.found[0] == expected.found[0] // 2 for each in both)
 
 
 def test_an_adapter_goes_on_in_one_process_and_loads_in_peft(tmp_path):
