@@ -16,7 +16,7 @@ from helpers.page import NOTE_WHAT_IS_PAINTED, click, complaints, hover, painted
 from zbpp.planning import plan
 from zbpp.render import render_page
 from zbpp.render.style import COLOURS, REDUCTION_COLOURS
-from zbpp.schedule import Action, Costs, Op, Timeline, Timetable, consumes, produces, simulate
+from zbpp.schedule import Action, Costs, Links, Op, Timeline, Timetable, consumes, produces, simulate
 
 COSTS = Costs(f=18.5, b=18.1, w=9.3, comm=0.6)
 LENGTHS = [1, 0.5, 0.5, 0.5, 1, 1, 1, 1, 0.5, 0.5, 1, 2]
@@ -135,6 +135,37 @@ def test_reductions_are_thin_bars_below_their_ranks_boxes(tabs):
         assert tops[rank] < y < y + height < [*tops, math.inf][rank + 1]
     assert "stage 7 is complete" in "".join(hover(browser, 0, 0, last_end_of(timeline, 7) - 0.5))
     assert complaints(browser) == []
+
+
+def test_messages_on_links_are_strips_below_the_ranks(tabs):
+    """By hand: x(1,0) goes out from 10 to 25 and arrives at 45, x(1,1) from 25 to 40, and arrives at 60."""
+    costs = Costs(f=10, b=10, w=10, links=Links(pairs={(0, 1): (20.0, 15.0)}))
+    timeline = simulate(plan("1f1b", 2, 2), costs)
+    without = tabs(render_page({"a": timeline}, costs=Costs(f=10, b=10, w=10)))
+    num_boxes = len(painted(without, "fillRect"))
+    browser = tabs(render_page({"a": timeline}, costs=costs))
+    zero, scale = ruler(browser)
+    strips = painted(browser, "fillRect")[num_boxes:]
+    found = [
+        (call.fill, *((x - zero) / scale for x in (call.arguments[0], sum(call.arguments[:3:2]))))
+        for call in strips
+    ]
+    dark, light = COLOURS[Op.F]
+    expected = [(light, 25, 45), (light, 40, 60), (dark, 10, 25), (dark, 25, 40)]
+    for (fill, *times), (colour, *edges) in zip(found, expected, strict=True):
+        assert fill == colour
+        assert times == pytest.approx(edges, abs=2 / scale)
+    lowest = max(call.arguments[1] for call in painted(browser, "fillRect")[:num_boxes])
+    assert min(call.arguments[1] for call in strips) > lowest
+    assert "0 → 1" in {call.arguments[0] for call in painted(browser, "fillText")}
+    assert complaints(browser) == []
+
+
+def test_a_page_without_links_says_nothing_of_them():
+    timelines = {"a": simulate(plan("zb_v", 2, 4), Costs(comm=0.5))}
+    pages = {render_page(timelines, costs=Costs(comm=0.5, links=links)) for links in (None, Links())}
+    assert len(pages) == 1
+    assert '"links"' not in pages.pop()
 
 
 def last_end_of(timeline: Timeline, stage: int) -> float:

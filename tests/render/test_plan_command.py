@@ -187,6 +187,26 @@ def test_choose_cuts_layers_for_slow_links(output, tmp_path):
     assert 1.0 <= found[0] < found[1]
 
 
+def test_a_cut_of_layers_that_no_number_of_stages_divides_is_drawn(output, tmp_path):
+    """The page took the costs of a layer for those of a stage, and was refused."""
+    page = tmp_path / "page.html"
+    output("--choose", "--layers", 6, "-n", 4, "--f", "1,2,3,1,1,2", "--html", page)
+    assert '"changes":[1' in page.read_text()
+
+
+def test_links_are_drawn_below_the_ranks(output, tmp_path):
+    (tmp_path / "links.json").write_text(
+        '{"busy": 0, "latency": 0, "pairs": {"1->0": {"busy": 2, "latency": 1}}}'
+    )
+    files = ["--html", tmp_path / "page.html", "--picture", tmp_path / "plan.svg"]
+    output("1f1b", "--ranks", 2, "--microbatches", 1, "--links", tmp_path / "links.json", *files)
+    assert '"links":[[1,0,[["g(0,0)","#c2570c","#fbc592",4,6,7]]]]' in (tmp_path / "page.html").read_text()
+    drawn = (tmp_path / "plan.svg").read_text()
+    output("1f1b", "--ranks", 2, "--microbatches", 1, *files)
+    assert '"links"' not in (tmp_path / "page.html").read_text()
+    assert drawn.count("#c2570c") > (tmp_path / "plan.svg").read_text().count("#c2570c")
+
+
 def test_choose_says_how_many_layers_each_stage_should_have(output):
     """The speeds are 1 : 3, so an even cut takes twice the time of one that gives a rank a quarter."""
     asked = ["--choose", "--layers", 8, "--speeds", "1,3", "-n", 2, "--microbatches", 16]

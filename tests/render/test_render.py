@@ -13,7 +13,7 @@ from helpers.timetables import with_offload
 from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.planning import compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
-from zbpp.schedule import Costs, PlanError, Timetable, simulate
+from zbpp.schedule import Costs, Links, PlanError, Timetable, simulate
 
 LEGEND = "F forward, B input gradient, W weight gradient, each with its microbatch"
 
@@ -182,6 +182,30 @@ def test_a_picture_shows_copies_below_their_rank(tmp_path):
     assert "copy" not in " ".join(words_of({"a": simulate(timetable, costs)}, tmp_path / "a.svg"))
 
 
+def test_a_picture_shows_messages_on_links_below_the_ranks(tmp_path):
+    """x in the two shades of F, g in those of B: while a link is occupied, and on the way."""
+    shades = ("2c6fb3", "a9cdf0", "c2570c", "fbc592")
+    costs = Costs(links=Links(pairs={(0, 1): (2.0, 1.5)}))
+    timelines = {"a": simulate(plan("1f1b", 3, 4), costs)}
+    words = words_of(timelines, tmp_path / "with.svg", costs=costs)
+    assert {"0 → 1", "rank, link", "activations on a link: sent, on their way"} <= {*words}
+    assert "1 → 0" not in words
+    words = words_of(timelines, tmp_path / "without.svg", costs=Costs())
+    assert not any("→" in each or "link" in each for each in words)
+    drawn, without = ((tmp_path / name).read_text() for name in ("with.svg", "without.svg"))
+    more = [drawn.count(f"fill: #{each}") - without.count(f"fill: #{each}") for each in shades]
+    assert more == [4 + 1, 4 + 1, 1, 1]  # four x's, and what stands in the legend
+
+
+def test_a_picture_without_links_does_not_change_by_a_byte(tmp_path):
+    timelines = {"a": simulate(plan("zb_v", 2, 4), Costs(comm=0.5))}
+    drawn = []
+    for costs in (None, Costs(comm=0.5), Costs(links=Links()), {}):
+        render_picture(timelines, tmp_path / "a.png", costs=costs)
+        drawn.append((tmp_path / "a.png").read_bytes())
+    assert len({*drawn}) == 1
+
+
 def test_figures_say_how_long_reductions_take_at_the_end():
     timeline = simulate(plan("zb_h1", 2, 4), Costs(reduce=[1, 2.5]))
     assert render_figures(timeline).endswith("makespan 15.5 ms (2.5 ms of reductions at its end)")
@@ -195,12 +219,12 @@ def test_a_picture_is_written_as_png_svg_and_pdf(tmp_path, suffix):
     assert path.stat().st_size > 1000
 
 
-def words_of(timelines, path):
+def words_of(timelines, path, **options):
     """What is written in a picture."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none"}):
-        render_picture(timelines, path)
+        render_picture(timelines, path, **options)
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 
 

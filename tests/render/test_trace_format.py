@@ -13,7 +13,7 @@ import pytest
 
 from zbpp.planning import SCHEDULES, plan
 from zbpp.render import chrome_trace
-from zbpp.schedule import Costs, Op, simulate
+from zbpp.schedule import Costs, Links, Op, simulate
 
 # phase -> what every event of it has, beside ph, name, pid and tid
 REQUIRED = {
@@ -78,6 +78,15 @@ def test_the_trace_of_every_schedule_is_valid(name):
     assert len(slices) == 2 * sum(len(row) for row in timeline.timetable.rows)
     ends = [event["ts"] + event["dur"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert max(ends) == pytest.approx(1000 * timeline.makespan)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_the_trace_of_links_is_valid(name):
+    costs = Costs(f=18.5, b=18.1, w=9.3, links=Links(3.0, 7.0, {(0, 1): (30.0, 25.0)}))
+    timeline = simulate(plan(name, 3, 6), costs)
+    trace = read(chrome_trace({"one": timeline, "two": timeline}, {"one": costs}))
+    assert faults(trace) == []
+    assert {event["pid"] for event in trace["traceEvents"] if event.get("cat") == "link"} == {0, 1, 2}
 
 
 def test_the_trace_of_a_clock_that_begins_anywhere_is_valid():

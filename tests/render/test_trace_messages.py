@@ -2,7 +2,7 @@
 
 from helpers.timetables import away, with_offload
 from zbpp.render import chrome_trace
-from zbpp.schedule import Costs, Timetable, Value, simulate
+from zbpp.schedule import Costs, Links, Timetable, Value, simulate
 
 
 def lanes(trace):
@@ -32,6 +32,25 @@ def test_a_trace_shows_each_message_with_its_sender_and_its_receiver():
         (1, "send to 0"): back,
         (0, "receive from 1"): back,
     }
+
+
+def test_a_trace_shows_for_how_long_messages_occupy_a_link():
+    """x(1,1) is made at 4 and waits until x(1,0) has gone out at 7; each is then on its way for 4."""
+    timetable = Timetable.parse("0F0 0F1 0BW0 0BW1\n1F0 1F1 1BW0 1BW1")
+    costs = Costs(f=2, bw=5, links=Links(pairs={(0, 1): (4.0, 5.0), (1, 0): (1.0, 0.0)}))
+    timeline = simulate(timetable, costs)
+    trace = chrome_trace({"a": timeline}, costs)
+    found = {lane: slices for lane, slices in lanes(trace).items() if lane[1].startswith("link")}
+    assert found == {
+        (0, "link to 1"): [("x(1,0)", 2.0, 5.0), ("x(1,1)", 7.0, 5.0)],
+        (1, "link to 0"): [("g(0,0)", 23.0, 0.0), ("g(0,1)", 28.0, 0.0)],
+    }
+    arrivals = [event["args"]["arrives_ms"] for event in trace["traceEvents"] if event.get("cat") == "link"]
+    assert arrivals == [11.0, 16.0, 24.0, 29.0]
+    without = [event for event in trace["traceEvents"] if "link to" not in str(event)]
+    without = [event for event in without if event.get("cat") != "link"]
+    assert without == chrome_trace({"a": timeline})["traceEvents"]
+    assert chrome_trace({"a": timeline}, Costs(comm=3.0)) == chrome_trace({"a": timeline})
 
 
 def test_a_trace_shows_each_reduction_in_a_lane_of_its_rank():

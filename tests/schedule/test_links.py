@@ -3,6 +3,7 @@
 import heapq
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -12,14 +13,19 @@ from zbpp import Costs, Links, PlanError, Timetable, lower, plan, simulate
 from zbpp.planning import lower_bound
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.timing import program_timeline
+from zbpp.schedule.interpret.transmissions import transmissions
 from zbpp.schedule.timeline import transfers_of
 
 
 def by_events(timetable, costs, lengths):
-    """(makespan, {value: when it arrives}) by events: actions that end, and messages that arrive."""
+    """Events are actions that end, and messages that arrive.
+
+    (makespan, {value: when it arrives}, {(sender, receiver): {value: when it occupies the link, from, to}}).
+    """
     rank_of, number, links = timetable.rank_of, timetable.num_stages, costs.links
     rows = [list(row) for row in timetable.rows]
     at, arrived, free, events, end, count = [0] * len(rows), {}, {}, [], 0.0, 0
+    occupied = {}
     running = [False] * len(rows)
 
     def start(rank, now):
@@ -52,10 +58,13 @@ def by_events(timetable, costs, lengths):
             latency, busy = links.pairs.get((rank, to), (links.latency, links.busy))
             comm = costs.comm if isinstance(costs.comm, float) else costs.comm[what.stage]
             gone = max(now, free.get((rank, to), 0.0)) + busy * getattr(links, name) * length
+            if latency + busy * getattr(links, name) > 0:
+                begins = max(now, free.get((rank, to), 0.0))
+                occupied.setdefault((rank, to), {})[value] = (begins, gone)
             free[rank, to], count = gone, count + 1
             heapq.heappush(events, (gone + latency + comm * length, count, to, value))
         start(rank, now)
-    return end, arrived
+    return end, arrived, occupied
 
 
 @pytest.mark.parametrize("is_even", [True, False])
@@ -66,10 +75,17 @@ def test_actions_and_messages_take_the_times_of_a_simulation_by_events(first_see
         costs = random_costs(rng, timetable)
         lengths = [1.0 if is_even else rng.uniform(0.1, 2) for _ in range(timetable.num_microbatches)]
         timeline = simulate(timetable, costs if is_even else Costs.of_lengths(lengths, costs))
-        end, arrived = by_events(timetable, costs, lengths)
+        end, arrived, occupied = by_events(timetable, costs, lengths)
         assert timeline.makespan == pytest.approx(end, rel=1e-12), f"seed {seed}"
         for each in transfers_of(timeline):
             assert each.arrived == pytest.approx(arrived[str(each.value)], rel=1e-12), f"seed {seed}"
+        shown = transmissions(timeline, costs)
+        assert shown.keys() == occupied.keys(), f"seed {seed}"
+        for link, messages in shown.items():
+            assert [str(each.value) for each in messages] == [*occupied[link]], f"seed {seed}"
+            for each, expected in zip(messages, occupied[link].values(), strict=True):
+                assert each[1:3] == pytest.approx(expected, rel=1e-12), f"seed {seed}"
+                assert each.arrived == pytest.approx(arrived[str(each.value)], rel=1e-12), f"seed {seed}"
 
 
 def test_programs_take_the_times_that_simulate_gives_to_the_last_bit(first_seed):
@@ -92,6 +108,14 @@ def test_links_that_nothing_occupies_are_comm_to_the_last_bit(name):
     by_comm = simulate(timetable, Costs(2, 3, 1, comm=0.7))
     by_links = simulate(timetable, Costs(2, 3, 1, links=Links(latency=0.7)))
     assert [each.tolist() for each in by_links.ends] == [each.tolist() for each in by_comm.ends]
+
+
+def test_links_that_are_not_there_and_measured_steps_show_no_messages_on_links():
+    timetable = plan("1f1b", 2, 2)
+    timeline = simulate(timetable, Costs(links=Links(busy=1.0)))
+    assert transmissions(timeline, Costs(comm=1.0)) == {}
+    assert transmissions(replace(timeline, delays=()), Costs(links=Links(busy=1.0))) == {}
+    assert [*transmissions(timeline, Costs(links=Links(pairs={(1, 0): (1.0, 0.0)})))] == [(1, 0)]
 
 
 def test_two_messages_by_hand():

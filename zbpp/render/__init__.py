@@ -8,6 +8,7 @@ picture.py     PNG, SVG or PDF, with matplotlib
 curves.py      loss, speed, bubble and memory of training runs, with matplotlib
 page.py, web/  an HTML page to zoom into, with memory curves
 trace.py       Chrome's trace format, for Perfetto
+link_strips.py the messages on each link, below the ranks of a picture
 style.py       what the drawings share: colours, the words for ops and figures
 choice.py      which schedule to use: an answer of `choose`
 cut.py         which layers go to which stage: an answer of `choose_cut`

@@ -22,9 +22,12 @@ from zbpp.planning.memory_limit import MemoryLimit, limits_per_rank
 from zbpp.render.style import (
     COLOURS,
     MEANING,
+    MESSAGE_COLOURS,
+    MESSAGE_MEANING,
     REDUCTION_COLOURS,
     REDUCTION_MEANING,
     Timelines,
+    costs_by_title,
     first_start,
     headline,
     index_on_rank,
@@ -36,6 +39,7 @@ from zbpp.render.table import decimals_of, digits, percent
 from zbpp.schedule.costs import BYTES, Costs
 from zbpp.schedule.dataflow import VALUE_NAMES
 from zbpp.schedule.dataflow_arrays import Values, complete_stages, kinds_of
+from zbpp.schedule.interpret.transmissions import transmissions
 from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op, Timetable
@@ -58,7 +62,8 @@ def render_page(
     """An HTML page with a panel per timeline, one above the other over one time axis in ms from 0.
 
     For each action it shows the times, the values that the action needs, and what the action waited for; for
-    each rank the memory level over time, in the unit of costs.saved.
+    each rank the memory level over time, in the unit of costs.saved; below the ranks the messages on each
+    link on which they take time, if the costs have links.
     notes: paragraphs under the title; a note of several lines is aligned text and keeps its shape.
     costs: what the timelines were simulated with, per stage; one for all timelines, or one for each title.
     Without costs a timeline is shown without its memory level, and its messages take no time.
@@ -66,18 +71,20 @@ def render_page(
     Raises PlanError if costs or limits don't fit the stages and ranks of a timeline.
     """
     panels = panels_of(timelines)
-    own = costs if isinstance(costs, Mapping) else dict.fromkeys((name for name, _ in panels), costs)
+    own = costs_by_title(panels, costs)
     scripts = [_part(name) for name in _SCRIPTS]
-    data = {
-        "values": VALUE_NAMES,
-        "ops": [op.name for op in Op],
-        "panels": [_data(timeline, own.get(name), memory_limit) for name, timeline in panels],
-    }
+    drawn = [_data(timeline, own[name], memory_limit) for name, timeline in panels]
+    data = {"values": VALUE_NAMES, "ops": [op.name for op in Op], "panels": drawn}
     return Template(_part("page.html")).substitute(
         title=escape(title),
         notes=_notes(notes),
         summary=_summary(panels),
-        legend=_legend(panels, level=costs is not None, limit=memory_limit is not None),
+        legend=_legend(
+            panels,
+            level=costs is not None,
+            limit=memory_limit is not None,
+            links=any("links" in each for each in drawn),
+        ),
         panels="\n".join(_panel(name, timeline) for name, timeline in panels),
         data=json.dumps(data, separators=(",", ":"), allow_nan=False),
         style=_part("page.css"),
@@ -118,6 +125,7 @@ def _data(timeline: Timeline, costs: Costs | None, memory_limit: MemoryLimit) ->
         "inBytes": timeline.memory_unit == BYTES,
         "limits": _limits(memory_limit, timetable.num_ranks),
         "ranks": [_rank(timeline, rank, each) for rank, each in enumerate(_delays(timeline, costs))],
+        **_links(timeline, costs),
     }
 
 
@@ -144,6 +152,25 @@ def _rank(timeline: Timeline, rank: int, delays: Floats) -> dict[str, list[Any]]
             [stage, complete_at[stage], *_times(timeline, np.array(times))] for stage, _, *times in reductions
         ],
     }
+
+
+def _links(timeline: Timeline, costs: Costs | None) -> dict[str, Any]:
+    """The links on which messages take time, if there are any: sender, receiver and the messages.
+
+    A message is its value, the colours while it occupies the link and while it is on its way, and the times
+    when it begins to occupy the link, when it has gone out and when it arrives.
+    """
+    found = [
+        [
+            *ranks,
+            [
+                [str(value), *MESSAGE_COLOURS[value.name], *_times(timeline, np.array(times))]
+                for value, *times in messages
+            ],
+        ]
+        for ranks, messages in transmissions(timeline, costs).items()
+    ]
+    return {"links": found} if found else {}
 
 
 def _times(timeline: Timeline, clock: Floats) -> list[float]:
@@ -267,7 +294,7 @@ def _table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     return f'<table class="{name}"><thead><tr>{titles}</tr></thead>\n<tbody>\n{lines}\n</tbody></table>'
 
 
-def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
+def _legend(panels: Panels, *, level: bool, limit: bool, links: bool) -> str:
     """The ops and reductions that the panels contain, in two shades if a rank has several stages."""
     timetables = [timeline.timetable for _, timeline in panels]
     several = any(timetable.num_stages > timetable.num_ranks for timetable in timetables)
@@ -275,11 +302,16 @@ def _legend(panels: Panels, *, level: bool, limit: bool) -> str:
     fills = {f"{op} {MEANING[op]}": COLOURS[op] for op in shown}
     if any(timeline.reductions for _, timeline in panels):
         fills[REDUCTION_MEANING] = REDUCTION_COLOURS
+    messages = [
+        _swatch(MESSAGE_MEANING[name], "op", f"--first:{sent};--later:{on_way}")
+        for name, (sent, on_way) in MESSAGE_COLOURS.items()
+    ]
     items = [
         *(
             _swatch(text, "op", f"--first:{colours[0]};--later:{colours[several]}")
             for text, colours in fills.items()
         ),
+        *(messages if links else []),
         _swatch("bubble", "bubble"),
         *([_swatch("memory", "level")] if level else []),
         *([_swatch("limit", "limit")] if limit else []),

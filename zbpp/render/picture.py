@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import os
 from collections import defaultdict
+from collections.abc import Mapping
 from textwrap import wrap
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from zbpp.render.link_strips import STRIP, draw_links
 from zbpp.render.style import (
     COLOURS,
     COPY_COLOURS,
@@ -17,14 +19,19 @@ from zbpp.render.style import (
     EXCHANGE_COLOUR,
     EXCHANGE_MEANING,
     MEANING,
+    MESSAGE_COLOURS,
+    MESSAGE_MEANING,
     REDUCTION_COLOURS,
     REDUCTION_MEANING,
     Timelines,
+    costs_by_title,
     first_start,
     headline,
     index_on_rank,
     panels_of,
 )
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.interpret.transmissions import transmissions
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Op
 from zbpp.schedule.units import unit_of
@@ -48,7 +55,12 @@ _SMALLEST_FONT = 4.5  # points
 _MOST_NUMBERS = 3000  # with more actions no numbers are drawn: slow to draw, and too small to read
 
 
-def render_picture(timelines: Timelines, path: str | os.PathLike[str] | IO[bytes]) -> None:
+def render_picture(
+    timelines: Timelines,
+    path: str | os.PathLike[str] | IO[bytes],
+    *,
+    costs: Costs | Mapping[str, Costs] | None = None,
+) -> None:
     """Write a picture of timelines, one above the other, in ms from 0: PNG, PDF or SVG by the suffix.
 
     An open file gets a PNG.
@@ -56,6 +68,9 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str] | IO[bytes
     Grey is the bubble: idle time within a rank's span. A box that is wide enough has its microbatch's number.
     A thin bar below a rank's boxes is a reduction, or a copy of what leaves the device or comes back. One
     at the top of a box is the box's exposed exchange: all that the action has, drawn at its end.
+    costs: what the timelines were simulated with, one for all or one for each title. If these have links,
+    each link on which messages take time has a strip below the ranks: dark while a message occupies it, light
+    while the message is on its way.
     Above each panel stand its title and its largest figures, each with the rank that has it.
     """
     # A Figure of its own, no pyplot: no display, no global state, and matplotlib only for those who draw.
@@ -63,19 +78,23 @@ def render_picture(timelines: Timelines, path: str | os.PathLike[str] | IO[bytes
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     panels = panels_of(timelines)
+    own = costs_by_title(panels, costs)
+    strips = [transmissions(timeline, own[title]) for title, timeline in panels]
     heights = [
-        _lane(timeline) * timeline.timetable.num_ranks
+        _lane(timeline) * (timeline.timetable.num_ranks + STRIP * len(links))
         + _ABOVE_AND_BELOW
         + _TITLE_LINE * len(wrap(title, _TITLE_LENGTH))
-        for title, timeline in panels
+        for (title, timeline), links in zip(panels, strips, strict=True)
     ]
     layout = ConstrainedLayoutEngine(h_pad=0.08)
     figure = Figure(figsize=(_WIDTH, sum(heights) + 0.8), dpi=150, layout=layout)
     grid = figure.subplots(len(panels), 1, squeeze=False, height_ratios=heights)
     horizon = max(timeline.makespan for _, timeline in panels) or 1.0
-    for axes, (title, timeline) in zip(grid[:, 0], panels, strict=True):
+    for axes, (title, timeline), links in zip(grid[:, 0], panels, strips, strict=True):
         _draw(axes, title, timeline, horizon)
-    _legend(figure, [timeline for _, timeline in panels])
+        if links:
+            draw_links(axes, timeline, links, _PLOT_WIDTH / horizon)
+    _legend(figure, [timeline for _, timeline in panels], has_links=any(strips))
     figure.savefig(path)
 
 
@@ -219,7 +238,7 @@ def _ops(timeline: Timeline) -> list[Op]:
     return [op for op in Op if any((row.ops == op).any() for row in timeline.timetable.rows)]
 
 
-def _legend(figure: Figure, timelines: list[Timeline]) -> None:
+def _legend(figure: Figure, timelines: list[Timeline], *, has_links: bool) -> None:
     """One line: the ops and reductions that are there, in both shades if a rank has several stages."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.lines import Line2D
@@ -237,6 +256,11 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
         handles |= {COPY_MEANING[is_out]: Patch(color=COPY_COLOURS[is_out]) for is_out in COPY_COLOURS}
     if any(timeline.exposed for timeline in timelines):
         handles[EXCHANGE_MEANING] = Patch(color=EXCHANGE_COLOUR)
+    if has_links:
+        handles |= {
+            MESSAGE_MEANING[name]: tuple(Patch(color=colour) for colour in MESSAGE_COLOURS[name])
+            for name in MESSAGE_COLOURS
+        }
     handles["bubble"] = Patch(color=_BUBBLE)
     handles["makespan"] = Line2D([], [], color=_MUTED, linewidth=0.8, linestyle="--")
     if several:
@@ -246,7 +270,7 @@ def _legend(figure: Figure, timelines: list[Timeline]) -> None:
         list(handles),
         handler_map={tuple: HandlerTuple(ndivide=None, pad=0)},
         loc="outside lower center",
-        ncols=len(handles),
+        ncols=(len(handles) + 1) // 2 if has_links else len(handles),
         frameon=False,
         fontsize=9,
         handlelength=1.6,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from zbpp.planning.memory_limit import memory_text
-from zbpp.schedule.costs import ACTIVATIONS
+from zbpp.schedule.costs import ACTIVATIONS, Costs
 from zbpp.schedule.timeline import Timeline
 from zbpp.schedule.timetable import Op, Timetable
 
@@ -25,12 +25,27 @@ REDUCTION_MEANING = "sum of gradients over replicas"
 EXCHANGE_COLOUR = "#d62839"
 EXCHANGE_MEANING = "exposed exchange"
 
+MESSAGE_COLOURS = {"x": COLOURS[Op.F], "g": COLOURS[Op.B]}  # (occupies its link, is on its way)
+MESSAGE_MEANING = {
+    "x": "activations on a link: sent, on their way",
+    "g": "gradients on a link: sent, on their way",
+}
+
 Timelines = Mapping[str, Timeline] | Iterable[tuple[str, Timeline]]
 
 
 def panels_of(timelines: Timelines) -> list[tuple[str, Timeline]]:
     """The panels of a drawing: (title, timeline), in the order given."""
     return list(timelines.items() if isinstance(timelines, Mapping) else timelines)
+
+
+def costs_by_title(
+    timelines: Timelines, costs: Costs | Mapping[str, Costs] | None
+) -> Mapping[str, Costs | None]:
+    """The costs of each panel: one for all, or one for each title."""
+    if isinstance(costs, Mapping):
+        return {title: costs.get(title) for title, _ in panels_of(timelines)}
+    return dict.fromkeys((title for title, _ in panels_of(timelines)), costs)
 
 
 def first_start(timeline: Timeline) -> float:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from zbpp.render.style import Timelines, first_start, panels_of
+from zbpp.render.style import Timelines, costs_by_title, first_start, panels_of
+from zbpp.schedule.costs import Costs
+from zbpp.schedule.interpret.transmissions import transmissions
 from zbpp.schedule.program import Reduce
 from zbpp.schedule.timeline import Timeline, Transfer, transfers_of
 from zbpp.schedule.units import Unit
@@ -13,7 +15,7 @@ from zbpp.schedule.units import Unit
 Event = dict[str, Any]
 
 
-def chrome_trace(timelines: Timelines) -> dict[str, Any]:
+def chrome_trace(timelines: Timelines, costs: Costs | Mapping[str, Costs] | None = None) -> dict[str, Any]:
     """The JSON object of a trace: one process per rank, one slice per action, times in microseconds.
 
     Beside its actions a rank has two lanes for every rank that it exchanges messages with: one for the
@@ -23,16 +25,23 @@ def chrome_trace(timelines: Timelines) -> dict[str, Any]:
     slice per copy: "Offload saved(0,3)" out of the device, "Fetch saved(0,3)" back. Where experts exchange
     tokens, an action's arguments say how much of it is exposed exchange.
 
+    costs: what the timelines were simulated with, one for all or one for each title. If these have links, the
+    sender has one more lane for each of its links on which messages take time: a slice is the time for which
+    a message occupies the link, and its argument arrives_ms says when the receiver has it.
+
     Each timeline begins at 0. The process ids of the first timeline are its ranks; those of the next
     timelines follow on, so that every title has its own group of processes.
     """
     events: list[Event] = []
+    panels = panels_of(timelines)
     first_id = 0
-    for title, timeline in panels_of(timelines):
+    own = costs_by_title(panels, costs)
+    for title, timeline in panels:
         for rank in range(timeline.timetable.num_ranks):
             events += _names(first_id + rank, f"{title} rank {rank}")
             events += _slices(timeline, rank, first_id + rank)
         events += _messages(timeline, first_id)
+        events += _links(timeline, own[title], first_id)
         events += _reductions(timeline, first_id)
         events += _copies(timeline, first_id)
         first_id += timeline.timetable.num_ranks
@@ -94,6 +103,18 @@ def _message_slices(transfers: list[Transfer], first: float) -> Iterator[Event]:
         free = max(start, 1e3 * (arrived - first))
         args = {"stage": value.stage, **_unit(value.microbatch)}
         yield {"ph": "X", "name": str(value), "args": args, "ts": start, "dur": free - start}
+
+
+def _links(timeline: Timeline, costs: Costs | None, first_id: int) -> Iterator[Event]:
+    """One lane per link that messages occupy, on its sender, after the lane of its copies."""
+    first = first_start(timeline)
+    for (sender, receiver), messages in transmissions(timeline, costs).items():
+        where = {"pid": first_id + sender, "tid": 2 * timeline.timetable.num_ranks + 3 + receiver}
+        yield _lane(where["pid"], where["tid"], f"link to {receiver}")
+        for value, start, gone, arrived in messages:
+            args = {"stage": value.stage, **_unit(value.microbatch), "arrives_ms": arrived - first}
+            about = {"ph": "X", "name": str(value), "cat": "link", "args": args}
+            yield {**about, **where, "ts": 1e3 * (start - first), "dur": 1e3 * (gone - start)}
 
 
 def _reductions(timeline: Timeline, first_id: int) -> Iterator[Event]:

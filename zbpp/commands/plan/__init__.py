@@ -47,7 +47,7 @@ from zbpp.render import (
     render_table,
     render_text,
 )
-from zbpp.schedule import PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
+from zbpp.schedule import Costs, PlanError, Timeline, Timetable, lower, read_timetable, simulate, to_csv
 from zbpp.schedule.passes.posts import in_flight
 
 Outcomes = Mapping[str, Timeline | PlanError]
@@ -198,21 +198,28 @@ def _timelines(outcomes: Outcomes) -> dict[str, Timeline]:
     return timelines
 
 
-def _draw(options: argparse.Namespace, outcomes: Outcomes, inputs: Inputs, notes: Sequence[str]) -> list[str]:
-    """Write the files that the options name, and say so. notes: paragraphs of the page."""
+def _draw(
+    options: argparse.Namespace,
+    outcomes: Outcomes,
+    inputs: Inputs,
+    notes: Sequence[str],
+    costs: Mapping[str, Costs] | None = None,
+) -> list[str]:
+    """Write the files that the options name, and say so.
+
+    notes: paragraphs of the page. costs: of each schedule's stages; None: those of the inputs.
+    """
+    written = [each for each in (options.picture, options.html) if each]
+    if not written:
+        return []
+    timelines = _timelines(outcomes)
+    costs = costs or {name: inputs.costs_of(timeline.timetable) for name, timeline in timelines.items()}
     if options.picture:
-        render_picture(_timelines(outcomes), options.picture)
+        render_picture(timelines, options.picture, costs=costs)
     if options.html:
-        timelines = _timelines(outcomes)
-        timetables = {name: timeline.timetable for name, timeline in timelines.items()}
-        costs = {
-            name: inputs.costs.per_stage(timetable.num_stages, timetable.num_ranks)
-            for name, timetable in timetables.items()
-        }
         page = render_page(timelines, costs=costs, memory_limit=inputs.memory_limit, notes=notes)
         Path(options.html).write_text(page)
-    written = [each for each in (options.picture, options.html) if each]
-    return [f"wrote {' and '.join(map(str, written))}"] if written else []
+    return [f"wrote {' and '.join(map(str, written))}"]
 
 
 # ---------------------------------------------------------------- --choose
@@ -261,7 +268,7 @@ def _cut(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float,
     about = f"To train with it (add your model=, data= and other keys):\n  {command}"
     timelines = {found.schedule: simulate(found.timetable, found.costs)}
     notes = [*inputs.notes, text, about, *_short_w(inputs)]
-    return "\n\n".join([*notes, *_draw(options, timelines, inputs, [text])])
+    return "\n\n".join([*notes, *_draw(options, timelines, inputs, [text], {found.schedule: found.costs})])
 
 
 def _short_w(inputs: Inputs) -> list[str]:

@@ -1,8 +1,9 @@
 // One timeline on a canvas: a lane per rank with its actions as boxes and, below them, its reductions as thin bars
-// and its memory level.
+// and its memory level. Below all ranks a strip per link on which messages take time.
 "use strict";
 
 const PLOT = { left: 54, top: 20, right: 6, bottom: 4 }; // px around the lanes; the ruler is on top
+const LINKS_GAP = 5; // px between the ranks and the strips of links
 const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
 
 /** The least of 1, 2, 5 times a power of ten that is not below `least`: the step between ticks. */
@@ -31,8 +32,11 @@ class Drawing {
     this.bar = Math.max(1, Math.floor(0.06 * tall)); // of a reduction, in the gap below the box
     this.strip = memory ? Math.floor(0.36 * tall) : 0;
     this.lane = memory ? tall : Math.ceil(0.58 * tall);
+    this.links = this.timeline.links ?? [];
+    this.way = clamp(Math.round(220 / Math.max(this.links.length, 1)), 4, 15); // the height of a link's strip
     this.width = this.canvas.clientWidth;
-    this.height = PLOT.top + this.lane * ranks.length + PLOT.bottom;
+    const strips = this.links.length ? LINKS_GAP + this.way * this.links.length : 0;
+    this.height = PLOT.top + this.lane * ranks.length + strips + PLOT.bottom;
     this.plot = this.width - PLOT.left - PLOT.right;
   }
 
@@ -43,6 +47,7 @@ class Drawing {
   level(rank, level) {
     return this.y(rank) + Math.round(0.92 * this.lane) - (level / this.view.highest) * this.strip;
   }
+  linkTop(place) { return this.y(this.timeline.ranks.length) + LINKS_GAP + this.way * place; }
   middle(rank) { return this.y(rank) + this.box / 2; }
   time(x) { return this.view.from + (x - PLOT.left) * this.msPerPixel; }
 
@@ -70,11 +75,13 @@ class Drawing {
     pen.scale(theme.sharpness, theme.sharpness);
     pen.textBaseline = "middle";
     this.paintRanks(pen);
+    this.paintLinkNames(pen);
     this.paintRuler(pen);
     pen.beginPath();
     pen.rect(PLOT.left, 0, this.plot, this.height);
     pen.clip();
     this.timeline.ranks.forEach((_, rank) => this.paintLane(pen, rank));
+    this.links.forEach((_, place) => this.paintLink(pen, place));
     this.paintEnd(pen);
   }
 
@@ -86,6 +93,15 @@ class Drawing {
       pen.fillText(`rank ${rank}`, PLOT.left - 8, this.middle(rank) + 1);
     }
     if (this.strip >= 8) this.timeline.ranks.forEach((_, rank) => this.paintScale(pen, rank));
+  }
+
+  paintLinkNames(pen) {
+    const every = Math.ceil(11 / this.way);
+    Object.assign(pen, { font: this.view.theme.font(9), fillStyle: this.view.theme.muted, textAlign: "right" });
+    for (let place = 0; place < this.links.length; place += every) {
+      const [sender, receiver] = this.links[place];
+      pen.fillText(`${sender} → ${receiver}`, PLOT.left - 8, this.linkTop(place) + this.way / 2);
+    }
   }
 
   /** What the top of a memory strip stands for, and its bottom: the same on all of the page. */
@@ -144,6 +160,25 @@ class Drawing {
       if (size !== written) pen.font = this.view.theme.font((written = size));
       pen.fillStyle = inks[kinds[index]];
       pen.fillText(this.timeline.unitName(units[index]), (from + to) / 2, this.middle(rank) + 0.5);
+    }
+  }
+
+  /** A message's box while it occupies the link; a bar of half its height while the message is on its way. */
+  paintLink(pen, place) {
+    const [top, height] = [this.linkTop(place), Math.max(2, this.way - 3)];
+    const messages = this.links[place][2];
+    for (const [, , colour, , gone, arrived] of messages) {
+      pen.fillStyle = colour;
+      pen.fillRect(this.x(gone), top + height / 2, this.x(arrived) - this.x(gone), height / 2);
+    }
+    for (const [name, colour, , start, gone] of messages) {
+      const [left, right] = [this.x(start), this.x(gone)];
+      if (right < PLOT.left || left > this.width) continue;
+      pen.fillStyle = colour;
+      pen.fillRect(left, top, right - left - clamp(0.15 * (right - left) - 0.4, 0, 1), height);
+      if (height < 9 || right - left < 6 * name.length) continue;
+      Object.assign(pen, { font: this.view.theme.font(9), fillStyle: "#fff", textAlign: "center" });
+      pen.fillText(name, (left + right) / 2, top + height / 2 + 0.5);
     }
   }
 
