@@ -5,14 +5,13 @@ import torch
 from torch import nn
 
 from helpers.processes import open_things, run_ranks
-from helpers.timetables import with_offload
+from helpers.timetables import choose_offload, with_offload
 from zbpp import Costs, Timetable, plan, simulate
 from zbpp.benchmark.bench import Options, bench
 from zbpp.benchmark.length_costs import fit_lengths, fitted
 from zbpp.benchmark.measurement import measure, with_split_backward, with_whole_backward
 from zbpp.benchmark.workload import Workload
 from zbpp.data import regression_data, text_data
-from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.job.world import World
 from zbpp.models.emulated import Emulated, sleep
 from zbpp.planning import SCHEDULES

@@ -179,7 +179,7 @@ def _offloaded(pipeline: Pipeline) -> OffloadedWeights | None:
 def _staying(trainer: Trainer) -> Iterator[Tensor]:
     """On the device: what may be redone, receive buffers, weights, gradients, masters, optimizer states."""
     pipeline = trainer.pipeline
-    kept = trainer._update.copies(), trainer._begun.kept_batches
+    kept = trainer._update.copies(), [each.batch for each in trainer._begun._begun]
     yield from (each for each in tree_leaves(kept) if isinstance(each, Tensor))
     weights = _offloaded(pipeline)
     yield from pipeline._rank.executors["step"].pool.buffers()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 
+from zbpp.features.activation_offload.choice import choose_rank_offload
 from zbpp.features.activation_offload.copies import (
     Await,
     Drop,
@@ -153,6 +154,12 @@ def away(value: Value, *, made: int, dropped: int, fetched: int, used: int) -> t
         Placed(fetched, True, Fetch(value)),
         Placed(used, False, Await(value)),
     )
+
+
+def choose_offload(timeline: Timeline, costs: Costs, *limit: float, late: bool = False) -> list[RankOffload]:
+    """What leaves each rank."""
+    ranks = range(timeline.timetable.num_ranks)
+    return [choose_rank_offload(timeline, rank, costs, *limit, late=late) for rank in ranks]
 
 
 def with_offload(timetable: Timetable, costs: Costs, offload: Sequence[RankOffload]) -> Timeline:

@@ -9,8 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from helpers.timetables import with_offload
-from zbpp.features.activation_offload.choice import choose_offload
+from helpers.timetables import choose_offload, with_offload
 from zbpp.planning import compare, plan
 from zbpp.render import chrome_trace, render_figures, render_picture, render_table, render_text
 from zbpp.schedule import Costs, Links, PlanError, Timetable, simulate

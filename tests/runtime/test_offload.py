@@ -7,11 +7,10 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from helpers.processes import run_ranks
-from helpers.timetables import with_offload
+from helpers.timetables import choose_offload, with_offload
 from zbpp import ActivationOffload, Costs, Pipeline, Timetable, make_mesh, plan, simulate
 from zbpp.autograd import recompute
 from zbpp.features.activation_offload.activation_offload import offload_of
-from zbpp.features.activation_offload.choice import choose_offload
 from zbpp.measure.live_tensors import live_bytes
 from zbpp.runtime.processes.dtensors import local_of
 

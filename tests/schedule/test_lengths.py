@@ -7,8 +7,7 @@ from itertools import accumulate
 import numpy as np
 import pytest
 
-from helpers.timetables import by_hand, makes, random_timetable, with_offload
-from zbpp.features.activation_offload.choice import choose_offload
+from helpers.timetables import by_hand, choose_offload, makes, random_timetable, with_offload
 from zbpp.planning import plan
 from zbpp.schedule import Costs, Op, PlanError, simulate
 from zbpp.schedule.timeline import transfers_of

@@ -172,11 +172,6 @@ class BegunSteps:
         self._values = values
         self._begun: deque[_Begun] = deque()
 
-    @property
-    def kept_batches(self) -> list[Batch]:
-        """The batches of the steps whose outcome is not known yet: such a step may be run again."""
-        return [begun.batch for begun in self._begun]
-
     def add(self, step: int, times: Metrics, batch: Batch, pipeline: Pipeline) -> None:
         """Note the step (counted from 0) that the pipeline has just run. times: its duration and speed."""
         self._begun.append(_Begun(step + 1, times, batch, pipeline.num_steps - 1))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from bisect import insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -21,33 +21,20 @@ from zbpp.features.activation_offload.copies import Await, Drop, Fetch, Offload,
 from zbpp.schedule.costs import Costs, StageCosts
 from zbpp.schedule.dataflow import Value, consumes, produces
 from zbpp.schedule.timeline import Timeline
-from zbpp.schedule.timetable import PlanError, Row
+from zbpp.schedule.timetable import Row
 
 _TINY = 1e-9  # ms: two sums of the same times may differ by rounding
-
-
-def choose_offload(
-    timeline: Timeline, costs: Costs, limit: float | Sequence[float] = math.inf, *, late: bool = False
-) -> tuple[RankOffload, ...]:
-    """Choose, for each rank, which values leave, and when.
-
-    timeline: the simulated step without offload, under the same costs. limit: the most that may be away from
-    a rank at a time, in the unit of costs.saved; one number for all ranks, or one per rank. late: a value
-    leaves even if an action waits for its copies, up to the limit.
-    """
-    num_ranks = timeline.timetable.num_ranks
-    limits = [*limit] if isinstance(limit, Sequence) else [limit] * num_ranks
-    if len(limits) != num_ranks:
-        raise PlanError(f"limit has {len(limits)} numbers for {num_ranks} ranks")
-    return tuple(
-        choose_rank_offload(timeline, rank, costs, each, late=late) for rank, each in enumerate(limits)
-    )
 
 
 def choose_rank_offload(
     timeline: Timeline, rank: int, costs: Costs, limit: float = math.inf, *, late: bool = False
 ) -> RankOffload:
-    """The choice of one rank, which depends on no other rank's choice; arguments as in `choose_offload`."""
+    """Choose which values leave a rank, and when; it depends on no other rank's choice.
+
+    timeline: the simulated step without offload, under the same costs. limit: the most that may be away from
+    the rank at a time, in the unit of costs.saved. late: a value leaves even if an action waits for its
+    copies, up to the limit.
+    """
     stage_costs = costs.of_units(timeline.timetable)
     return _RankChoice(timeline, rank, stage_costs, late).choose(limit)
 
