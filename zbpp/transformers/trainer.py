@@ -49,7 +49,9 @@ from zbpp.transformers.refusals import (
     check_trainer,
 )
 from zbpp.transformers.replicas import Replicas
-from zbpp.transformers.report import report
+from zbpp.transformers.report import held, report, report_measured
+
+_WARM = 2  # the first step pays for loading and allocating
 
 Schedule = str | Callable[[int, int], Timetable]
 
@@ -100,7 +102,8 @@ class PipelineTrainer(Checkpoints):
     _metrics: Any  # of TRL's classes alone, as the next
     _total_train_tokens: Any
     _replicas: Replicas
-    _recorder: Recorder | None = None  # of the last step, if it was measured
+    _recorder: Recorder | None = None  # of the last step, if it will be logged
+    _num_steps = 0  # that this process has begun
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
         given = next(
@@ -199,14 +202,23 @@ class PipelineTrainer(Checkpoints):
     def _say_plan(self, cut: CutModel) -> None:
         """Print the cut and the plan, on rank 0. Collective."""
         timetable = cut.pipeline.timetable
-        held = cut.pipeline.place.gather(sum(each.numel() for each in cut.pipeline.parameters()))
+        everyone = cut.pipeline.place.gather(held(cut.pipeline))[: timetable.num_ranks]
+        name = self.schedule if isinstance(self.schedule, str) else "a schedule of your own"
+        planned = partial(self._timetable, timetable.num_ranks)
+        self._say(report(name, timetable, cut.layers, everyone, planned, self.num_replicas))
+
+    def _say_measured(self, pipeline: Pipeline, recorder: Recorder) -> None:
+        """Print the bubble of a step and the memory of the ranks, on rank 0. Collective."""
+        everyone = pipeline.place.gather(held(pipeline, raw_optimizer(self.optimizer)))
+        timeline = recorder.timeline()
+        self._say(report_measured(timeline, everyone[: timeline.timetable.num_ranks]))
+
+    def _say(self, text: str) -> None:
+        """Print lines on rank 0, above the Trainer's bars."""
+        from tqdm.auto import tqdm
+
         if self.args.should_log:
-            name = self.schedule if isinstance(self.schedule, str) else "a schedule of your own"
-            planned = partial(self._timetable, timetable.num_ranks)
-            print(
-                report(name, timetable, cut.layers, held[: timetable.num_ranks], planned, self.num_replicas),
-                flush=True,
-            )
+            tqdm.write(text)
 
     def _timetable(self, num_ranks: int, num_microbatches: int) -> Timetable:
         if callable(self.schedule):
@@ -268,13 +280,18 @@ class PipelineTrainer(Checkpoints):
 
     @contextmanager
     def _recorded(self, pipeline: Pipeline) -> Iterator[None]:
-        """Measure the step inside if it will be logged."""
+        """Measure the step inside if it will be logged, and the second one, which is the first warm one."""
         every = self.state.logging_steps if self.args.logging_strategy == "steps" else 0
-        if not every or (self.state.global_step + 1) % every:
+        is_logged = bool(every) and (self.state.global_step + 1) % every == 0
+        self._num_steps += 1
+        if not is_logged and self._num_steps != _WARM:
             yield
             return
-        with pipeline.using(Recorder()) as self._recorder:
+        with pipeline.using(Recorder()) as recorder:
             yield
+        if self._num_steps == _WARM:
+            self._say_measured(pipeline, recorder)
+        self._recorder = recorder if is_logged else None
 
     def _arguments(self, microbatches: list[Any], num_planned: int, num_items: Any) -> tuple[list[Any], Any]:
         """Arguments of stage 0 and the target of the last stage."""

@@ -194,6 +194,17 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
     return (each for each in model.modules() if isinstance(each, kinds))
 
 
+def statistics(model: nn.Module) -> Iterator[Tensor]:
+    """What quantized layers hold on this rank beside their weights; a tensor may come twice."""
+    if find_spec("bitsandbytes") is None:
+        return
+    for layer in quantized_layers(model):
+        state = getattr(layer.weight, "quant_state", None)
+        for owner in (layer.weight, getattr(layer, "state", None), state, getattr(state, "state2", None)):
+            if owner is not None:
+                yield from (each for each in vars(owner).values() if isinstance(each, Tensor))
+
+
 def quantization_states(model: nn.Module) -> Iterator[Any]:
     """bitsandbytes's account of each weight of 4 bits."""
     states = (getattr(layer.weight, "quant_state", None) for layer in quantized_layers(model))
