@@ -1,5 +1,6 @@
 """Each diff of docs/from_trainer.md, applied to its script, trains what the script trains in one process."""
 
+import csv
 import os
 import re
 import subprocess
@@ -69,13 +70,55 @@ def test_the_trainers_script(tmp_path):
     assert_same_weights(alone / "tuned/model.safetensors", piped / "tuned/model.safetensors", 1e-4)
 
 
+def compared(name, owner, tmp_path):
+    """Run a script that has the model or the pipeline in `owner` on two ranks, and in one process.
+
+    Compares the weights; returns both folders, and what was printed in each.
+    """
+    import torch
+
+    alone, piped = (written(name, tmp_path / each) for each in ("alone", "piped"))
+    with (alone / name).open("a") as script:
+        script.write(f"\ntorch.save({owner}model.state_dict(), 'weights.pt')\n")
+    with (piped / "piped.py").open("a") as script:
+        rank = "torch.distributed.get_rank()"
+        script.write(f"\ntorch.save({owner}pipeline.state_dict(), f'weights{{{rank}}}.pt')\n")
+    printed = run_command(f"python {name}", alone), run_command(f"{TORCHRUN} piped.py", piped)
+    whole = torch.load(alone / "weights.pt")
+    parts = [torch.load(piped / f"weights{rank}.pt") for rank in range(2)]
+    found = {**parts[0], **parts[1]}
+    assert found.keys() == whole.keys()
+    for key, each in whole.items():
+        assert (found[key] - each).abs().max() <= 1e-5 * each.abs().max(), key
+    return (alone, piped), printed
+
+
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", ["loop.py", "accelerated.py"])
+@pytest.mark.parametrize("name", ["loop.py", "accelerated.py", "fabric.py"])
 def test_a_loop_of_ones_own(name, tmp_path):
-    folder = written(name, tmp_path / "loop")
-    expected = losses(run_command(f"python {name}", folder))
+    if name == "fabric.py":
+        pytest.importorskip("lightning")
+    _, printed = compared(name, "", tmp_path)
+    expected, found = map(losses, printed)
     assert len(expected) == 5
-    assert losses(run_command(f"{TORCHRUN} piped.py", folder)) == pytest.approx(expected, rel=1e-5)
+    assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.nightly
+def test_lightnings_trainer(tmp_path):
+    pytest.importorskip("lightning")
+    folders, _ = compared("module.py", "module.", tmp_path)
+    logs = []
+    for folder in folders:
+        (table,) = folder.glob("logs/*/version_0/metrics.csv")
+        with table.open() as lines:
+            logs.append(
+                [{key: float(value or "nan") for key, value in row.items()} for row in csv.DictReader(lines)]
+            )
+    assert len(logs[0]) == len(logs[1]) == 12
+    for one, other in zip(*logs, strict=True):
+        assert one == pytest.approx(other, rel=1e-5, nan_ok=True)
+    assert (folders[1] / "checkpoints/step-10").exists()
 
 
 @pytest.mark.nightly
