@@ -1,5 +1,7 @@
 """Planning anew in the middle of a run: no loss shows it, on two processes with dropout and batch norm."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,9 +9,12 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from helpers.trainers import small_trainer
-from zbpp import Pipeline, PlanError, plan, simulate
-from zbpp.data import text_data
+from zbpp import FewerBytes, Links, Pipeline, PlanError, plan, simulate
+from zbpp.benchmark.delayed_links import delayed_links
+from zbpp.data import regression_data, text_data
 from zbpp.features.post_validation.validation import validation_of
+from zbpp.measure import link_times
+from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
@@ -196,3 +201,57 @@ def test_a_replanner_with_nothing_left_to_do_finishes_no_more_updates_early():
     pending = [validation_of(trainer.pipeline).pending is not None for _ in trainer.run(20)]
     assert trainer.replan.is_over
     assert any(pending[12:-1])
+
+
+SLOW, STAGE_MS = {(0, 1): (90.0, 20.0), (1, 0): (40.0, 20.0)}, 50.0
+
+
+def over_links(rank, pairs, extras):
+    """What was asked for with links so slow: the costs; and losses, makespans, the sizes of a message."""
+    asked = []
+
+    def searched(costs, limits):
+        asked.append(costs)
+        return plan("zb_auto", P, 2, costs=costs, memory_limit=list(limits), time_limit=0.5)
+
+    model = Emulated(num_layers=2, f=STAGE_MS, b=STAGE_MS, w=STAGE_MS)
+    timetable = plan("1f1b", P, 2)
+    stages = {rank: model.build_stage(rank, P)}
+    share = 0.3  # so that no noise of a busy machine counts as a slow link
+    with delayed_links(Links(pairs=pairs), nbytes=2**16), patch.object(link_times, "NEGLIGIBLE", share):
+        pipeline = Pipeline(stages, timetable, model.loss, extras=extras)
+        rates = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+        trainer = Trainer(
+            pipeline=pipeline,
+            optimizer=adamw(pipeline.parameters(), learning_rate=0.01, **rates),
+            data=regression_data(in_features=8, out_features=8, batch_size=4, seed=0),
+            learning_rate=lambda step: 1.0,
+            num_recorded=1,
+            replan=Replan(plan=searched, loss_fn=model.loss, stages=stages, num_measured=1),
+        )
+        history = list(trainer.run(3))
+        pipeline.close()
+    return asked, [each["loss"] for each in history], history[1]["expected_makespan_ms"]
+
+
+@pytest.mark.nightly
+def test_links_are_measured_and_slow_ones_are_in_the_costs_of_the_new_plan():
+    """Fast ones leave the costs as they are, and no bit of a loss depends on either."""
+    fast, slow, rounded = (
+        run_ranks(over_links, P, *each) for each in (({}, ()), (SLOW, ()), (SLOW, (FewerBytes("8bit"),)))
+    )
+    ((unchanged,), losses, _), _ = fast
+    assert unchanged.links is None
+    ((costs,), with_slow, expected), (nothing, _, elsewhere) = slow
+    assert with_slow == losses
+    assert nothing == []
+    assert costs.comm == [0.0] * P
+    for pair, (latency, busy) in SLOW.items():
+        found_latency, per_byte = costs.links.pairs[pair]
+        assert 0.5 < found_latency / latency < 2
+        assert 0.5 < per_byte * 2**16 / busy < 2
+    assert expected == elsewhere >= max(latency for latency, _ in SLOW.values()) + 4 * STAGE_MS
+    # Two rows of eight numbers, in float32, and in 8 bits with a scale a row.
+    assert (costs.links.x, costs.links.g) == (64, 64)
+    coded = rounded[0][0][0].links
+    assert (coded.x, coded.g) == (16 + 8, 16 + 8)

@@ -6,7 +6,6 @@ interleaved_timing  timing in turns, so that a slow moment of the machine hits a
 bench               which schedules and runtimes are timed
 torch_runner        torch's runtime, with the schedules of the same names
 measurement         the costs of a model's stages: times, messages, copies, memory
-link_times          the links between ranks: latency and time per byte
 delayed_links       EMULATED slow links: messages that wait before they are sent
 length_costs        how times grow with the length of a microbatch
 report              rows of numbers, a table, files

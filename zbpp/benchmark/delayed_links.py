@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbpp.benchmark import link_times
+from zbpp.measure import link_times
 from zbpp.runtime import rank as runtime_rank
 from zbpp.runtime.host_links import LinkGroup, Started
 from zbpp.schedule import Links

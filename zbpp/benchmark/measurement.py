@@ -6,19 +6,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from zbpp.autograd.offload.host_copier import Copier, Copy, Moves
 from zbpp.benchmark.interleaved_timing import ZbppRunner, close_all, start, time_in_turns
-from zbpp.benchmark.link_times import timed_links, with_links
 from zbpp.benchmark.workload import Workload
 from zbpp.devices import synchronize
 from zbpp.job.agreement import gather
 from zbpp.measure import measured_costs
+from zbpp.measure.link_times import message_bytes, timed_links, with_links
 from zbpp.measure.microbatch_memory import (
     StageMemory,
     first_inputs,
@@ -121,18 +120,7 @@ def _held(workload: Workload, timetable: Timetable) -> tuple[list[StageMemory], 
         loss_fn=workload.model.loss,
         target=None if target is None else into_microbatches("target", target, workload.num_microbatches)[0],
     )
-    return held, _message_bytes(inputs)
-
-
-def _message_bytes(inputs: Mapping[int, tuple[Any, ...]]) -> tuple[int, int]:
-    """(x, g): the bytes of the largest activations and gradients between stages. Collective."""
-    received = [
-        [each for each in given if isinstance(each, Tensor)] for stage, given in inputs.items() if stage
-    ]
-    x = max((sum(each.nbytes for each in given) for given in received), default=0)
-    g = max((sum(each.nbytes for each in given if each.requires_grad) for given in received), default=0)
-    everyone = gather((x, g))
-    return max(each for each, _ in everyone), max(each for _, each in everyone)
+    return held, message_bytes(inputs)
 
 
 # ----------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 costs              costs of measured steps
 length_costs       the same where microbatches differ in length: times in two parts
+link_times         the links between ranks: latency and time per byte
 fake_tensors       torch's fake tensors, with values for small tensors of integers
 live_tensors       the bytes of live tensors at any moment
 microbatch_memory  the bytes that one microbatch takes on a stage

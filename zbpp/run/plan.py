@@ -164,7 +164,13 @@ def build_replan(
             stages_per_rank=timetable.num_stages // timetable.num_ranks,
         )
 
-    return Replan(plan=plan_again, loss_fn=loss_fn, stages=stages, memory_limits=limits)
+    return Replan(
+        plan=plan_again,
+        loss_fn=loss_fn,
+        stages=stages,
+        memory_limits=limits,
+        timeout=config.parallel.timeout,
+    )
 
 
 def _check_replan(name: str | None) -> None:

@@ -4,7 +4,7 @@ The cut of the model stays, so every loss stays equal to the last bit: only the 
 With n measured steps, counted from 0 at the first step that this process runs:
 
     step 0          ranks agree on shapes; the inputs of each stage are kept
-    1 to n          measured, under the first plan; then the new plan is made
+    1 to n          measured, under the first plan; then the links are measured, and the new plan is made
     n + 1           programs are made, and extras warm up
     n + 2 to 2n + 1 measured, to compare with the new plan's predicted makespan
 """
@@ -19,11 +19,15 @@ from typing import Any
 
 from torch import nn
 
+from zbpp.features.fewer_bytes.codes import coded
+from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes, chosen_boundaries
 from zbpp.features.head_at_once.head_at_once import HeadAtOnce
 from zbpp.measure import measured_costs
+from zbpp.measure.link_times import message_bytes, timed_links, with_links
 from zbpp.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
 from zbpp.runtime import Pipeline
 from zbpp.runtime.call.microbatch import into_microbatches
+from zbpp.runtime.layout import Message
 from zbpp.runtime.processes.mesh import planned_by_rank_0
 from zbpp.schedule import Costs, Timeline, Timetable, simulate
 
@@ -40,6 +44,7 @@ class Replan:
     stages: this rank's. memory_limits: bytes that each rank may hold, with weights, gradients and optimizer
     states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made;
     is_over: whether it was measured, too, so that nothing is left to do.
+    timeout: seconds that a wait for another rank may last while links are measured.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -47,6 +52,7 @@ class Replan:
     stages: Mapping[int, nn.Module]
     memory_limits: Sequence[float] | None = None
     num_measured: int = 3
+    timeout: float = 600.0
 
     def __post_init__(self) -> None:
         self._watching = ExitStack()
@@ -114,9 +120,21 @@ class Replan:
             group=pipeline.group,
             head_at_once=any(isinstance(each, HeadAtOnce) for each in pipeline.extras),
         )
+        sizes = message_bytes(self._inputs, pipeline.group, _codes(pipeline))
         self._inputs.clear()
-        return measured_costs(*timelines).in_bytes(
+        costs = measured_costs(*timelines).in_bytes(
             saved=[each.saved for each in held],
             deferred=[each.deferred for each in held],
             static=static_per_stage(self.stages, pipeline.timetable.num_stages, pipeline.group),
         )
+        links = timed_links(pipeline.timetable, sizes, pipeline.device, self.timeout, pipeline.group)
+        return with_links(costs, links, *sizes)
+
+
+def _codes(pipeline: Pipeline) -> Callable[[int, Message], Message]:
+    """What goes over a boundary in place of a message."""
+    fewer = next((each for each in pipeline.extras if isinstance(each, FewerBytes)), None)
+    if fewer is None:
+        return lambda boundary, message: message
+    form, chosen = fewer.form, chosen_boundaries(fewer.boundaries, pipeline.timetable.num_stages)
+    return lambda boundary, message: coded(message, form) if boundary in chosen else message

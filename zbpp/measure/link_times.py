@@ -16,11 +16,11 @@ from __future__ import annotations
 import socket
 import time
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from torch import Tensor
 from zbpp.devices import synchronize
 from zbpp.job.agreement import broadcast, gather
 from zbpp.runtime.host_links import OWN_LIMIT, LinkGroup, Started
+from zbpp.runtime.layout import Message
 from zbpp.runtime.processes.groups import close_groups, in_rounds, link_groups
 from zbpp.schedule import Costs, Links, Timetable
 from zbpp.schedule.links import MS_PER_BYTE
@@ -95,16 +96,49 @@ def _as_list(value: float | Sequence[float]) -> Sequence[float]:
     return value if isinstance(value, Sequence) else [value]
 
 
-def timed_links(timetable: Timetable, nbytes: Sequence[int], device: torch.device, timeout: float) -> Table:
+def message_bytes(
+    inputs: Mapping[int, tuple[Any, ...]],
+    group: dist.ProcessGroup | None = None,
+    sent: Callable[[int, Message], Message] = lambda boundary, message: message,
+) -> tuple[int, int]:
+    """(x, g): the bytes of the largest activations and gradients between stages. Collective.
+
+    inputs: of the forwards of this rank's stages. sent(boundary, message): what goes in place of the message
+    over boundary k, that between stages k and k + 1.
+    """
+    received = {
+        stage: tuple([each for each in given if isinstance(each, Tensor)])
+        for stage, given in inputs.items()
+        if stage
+    }
+
+    def nbytes(stage: int, message: Message) -> int:
+        return sum(each.nbytes for each in sent(stage - 1, message) if each is not None)
+
+    x = max((nbytes(*each) for each in received.items()), default=0)
+    gradients = {stage: [each for each in given if each.requires_grad] for stage, given in received.items()}
+    g = max((nbytes(stage, tuple(given)) for stage, given in gradients.items()), default=0)
+    everyone = gather((x, g), group)
+    return max(each for each, _ in everyone), max(each for _, each in everyone)
+
+
+def timed_links(
+    timetable: Timetable,
+    nbytes: Sequence[int],
+    device: torch.device,
+    timeout: float,
+    group: dist.ProcessGroup | None = None,
+) -> Table:
     """The latency and the time per byte of each link between a timetable's stages, as rank 0 finds them.
 
-    nbytes: of the messages. Collective over the job, whose ranks are the timetable's.
+    nbytes: of the messages. group: of the timetable's ranks; None: all processes of the job. Collective over
+    the group.
     """
     ranks = [(one, other) for one, other in pairwise(timetable.rank_of) if one != other]
     pairs = sorted({pair for each in ranks for pair in (each, each[::-1])})
     if not pairs or not max(nbytes):
         return {}
-    groups, mine = link_groups(None, pairs, timeout, device), dist.get_rank()
+    groups, mine = link_groups(group, pairs, timeout, device), dist.get_rank(group)
     sent: dict[_Kind, list[float]] = defaultdict(list)
     arrived: dict[_Kind, list[float]] = defaultdict(list)
     for first, second in in_rounds(pairs):
@@ -112,9 +146,9 @@ def timed_links(timetable: Timetable, nbytes: Sequence[int], device: torch.devic
             there = (first, second) if mine == first else (second, first)
             end = _End(there, groups[there], groups[there[::-1]], device, sent, arrived)
             _measure(end, _sizes(nbytes))
-    everyone = gather(_Host(socket.gethostname(), {**sent}, {**arrived}))  # all have ended
+    everyone = gather(_Host(socket.gethostname(), {**sent}, {**arrived}), group)  # all have ended
     close_groups(groups.values())
-    return broadcast(_table(pairs, everyone))  # type: ignore[no-any-return]
+    return broadcast(_table(pairs, everyone), group)
 
 
 def _sizes(nbytes: Sequence[int]) -> list[int]:

@@ -12,9 +12,9 @@ import torch
 
 from helpers.processes import run_ranks
 from zbpp import Costs, Links, plan, simulate
-from zbpp.benchmark import link_times
 from zbpp.benchmark.delayed_links import delayed_links
-from zbpp.benchmark.link_times import NEGLIGIBLE, fitted, timed_links, with_links
+from zbpp.measure import link_times
+from zbpp.measure.link_times import NEGLIGIBLE, fitted, timed_links, with_links
 from zbpp.planning import read_costs, written_links
 
 P, NBYTES = 3, 2**20
