@@ -29,7 +29,7 @@ from zbpp.observers.recorder import Recorder
 from zbpp.runtime import Pipeline
 from zbpp.runtime.extra import extras_of
 from zbpp.schedule import Action
-from zbpp.schedule.program import HeadW, Instruction
+from zbpp.schedule.program import Instruction, PartOfW
 from zbpp.training.trainer import Trainer
 
 
@@ -74,7 +74,7 @@ class MemoryLevels(StepRecord):
             is_action = isinstance(instruction, Action)
             if last is not None:
                 last = last._replace(highest=max(last.highest, waited, 0 if is_action else highest))
-            if last is not None and isinstance(instruction, HeadW):  # it belongs to the B before it
+            if last is not None and isinstance(instruction, PartOfW):  # it belongs to the B before it
                 last = last._replace(after=after)
             if isinstance(instruction, Action):
                 if last is not None:

@@ -6,10 +6,10 @@ from optimi import AdamW
 
 from helpers.graph_maker import EmulatedGraphs
 from zbpp import CudaGraphs, GradientRelease, HeadAtOnce, Pipeline, plan
+from zbpp.features.head_at_once.head_w import HeadW
 from zbpp.models.llama import Llama
 from zbpp.runtime import StageWorker
 from zbpp.runtime.call.feed import Feed, LossGradients
-from zbpp.schedule.program import HeadW
 
 WORDS, M, STEPS = 500, 4, 3
 
@@ -59,7 +59,8 @@ def test_the_gradient_of_the_logits_waits_for_w_or_does_not(at_once):
     worker.begin(Feed((), [{}], [tokens()[:2, 1:]], [0], LossGradients()))
     worker.backward_input(0, worker.forward(0, (inputs.requires_grad_(),)))
     if at_once:
-        worker.accumulate(worker.deferred(0).take_large())
+        weight_grads = worker.deferred(0)
+        worker.accumulate(0, weight_grads.take(weight_grads.is_large))
     assert (worker.module.head.weight.grad is not None) == at_once
     assert (worker.deferred(0).held_bytes < 4 * 16 * WORDS) == at_once
     worker.backward_weight(0)

@@ -204,7 +204,7 @@ def test_without_a_pipeline():
     weights = OffloadedWeights({0: module})
     x, dy = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6)
     (grad,), later = backward_input(module(x), dy, x)
-    weights.accumulate(StageWorker(0, module, is_last=True), later)
+    weights.around_w(0, StageWorker(0, module, is_last=True).accumulate)(0, later)
     (expected,), later = backward_input(plain(x), dy, x)
     later.accumulate()
     assert torch.equal(grad, expected)

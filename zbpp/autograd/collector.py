@@ -28,7 +28,7 @@ class Collector:
 
     inputs: the inputs of this B. wanted: as in `survey`. is_hooked, keep, at_once: as in `split`.
     large: gradients that Functions have made and that W needs, larger than all else that it holds. The tasks
-    that hold them may run right after B, see WeightGrads.take_large.
+    that hold them may run right after B, see WeightGrads.is_large.
     """
 
     def __init__(

@@ -112,7 +112,7 @@ def split(
     """`backward_input` after its checks. Returns the inputs' gradients, the tasks of W, and large gradients.
 
     The large gradients are those that the tasks of a language model's head hold (`Collector.large`): a caller
-    may run these tasks at once, see WeightGrads.take_large.
+    may run these tasks at once, see WeightGrads.is_large.
     wanted: ids of the parameters, None for all. is_hooked: whether computed tensors or nodes may have hooks;
     looking for hooks takes time. keep: as in backward_input. at_once: whether W follows B at once (BW). If no
     leaf has hooks, the pass then adds gradients to `.grad`: those that Functions put off, and those that B

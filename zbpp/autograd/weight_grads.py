@@ -243,9 +243,7 @@ class WeightGrads:
 
     def __init__(self, tasks: list[Task], large: Sequence[Tensor] = ()) -> None:
         self._tasks: list[Task] | None = tasks
-        self._large: set[int] | None = None
-        if large:
-            self._large = {storage._cdata for each in large for storage in storages_of(each)}
+        self._large = {storage._cdata for each in large for storage in storages_of(each)}
 
     @property
     def held_bytes(self) -> int:
@@ -272,38 +270,19 @@ class WeightGrads:
         """The parameters that W adds to."""
         return (leaf for task in self.tasks for leaf in leaves_of(task))
 
-    def parts(self, key: Callable[[Tensor], Any]) -> Iterator[tuple[Any, WeightGrads]]:
-        """Take W apart: (key, the W of the parameters with this key). This object is empty afterwards."""
-        tasks, self._tasks = self._tasks or [], None
-        parts: dict[Any, list[Task]] = {}
-        for task in tasks:
-            parts.setdefault(key(task.leaf), []).append(task)
-        tasks.clear()
-        while parts:
-            found = next(iter(parts))
-            yield found, WeightGrads(parts.pop(found))
-
-    def take_large(self) -> WeightGrads:
-        """A part of W, which may run right after B: take the tasks that hold large gradients."""
-        if not (self._large and self._tasks):
+    def take(self, is_wanted: Callable[[Task], bool]) -> WeightGrads:
+        """A part of W, which may run before the rest: take the tasks for which `is_wanted` is true."""
+        if not self._tasks:
             return WeightGrads([])
         parts: tuple[list[Task], list[Task]] = [], []
         for each in self._tasks:
-            parts[not self._large.isdisjoint(_memory_of(each))].append(each)
+            parts[is_wanted(each)].append(each)
         self._tasks, taken = parts
         return WeightGrads(taken)
 
-    @property
-    def is_done(self) -> bool:
-        """Whether no task is left."""
-        return not self._tasks
-
-    def accumulate_until(self, is_over: Callable[[], bool]) -> None:
-        """A part of W: run tasks until `is_over()`, asked before each task. `accumulate` runs the rest."""
-        tasks = self._tasks or []
-        with torch.set_grad_enabled(False):
-            while tasks and not is_over():
-                tasks.pop(0).accumulate()
+    def is_large(self, task: Task) -> bool:
+        """Whether a task holds a gradient that is larger than all else."""
+        return not self._large.isdisjoint(_memory_of(task))
 
     def accumulate(self) -> None:
         """W: add the gradients to each parameter's `.grad`, and drop all that was held.

@@ -19,7 +19,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 
-from zbpp.autograd import WeightGrads
 from zbpp.autograd.models.past import Past
 from zbpp.autograd.offload.saved_activations import LEAST_BYTES, may_leave
 from zbpp.autograd.storages import bytes_of, storages_of
@@ -29,7 +28,7 @@ from zbpp.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.call.feed import Feed, LossGradients
 from zbpp.runtime.call.weights import weights_of
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
-from zbpp.runtime.stage import Loss, StageWorker
+from zbpp.runtime.stage import Loss, RunW, StageWorker
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes
 from zbpp.stage_api import mark_of, takes_slices
@@ -170,7 +169,7 @@ def stage_memory(
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.begin(trial_feed([inputs] if index == 0 else (), [{}], [target], [0], loss_fn))
     with _restored(module, device), counter_of(device) as live:
-        run = _UnitRun(worker, live, inputs, 0, (lambda dropped: None) if head_at_once else None)
+        run = _UnitRun(worker, live, inputs, 0, (lambda _, dropped: None) if head_at_once else None)
         saved, deferred = run.forward().held, run.backward_input().held
         worker.abandon()
     return StageMemory(saved, deferred)
@@ -205,7 +204,7 @@ class _UnitRun:
         live: Counter,
         inputs: tuple[Any, ...],
         unit: int,
-        head_w: Callable[[WeightGrads], None] | None = None,
+        head_w: RunW | None = None,
         keep: Callable[[tuple[Any, ...]], None] = lambda outputs: None,
         past: Past | None = None,
     ) -> None:
@@ -239,7 +238,8 @@ class _UnitRun:
         start = self._live.mark()
         given = self._worker.backward_input(self._unit, message)
         if self._head_w is not None:
-            self._head_w(self._worker.deferred(self._unit).take_large())
+            weight_grads = self._worker.deferred(self._unit)
+            self._head_w(self._unit, weight_grads.take(weight_grads.is_large))
         rise = self._live.highest - start
         del message
         with_given = self._live.now

@@ -12,7 +12,7 @@ import torch
 
 from zbpp.runtime.extra import Background
 from zbpp.schedule import Action, Recv, Send, Value
-from zbpp.schedule.program import HeadW, Instruction
+from zbpp.schedule.program import Instruction, PartOfW
 from zbpp.streams import Event, streams_of
 
 Times = npt.NDArray[np.float64]
@@ -119,12 +119,12 @@ class StepRecord:
         return begin
 
     def times(self) -> Times:
-        """[actions, 2]: start and end of each action, in ms of the machine's clock. A B ends with HeadW."""
+        """[actions, 2]: start and end of each action in ms of the clock; a PartOfW belongs to its B."""
         spans: list[tuple[float, float]] = []
         for instruction, (begin, end) in self._spans():
             if isinstance(instruction, Action):
                 spans.append((begin, end))
-            elif isinstance(instruction, HeadW):
+            elif isinstance(instruction, PartOfW):
                 spans[-1] = spans[-1][0], end
         return np.array(spans, dtype=np.float64).reshape(-1, 2)
 

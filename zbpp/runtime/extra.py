@@ -7,15 +7,16 @@ two. A user gives extras to a pipeline, for good or for a while:
     with pipeline.using(AnObserver()) as observer:
         pipeline.step(x, target=y)
 
-A FEATURE changes a call by up to five methods:
+A FEATURE changes a call by up to six methods:
 
     take       Call -> Call: changes what the caller has given, before it is cut into microbatches
     give       Result -> Result: changes what the caller gets
     rewrite    a pass: Program -> Program. It inserts instructions of its own, drops or replaces others
     handlers   {type of an instruction: the function that runs there}
     around     returns a function that wraps the function of an instruction, or replaces it
+    around_w   returns a function that wraps the one that runs the tasks of a W: one for each parameter
 
-The argument `call` of the last three is "step", "evaluate" or "predict".
+The argument `call` is "step", "evaluate" or "predict".
 
 An OBSERVER has `around`, too. Its function changes nothing, and wraps those of all features:
 
@@ -39,17 +40,16 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from zbpp.autograd import WeightGrads
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
 from zbpp.runtime.layout import Message, Run
-from zbpp.schedule import Action, Op, Program
-from zbpp.schedule.program import HeadW, Instruction, OnMessage
+from zbpp.schedule import Program
+from zbpp.schedule.program import Instruction, OnMessage
 
 if TYPE_CHECKING:
     from zbpp.runtime.call.batch import Batch
     from zbpp.runtime.rank import Rank
-    from zbpp.runtime.stage import StageWorker
+    from zbpp.runtime.stage import RunW, StageWorker
 
 Handler = Callable[..., Any]
 """The function that runs at an instruction of a feature. Its argument is the instruction.
@@ -139,6 +139,13 @@ class Feature(Extra):
         """Return {type of instruction: the function that runs it in this call}."""
         return {}
 
+    def around_w(self, stage: int, run_w: RunW) -> RunW:
+        """Return the function that runs the tasks of a stage's W's: `run_w` itself, or one around it.
+
+        Its arguments are a microbatch and the W's tasks. It may call `run_w` for some of them at a time.
+        """
+        return run_w
+
 
 class Observer(Extra):
     """Base class of extras that see each instruction, and change nothing."""
@@ -146,33 +153,6 @@ class Observer(Extra):
     def background(self, at: Instruction) -> Background | None:
         """Return the function for work that an instruction starts in the background; None: none."""
         return None
-
-
-RunW = Callable[["StageWorker", WeightGrads], None]
-
-
-def replaced_w(workers: Mapping[int, StageWorker], at: Instruction, run_w: RunW) -> Run | None:
-    """The function of a W, BW or HeadW in which `run_w` adds the gradients; None for other instructions."""
-    if not (isinstance(at, HeadW) or (isinstance(at, Action) and at.op in (Op.W, Op.BW))):
-        return None
-    worker, microbatch = workers[at.stage], at.microbatch
-
-    def head_w(message: Message) -> Message:
-        run_w(worker, worker.deferred(microbatch).take_large())
-        return ()
-
-    def w(message: Message) -> Message:
-        run_w(worker, worker.take_deferred(microbatch))
-        return ()
-
-    def bw(message: Message) -> Message:
-        grads = worker.backward_input(microbatch, message)
-        run_w(worker, worker.take_deferred(microbatch))
-        return grads
-
-    if isinstance(at, HeadW):
-        return head_w
-    return w if at.op == Op.W else bw
 
 
 _REGISTERED = "_zbpp_extra"
@@ -246,6 +226,14 @@ class Extras(list[Extra]):
                 )
             handlers |= own
         return handlers
+
+    def bind_w(self, workers: Iterable[StageWorker]) -> None:
+        """Let W's of these stages run as the features say."""
+        for worker in workers:
+            run_w: RunW = worker.accumulate
+            for each in self.features:
+                run_w = each.around_w(worker.index, run_w)
+            worker.run_w = run_w
 
     def background(self, at: Instruction) -> Background | None:
         """The first observer's `background` for an instruction; None if no observer has one."""

@@ -212,6 +212,7 @@ class Rank:
 
         may_wait: whether the next call may therefore wait for the whole device.
         """
+        self.extras.bind_w(self.workers.values())
         for executor in self.executors.values():
             executor.rebind(may_wait=may_wait)
 

@@ -45,6 +45,8 @@ FORWARD_NOTE = "the forward was given what stage"  # how the note on a forward's
 LOSS_NOTE = "in the loss function"
 
 Loss = Callable[..., Tensor | Mapping[str, Tensor]]
+RunW = Callable[[int, WeightGrads], None]
+"""Runs the tasks of a microbatch's W, or some of them."""
 
 
 class StageLosses(NamedTuple):
@@ -75,7 +77,8 @@ class StageWorker:
     is_last: whether the stage is the pipeline's last: F then computes the loss, and returns the gradient that
     its B starts from. loss_fn(output, target): for the last stage; None if its module returns the loss. The
     module's own loss may take its place (stage_api.py). keywords: what a feature adds to the keyword
-    arguments of the next forward, beside the caller's.
+    arguments of the next forward, beside the caller's. run_w: how W runs its tasks: `accumulate`, or what
+    features have made of it.
     device: its generator is seeded for each F, beside the CPU's; None: the CPU.
     """
 
@@ -94,6 +97,7 @@ class StageWorker:
         self.keywords: dict[str, Any] = {}
         self._saved: dict[int, _Saved] = {}  # microbatch -> what its B needs
         self._deferred: dict[int, WeightGrads] = {}  # microbatch -> what its W needs
+        self.run_w: RunW = self.accumulate
         self._has_counted = False  # whether a call has ended in which the counts of losses were compared
         self.losses: list[Tensor] = []
         self.named: dict[str, list[Tensor]] = {}
@@ -197,14 +201,14 @@ class StageWorker:
         """W: add to `.grad` the weight gradients that B deferred."""
         weight_grads = self._deferred.pop(microbatch, None)
         if weight_grads is not None:
-            self.accumulate(weight_grads)
+            self.run_w(microbatch, weight_grads)
         return ()
 
     def backward(self, microbatch: int, message: Message) -> Message:
         """BW: B and at once its W; the same kernels as B and a later W, with less memory (see `split`)."""
-        grads, weight_grads = self._backward(microbatch, message, at_once=True)
+        grads, weight_grads = self._backward(microbatch, message, at_once=self.run_w == self.accumulate)
         if weight_grads is not None:
-            self.accumulate(weight_grads)
+            self.run_w(microbatch, weight_grads)
         return grads
 
     def _backward(
@@ -236,8 +240,8 @@ class StageWorker:
         large.clear()  # W frees what it has used
         return tuple([detach_gradient(grad) for grad in grads]), weight_grads
 
-    def accumulate(self, weight_grads: WeightGrads) -> None:
-        """W, or a part of it: add these gradients to `.grad`."""
+    def accumulate(self, microbatch: int, weight_grads: WeightGrads) -> None:
+        """W, or a part of it: add these gradients of a microbatch to `.grad`."""
         try:
             weight_grads.accumulate()
         except ChangedInPlace as error:

@@ -5,7 +5,7 @@
     Post, Recv             posts, lower      the core: a receive starts; its value is taken
     Send, Release          lower             the core: a send starts; it has ended, and its memory is free
     Reduce, Reduced        lower, a feature  a feature: a stage's reduction starts; it has ended
-    HeadW                  a feature         a feature: a part of a W runs ahead of it
+    PartOfW                a feature         a feature: a part of a W runs ahead of it
     OnMessage              a feature         a feature: a message becomes another one
 
 A feature's other instructions are in its folder (zbpp/features). An instruction is a hashable value with a
@@ -121,14 +121,15 @@ class Reduced(NamedTuple):
         return f"Reduced {self.stage}"
 
 
-class HeadW(NamedTuple):
-    """The part of a W that holds large gradients: the W of a language model's head."""
+@dataclass(frozen=True)
+class PartOfW:
+    """Base of a feature's instructions that run a part of a W ahead of it, at the end of its B."""
 
     stage: int
     microbatch: int
 
     def __str__(self) -> str:
-        return f"HeadW {self.stage}W{self.microbatch}"
+        return f"{type(self).__name__} {self.stage}W{self.microbatch}"
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import ExitStack
+from functools import partial
 from heapq import heappop, heappush
+from operator import is_
 from types import MappingProxyType
 
 import torch
@@ -127,8 +129,9 @@ class OverlapExchange(Feature):
             while self._pending and not exchange.is_done():
                 _, stage, microbatch = self._pending[0]
                 weight_grads = self._workers[stage].deferred(microbatch)
-                weight_grads.accumulate_until(exchange.is_done)
-                if weight_grads.is_done:
+                while weight_grads.tasks and not exchange.is_done():
+                    weight_grads.take(partial(is_, weight_grads.tasks[0])).accumulate()
+                if not weight_grads.tasks:
                     heappop(self._pending)
 
 

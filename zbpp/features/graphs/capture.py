@@ -32,7 +32,7 @@ from zbpp.runtime.layout import Layout, Message, Run, TensorLayout, layout_of
 from zbpp.runtime.rank import METHODS, Rank
 from zbpp.schedule import Action, Op
 from zbpp.schedule.passes.posts import Postings
-from zbpp.schedule.program import HeadW, Instruction
+from zbpp.schedule.program import Instruction, PartOfW, Program
 
 
 class GraphMaker(Protocol):
@@ -79,8 +79,8 @@ class PlannedBuffers(BufferPool):
         return next(self._next)
 
 
-Captured = Action | HeadW
-CAPTURED = (Action, HeadW)
+Captured = Action | PartOfW
+CAPTURED = (Action, PartOfW)
 
 
 def _is_forward(action: Captured) -> bool:
@@ -144,11 +144,12 @@ class ActionGraphs:
         """Run the program with actions that are captured, and with links that carry nothing."""
         executor, num_stages = rank.executors["step"], rank.timetable.num_stages
         links: Any = defaultdict(_SilentLink)
-        captures = Extras([_Captures(self._capture)])
+        program = rank.extras.rewrite("step", executor.given)
+        captures = Extras([_Captures(self._capture, program)])
         # Later steps start their receives at these places, or behind them: a step that may wait does.
         postings = Postings(executor.postings.later, executor.postings.later)
         silent = Executor(
-            rank.extras.rewrite("step", executor.given),
+            program,
             rank.workers,
             METHODS["step"],
             num_stages,
@@ -209,12 +210,13 @@ class ActionGraphs:
 class _Captures(Feature):
     """Captures actions instead of running them."""
 
-    def __init__(self, capture: Callable[[Captured, Message], Message]) -> None:
-        self._capture = capture
+    def __init__(self, capture: Callable[[Captured, Message], Message], program: Program) -> None:
+        self._capture, self._program = capture, program
 
     def handlers(self, call: str) -> Mapping[type, Handler]:
         """See Feature. What `around` replaces must be handled."""
-        return {HeadW: lambda at: None}
+        parts = {type(each) for each in self._program.instructions if isinstance(each, PartOfW)}
+        return dict.fromkeys(parts, lambda at: None)
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
         """See Extra."""

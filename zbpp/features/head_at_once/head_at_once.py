@@ -13,11 +13,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from zbpp.features.head_at_once.head_w import with_head_w
+from zbpp.features.head_at_once.head_w import HeadW, with_head_w
 from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program
-from zbpp.schedule.program import HeadW
 
 
 class HeadAtOnce(Feature):
@@ -45,4 +44,5 @@ class HeadAtOnce(Feature):
 
     def _run_w(self, at: HeadW) -> None:
         worker = self._workers[at.stage]
-        worker.accumulate(worker.deferred(at.microbatch).take_large())
+        weight_grads = worker.deferred(at.microbatch)
+        worker.run_w(at.microbatch, weight_grads.take(weight_grads.is_large))

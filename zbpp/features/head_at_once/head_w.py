@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
-from zbpp.schedule.program import HeadW, Instruction, Program
+from zbpp.schedule.program import Instruction, PartOfW, Program
 from zbpp.schedule.timetable import Action, Op
+
+
+class HeadW(PartOfW):
+    """The W of a language model's head: the tasks that hold large gradients."""
 
 
 def with_head_w(program: Program, stage: int) -> Program:

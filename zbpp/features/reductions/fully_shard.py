@@ -30,7 +30,7 @@ from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.processes.dtensors import is_freed, is_spread, local_of
 from zbpp.runtime.processes.mesh import EXPERT, MeshPosition, Reshard
 from zbpp.runtime.processes.wrapped_stages import is_fully_sharded
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.stage import RunW
 
 
 class FullyShardedStage:
@@ -124,13 +124,13 @@ class FullyShardedStage:
         for module in self._modules:
             module.reshard()
 
-    def run_w(self, worker: StageWorker, weight_grads: WeightGrads) -> None:
+    def run_w(self, run_w: RunW, microbatch: int, weight_grads: WeightGrads) -> None:
         """W. Weights that W reads (the x of a product may be one) are gathered before it, and freed again."""
         is_needed = any(map(is_freed, weight_grads.tensors()))
         modules = self._modules if is_needed else []
         for module in modules:
             module.unshard()
-        worker.accumulate(weight_grads)
+        run_w(microbatch, weight_grads)
         for module in modules:
             module.reshard()
 

@@ -32,16 +32,16 @@ from zbpp.job.errors import communicating
 from zbpp.runtime.call.batch import Batch
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
-from zbpp.runtime.extra import Feature, Handler, replaced_w
+from zbpp.runtime.extra import Feature, Handler
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.parameters import persistent_buffers
 from zbpp.runtime.processes.dtensors import copy_to_replicas, is_sharded, is_spread, local_of
 from zbpp.runtime.processes.groups import close_groups, group_like
 from zbpp.runtime.processes.mesh import EXPERT_COPIES, SHARD, Reshard
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.stage import RunW, StageWorker
 from zbpp.schedule import Action, Op, Program, Reduce
-from zbpp.schedule.program import HeadW, Instruction, Reduced
+from zbpp.schedule.program import Instruction, Reduced
 
 _LOSS_SHARES = (
     "the loss is a module that shares a parameter with a stage, and shards put another one in its place in "
@@ -116,18 +116,20 @@ class Reductions(Feature):
         return found
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """Gather the weights that an F may read, and those that a W reads, if FSDP2 has freed them."""
-        if not (isinstance(at, Action | HeadW) and at.stage in self._sharded):
+        """Gather the weights that an F may read, if FSDP2 has freed them."""
+        if not (isinstance(at, Action) and at.op == Op.F and at.stage in self._sharded):
             return run
         sharded = self._sharded[at.stage]
-        is_forward = isinstance(at, Action) and at.op == Op.F
         if not sharded.frees_before_w:
-            return partial(sharded.run_f, run) if is_forward else run
+            return partial(sharded.run_f, run)
         if call != "step":
             return run
-        if is_forward:
-            return partial(_without_auxiliary_losses, run, self._workers[at.stage], at.microbatch)
-        return replaced_w(self._workers, at, sharded.run_w) or run
+        return partial(_without_auxiliary_losses, run, self._workers[at.stage], at.microbatch)
+
+    def around_w(self, stage: int, run_w: RunW) -> RunW:
+        """Gather the weights that a W reads, if FSDP2 has freed them."""
+        sharded = self._sharded.get(stage)
+        return partial(sharded.run_w, run_w) if sharded is not None and sharded.frees_before_w else run_w
 
     def begin(self, call: Call) -> None:
         """See Extra."""

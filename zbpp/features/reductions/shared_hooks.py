@@ -18,12 +18,12 @@ from zbpp.autograd import WeightGrads
 from zbpp.autograd.hooked_leaves import HookedTask, give_to_leaves
 from zbpp.autograd.hooks import multi_grad_hooks, num_hooks_made
 from zbpp.runtime.call.feed import Call
-from zbpp.runtime.extra import Feature, replaced_w
+from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.stage import StageWorker
-from zbpp.schedule import Action
-from zbpp.schedule.program import HeadW, Instruction
+from zbpp.runtime.stage import RunW, StageWorker
+from zbpp.schedule import Action, Op
+from zbpp.schedule.program import Instruction
 
 
 class SharedHooks(Feature):
@@ -43,24 +43,27 @@ class SharedHooks(Feature):
         self._num_hooks = -1
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """In the W's of stages that share a parameter, keep its gradient until the microbatch's last W."""
-        if not (isinstance(at, Action | HeadW) and at.stage in self._sharing):
+        """After a microbatch's last W in a stage that shares a parameter, give the sum to the parameter."""
+        if not (isinstance(at, Action) and at.op in (Op.W, Op.BW) and at.stage in self._sharing):
             return run
 
-        def run_w(worker: StageWorker, weight_grads: WeightGrads) -> None:
-            self._take_from(weight_grads, at.microbatch)
-            worker.accumulate(weight_grads)
-
-        replaced = replaced_w(self._workers, at, run_w)
-        if replaced is None or isinstance(at, HeadW):
-            return replaced or run
-
         def run_whole(message: Message) -> Message:
-            result = replaced(message)
+            result = run(message)
             self._end_w(at.stage, at.microbatch)
             return result
 
         return run_whole
+
+    def around_w(self, stage: int, run_w: RunW) -> RunW:
+        """Keep the gradient of a parameter that stages share until the microbatch's last W."""
+        if stage not in self._sharing:
+            return run_w
+
+        def run(microbatch: int, weight_grads: WeightGrads) -> None:
+            self._take_from(weight_grads, microbatch)
+            run_w(microbatch, weight_grads)
+
+        return run
 
     def begin(self, call: Call) -> None:
         """See Extra. Raises ValueError for a multi-grad hook over parameters of several stages."""

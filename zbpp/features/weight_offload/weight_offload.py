@@ -43,13 +43,14 @@ from zbpp.autograd.capture import PackedTensor, unpack
 from zbpp.autograd.hooks import hooked_nodes
 from zbpp.autograd.models.recompute import recomputed
 from zbpp.autograd.offload.saved_activations import Stays
+from zbpp.autograd.weight_grads import Task
 from zbpp.features.weight_offload.weight_buffers import DeviceBuffers, Piece, View
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.call.results import Result
-from zbpp.runtime.extra import Feature, extras_of, register_extra, replaced_w
+from zbpp.runtime.extra import Feature, extras_of, register_extra
 from zbpp.runtime.layout import Message, Run
 from zbpp.runtime.rank import Rank
-from zbpp.runtime.stage import StageWorker
+from zbpp.runtime.stage import RunW
 from zbpp.schedule import Action
 from zbpp.schedule.dataflow_arrays import complete_stages
 from zbpp.schedule.program import Instruction
@@ -140,21 +141,24 @@ class OffloadedWeights(Feature):
         self._last_w = {row[position] for position in complete_stages(row).values()}
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:
-        """W goes block by block. A stage's last W copies the stage's gradients to host memory."""
-        run_w = replaced_w(self._workers, at, self.accumulate) or run
+        """A stage's last W copies the stage's gradients to host memory."""
         if at not in self._last_w or not isinstance(at, Action):
-            return run_w
+            return run
         blocks = self._blocks_of[at.stage]
 
         def last(message: Message) -> Message:
             self._is_last_w = True
-            result = run_w(message)
+            result = run(message)
             self._is_last_w = False
             for block in blocks:  # those without a task in this W: the head's may have run in B
                 self._to_host.send(block)
             return result
 
         return last
+
+    def around_w(self, stage: int, run_w: RunW) -> RunW:
+        """W goes block by block."""
+        return partial(self.accumulate, run_w)
 
     def begin(self, call: Call) -> None:
         """Take up what the caller has changed in the weights.
@@ -245,23 +249,31 @@ class OffloadedWeights(Feature):
 
     # ---- W
 
-    def accumulate(self, worker: StageWorker, weight_grads: WeightGrads) -> None:
-        """Run W as `worker.accumulate` does, but block by block.
+    def accumulate(self, run_w: RunW, microbatch: int, weight_grads: WeightGrads) -> None:
+        """Run W block by block.
 
         The gradients end on the device if other W's of the step may add to them, else on the host.
         """
-        for block, part in weight_grads.parts(lambda leaf: self._block_of.get(id(leaf))):
+        while weight_grads.tasks:
+            block = self._block_of_task(weight_grads.tasks[0])
+            part = weight_grads.take(partial(self._is_of, block))
             if block is None:  # of a loss
-                worker.accumulate(part)
+                run_w(microbatch, part)
                 continue
             # W reads a weight's shape, layout and device, but not its values: any memory will do.
             with block.in_memory(self._buffers.any_memory()):
                 block.bring_gradients({id(leaf) for leaf in part.leaves()}, self.device)
-                worker.accumulate(part)
+                run_w(microbatch, part)
             if self._is_last_w:
                 self._to_host.send(block)
             if not self._is_in_call:
                 self._finish()
+
+    def _block_of_task(self, task: Task) -> Block | None:
+        return self._block_of.get(id(task.leaf))
+
+    def _is_of(self, block: Block | None, task: Task) -> bool:
+        return self._block_of_task(task) is block
 
     def __reduce__(self) -> NoReturn:
         raise TypeError("stages with offloaded weights can't be copied: copy them before OffloadedWeights")
