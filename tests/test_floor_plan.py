@@ -169,7 +169,7 @@ WORDS_OF_FEATURES = re.compile(
     r"|activation_?offload|round_?trips?|transport|with_copies"  # activation_offload
     r"|weight_?offload|offloaded_?weights"  # weight_offload
     r"|gradient_?release|with_updates|with_accumulation"  # gradient_release
-    r"|head_?at_?once|with_head_w"  # head_at_once
+    r"|head_?at_?once|(with_)?head_?w|take_large|replaced_w|accumulate_until"  # head_at_once, W
     r"|zero_?copies|reduce_?shared|with_reductions"  # reductions
     r"|sequence_?slices|sequence_?parts|cuda_?graphs?|fewer_?bytes|messages_?ahead)\b",
     re.IGNORECASE,
@@ -343,7 +343,7 @@ def test_the_heart_has_no_word_of_a_feature():
 
 
 @pytest.mark.parametrize(
-    "line", ["gate = 1", "# the gate of a step", "class CudaGraphs:", "x.head_at_once()"]
+    "line", ["gate = 1", "# the gate of a step", "class CudaGraphs:", "x.head_at_once()", "HeadW(0, 1)"]
 )
 def test_a_planted_word_of_a_feature_is_found(tmp_path, line):
     path = tmp_path / "zbpp/runtime/rank.py"

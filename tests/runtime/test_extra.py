@@ -196,6 +196,46 @@ def test_a_feature_runs_instructions_of_its_own_where_it_has_put_them():
     assert marks.ran == []
 
 
+class DropW(Feature):
+    """Drops the W's of one parameter in every second step, so that these steps don't train it."""
+
+    name = "drop_w"
+
+    def __init__(self, parameter):
+        self.parameter, self.num_steps = parameter, 0
+
+    def begin(self, call):
+        self.num_steps += 1
+
+    def around_w(self, stage, run_w):
+        def run(microbatch, weight_grads):
+            if self.num_steps % 2 == 0:
+                weight_grads.take(lambda task: task.leaf is self.parameter)
+            run_w(microbatch, weight_grads)
+
+        return run
+
+
+@pytest.mark.parametrize("schedule", ["zb_v", "1f1b"])  # W, and BW
+def test_a_feature_takes_tasks_out_of_each_w(schedule):
+    pipeline, x = pipeline_of(schedule=schedule), torch.linspace(-1, 1, 2 * M * SIZE).reshape(2 * M, SIZE)
+    layers = nn.Sequential(*(nn.Linear(SIZE, SIZE) for _ in pipeline.stages))
+    for layer, stage in zip(layers, pipeline.stages.values(), strict=True):
+        layer.load_state_dict(stage.state_dict())
+    with pipeline.using(DropW(pipeline.stages[0].weight)):
+        for _ in range(2):
+            step(pipeline)
+            F.mse_loss(layers(x), x.cos()).backward()
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.named_parameters():
+            found = pipeline.stages[index].get_parameter(name)
+            part = 0.5 if (index, name) == (0, "weight") else 1.0
+            torch.testing.assert_close(found.grad, part * parameter.grad)
+    step(pipeline)
+    part = pipeline.stages[0].weight.grad / layers[0].weight.grad  # without the feature: each step counts
+    torch.testing.assert_close(part, torch.ones_like(part))
+
+
 class Mirrored(Feature):
     """Runs each call on `function` of its inputs, and gives `function` of its losses."""
 

@@ -96,11 +96,9 @@ class Rank:
     and more in a step that may compile.
     over: why no call may follow; empty until then.
 
-    An extra may set four more.
-    lost: text for an error message. It says what a failed call has destroyed, other than the call's messages.
-    If it is not empty, a failed call ends the pipeline.
-    wrong_weights: text for an error message. It says why the weights do not belong to any step. It is empty
-    if the weights belong to a step.
+    An extra may set three more.
+    lost: text for an error message: why the weights belong to no step; empty if they belong to one. If it is
+    not empty, a failed call ends the pipeline, and `finish_update` raises.
     released: None if gradients stay in `.grad`. Otherwise {id of a parameter: the sum of squares of its last
     gradient}, for each parameter whose gradient the last step has used and dropped; empty if nobody needs
     sums.
@@ -130,7 +128,7 @@ class Rank:
         self.followed = timetable
         self.wait_limit, self._compiles = timeout, compiles
         self.device, self.place, self.ties, self.dynamic_shapes = device, place, ties, dynamic_shapes
-        self.num_steps, self.over, self.lost, self.wrong_weights = 0, "", "", ""
+        self.num_steps, self.over, self.lost = 0, "", ""
         self.released: Mapping[int, Tensor] | None = None
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.is_alone = timetable.num_ranks == 1 and not place.groups
@@ -381,8 +379,8 @@ class Rank:
 
     def finish_update(self) -> None:
         """Let the extras make the weights final. Raises RuntimeError if the weights are those of no step."""
-        if self.wrong_weights:
-            raise RuntimeError(self.wrong_weights)
+        if self.lost:
+            self.check_not_over()
         self.extras.finish_update()
 
     # ---- The end

@@ -130,11 +130,9 @@ class Validation(Feature):
 
     def give_up(self, why: str) -> None:
         """End the pipeline, since its weights belong to no step."""
-        self._rank.wrong_weights = (
-            f"{why}: load weights and optimizer states of an earlier step, and make a new Pipeline"
-        )
+        self._rank.lost = f"{why}; load weights and optimizer states of an earlier step"
         self.pending = None
-        self._rank.end(why)
+        self._rank.end(self._rank.lost)
 
     def set_name_of_step(self, name: str) -> None:
         """Name the next steps. Ranks compare names, and refuse a step that some run without an update."""
