@@ -1,5 +1,6 @@
 """Scale on paper against torch's FLOP counter, `zbpp memory` and closed forms; and its command."""
 
+import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -144,12 +145,33 @@ def test_slow_links_and_short_pipelines_are_named_as_the_limit() -> None:
     assert predicted_step(Run(sizes, fast, Mesh(pipeline=4)), "1f1b", 4).limit.startswith("bubble")
 
 
-def test_messages_of_a_pipeline_on_several_nodes_take_the_link_between_nodes() -> None:
-    cluster = replace(hardware(2, 4), between=Link(bandwidth=1, latency=100))
-    for mesh, seconds in ((Mesh(pipeline=4, tensor=2), 0.1 + 4.096e-3), (Mesh(pipeline=4), 0.005 + 4.096e-5)):
-        assert costs_of(Run(sizes_of_node(LLAMA), cluster, mesh, 1), range(4)).costs.comm == pytest.approx(
-            seconds
-        )
+def test_messages_between_nodes_take_the_link_between_nodes_and_others_that_inside() -> None:
+    """A message of a rank over several GPUs goes from each of them; one that leaves its node is enough."""
+    cluster = replace(hardware(12, 4), between=Link(bandwidth=1, latency=100))
+    slow, fast = (0.1, 4.096e-3), (0.005, 4.096e-5)  # ms: latency, busy
+    for tensor, shard in itertools.product((1, 2, 4), (1, 3, 2)):
+        mesh = Mesh(pipeline=4, tensor=tensor, shard=shard)
+        nodes = [[gpu // 4 for gpu in range(rank * mesh.block, (rank + 1) * mesh.block)] for rank in range(4)]
+        costs = costs_of(Run(sizes_of_node(LLAMA), cluster, mesh, 1), [0, 1, 2, 3, 0, 1, 2, 3]).costs
+        assert costs.comm == 0
+        routes = costs.per_stage(8, rank_of=[0, 1, 2, 3, 0, 1, 2, 3]).routes
+        for stage, receiver in enumerate([1, 2, 3, 0, 1, 2, 3]):  # x of F, op 0 of four
+            route, sender = routes[4 * stage], stage % 4
+            pairs = itertools.product(nodes[sender], nodes[receiver])
+            expected = fast if all(one == other for one, other in pairs) else slow
+            assert (route.receiver, route.latency, route.busy) == (receiver, *map(pytest.approx, expected))
+
+
+def test_a_link_between_nodes_carries_one_message_after_another() -> None:
+    """Two stages a rank send twice as many messages over it, so a V loses where one stage a rank does not."""
+    sizes = sizes_of_node(GPT)
+    cluster = replace(hardware(2, 2), between=Link(bandwidth=0.01, latency=0))
+    run = Run(sizes, cluster, Mesh(pipeline=4), 2)
+    for schedule, messages in (("zb_h1", 1), ("zb_v", 2)):
+        busy = 2 * 32 * 64 * 2 / (0.01 * 1e6)  # bytes of bfloat16 over bytes in a ms
+        assert predicted_step(run, schedule, 32).time > 32 * messages * busy
+    fast = replace(hardware(2, 2), between=Link(bandwidth=FAST, latency=2 * busy))
+    assert predicted_step(Run(sizes, fast, Mesh(pipeline=4), 2), "zb_v", 32).time < 32 * messages * busy
 
 
 def test_no_way_that_the_search_leaves_out_is_faster() -> None:

@@ -229,7 +229,7 @@ def predicted_step(run: Run, schedule: str, num_microbatches: int) -> Step:
     timetable = _planned(schedule, run.mesh.pipeline, num_microbatches)
     work = costs_of(run, timetable.rank_of)
     timeline = simulate(timetable, work.costs)
-    without_links = simulate(timetable, replace(work.costs, comm=0.0, reduce=0.0)).makespan
+    without_links = simulate(timetable, replace(work.costs, links=None, reduce=0.0)).makespan
     busy, mean = _work(work, timetable.rank_of)
     tail, update = timeline.tail, _update(work, timetable.rank_of)
     losses = {

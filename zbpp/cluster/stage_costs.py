@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from zbpp.cluster import layer_work
@@ -12,7 +13,7 @@ from zbpp.cluster.hardware import Gpu, Hardware, Link
 from zbpp.cluster.layer_work import COMPUTE, STORED, Part, Work
 from zbpp.cluster.model_sizes import ModelSizes
 from zbpp.partition import partition
-from zbpp.schedule import Costs
+from zbpp.schedule import Costs, Links
 
 _STEP_TRAFFIC = 7  # the optimizer reads gradient, weight and two states, and writes all but the gradient
 
@@ -141,7 +142,7 @@ def costs_of(run: Run, rank_of: Sequence[int]) -> StageWork:
         f=[each.f for each in stages],
         b=[each.b for each in stages],
         w=[each.w for each in stages],
-        comm=_message(run),
+        links=_links(run, rank_of),
         reduce=[_reduction(run, each.parameters) for each in stages],
     ).in_bytes(
         [each.saved for each in stages],
@@ -204,10 +205,23 @@ def static_bytes(run: Run, parameters: float) -> float:
     return parameters * (COMPUTE + STORED + 3 * STORED / run.mesh.shard)
 
 
-def _message(run: Run) -> float:
-    """The time of a message: over the link between nodes, unless all ranks of a pipeline are in one node."""
-    crosses = run.mesh.num_gpus > run.hardware.gpus_per_node
-    return run.hardware.link(crosses).message(float(run.sizes.hidden * run.tokens * COMPUTE))
+def _links(run: Run, rank_of: Sequence[int]) -> Links:
+    """The links of the pipeline: between nodes, unless all GPUs of sender and receiver are in one node."""
+    inside, between, of_node = run.hardware.inside, run.hardware.between, run.hardware.gpus_per_node
+    neighbours = {pair for one, other in pairwise(rank_of) for pair in ((one, other), (other, one))}
+    crossing = [
+        (one, other)
+        for one, other in sorted(neighbours)
+        if one != other
+        and min(one, other) * run.mesh.block // of_node
+        != ((max(one, other) + 1) * run.mesh.block - 1) // of_node
+    ]
+    return Links.of_bytes(
+        float(run.sizes.hidden * run.tokens * COMPUTE),
+        bandwidth=inside.bandwidth,
+        latency=inside.latency / 1e3,
+        pairs=dict.fromkeys(crossing, (between.latency / 1e3, between.bandwidth)),
+    )
 
 
 def _reduction(run: Run, parameters: float) -> float:
