@@ -60,7 +60,7 @@ MAY_IMPORT = {
     # What each rank will hold: the stages run on fake tensors.
     "zbpp/prediction/": {"config", "prediction", "render", "run"} | _TRAINING,
     "zbpp/benchmark/jobs.py": {"benchmark", "config", "run"} | _TRAINING,
-    "zbpp/benchmark/": {"benchmark", "render"} | _TRAINING,
+    "zbpp/benchmark/": {"benchmark", "render", "torch_pipelining"} | _TRAINING,
     "zbpp/schedule/": {"schedule"},
     "zbpp/planning/": {"error_text", "partition", "tracebacks"} | _PLANS,
     # Scale on paper: hardware and a model's sizes become costs. Pure Python.
@@ -82,7 +82,7 @@ MAY_IMPORT = {
     "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
     # transformers' Trainer on a Pipeline. Nothing imports it but users.
     "zbpp/transformers/": {"models", "planning", "transformers"} | _RUNTIME,
-    # torch's Schedule classes on a Pipeline. Nothing imports it but users.
+    # torch's Schedule classes on a Pipeline, and what records torch's stages.
     "zbpp/torch_pipelining/": {"torch_pipelining", "planning"} | _RUNTIME,
     "zbpp/torchtitan.py": {"torch_pipelining"},
     "zbpp/training/": _TRAINING,

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -17,7 +16,8 @@ from zbpp.benchmark.workload import Workload
 from zbpp.job.agreement import gather
 from zbpp.observers.record import StepRecord
 from zbpp.observers.timeline import measured_timeline
-from zbpp.schedule import Action, Op, Timeline, Timetable
+from zbpp.schedule import Action, Timeline, Timetable
+from zbpp.torch_pipelining.recording import recording, stages_run_by
 
 SCHEDULES = {
     "gpipe": "ScheduleGPipe",
@@ -46,7 +46,7 @@ class TorchRunner:
         self._record, self._row = StepRecord(self._device), list[Action]()
         self._group = dist.new_group(timeout=timedelta(seconds=workload.timeout))
         self._stages = [
-            _RecordedStage(module, index, timetable.num_stages, self._device, group=self._group)
+            pipelining.PipelineStage(module, index, timetable.num_stages, self._device, group=self._group)
             for index, module in sorted(workload.stages(timetable).items())
         ]
         self._schedule = getattr(pipelining, SCHEDULES[name])(
@@ -59,10 +59,7 @@ class TorchRunner:
         """As `ZbppRunner.step`. Raises whatever torch raises."""
         losses: list[Tensor] = []
         self._row.clear()
-        mark = self._record.begin(self._row)
-        for stage in self._stages:
-            stage.mark, stage.row = mark, self._row
-        with _without_torchs_log():
+        with stages_run_by(self._stages, recording(self._record, self._row)), _without_torchs_log():
             # return_outputs=False: zbpp keeps no logits either, unless asked.
             self._schedule.step(*args, target=target, losses=losses, return_outputs=False)
         return [loss.detach() for loss in losses]
@@ -79,35 +76,6 @@ class TorchRunner:
         dist.destroy_process_group(self._group)
         del self._group, self._schedule, self._stages
         gc.collect()
-
-
-class _RecordedStage(pipelining.PipelineStage):
-    """torch's stage, which records the start and the end of every action."""
-
-    mark: Callable[[], None]
-    row: list[Action]
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        self._start(Op.F, fwd_chunk_id)
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
-        self.mark()
-        return output
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        self._start(Op.BW if full_backward else Op.B, bwd_chunk_id)
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        self.mark()
-
-    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        self._start(Op.W, bwd_chunk_id)
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
-        self.mark()
-
-    def _start(self, op: Op, microbatch: int) -> None:
-        self.row.append(Action(self.stage_index, op, microbatch))
-        self.mark()
 
 
 @contextmanager

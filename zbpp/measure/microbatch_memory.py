@@ -28,6 +28,7 @@ from zbpp.measure.live_tensors import Counter, LiveTensors, counter_of
 from zbpp.runtime.call.feed import Feed, LossGradients
 from zbpp.runtime.call.weights import weights_of
 from zbpp.runtime.layout import Layout, TensorLayout, layout_of
+from zbpp.runtime.restored import restored_buffers
 from zbpp.runtime.stage import Loss, RunW, StageWorker
 from zbpp.schedule import Op
 from zbpp.schedule.interpret.stage_bytes import MicrobatchBytes
@@ -163,12 +164,12 @@ def stage_memory(
 
     head_at_once: leave out what only the head's W needs, see zbpp.HeadAtOnce.
     The inputs of stage 1 and later count, since each microbatch has its own receive buffer. The inputs of
-    stage 0 do not count, since the batch is there anyway. Module buffers, gradients and random numbers are
-    restored afterwards.
+    stage 0 do not count, since the batch is there anyway. Module buffers and random numbers are restored
+    afterwards; F and B change no gradients.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn, device=device)
     worker.begin(trial_feed([inputs] if index == 0 else (), [{}], [target], [0], loss_fn))
-    with _restored(module, device), counter_of(device) as live:
+    with restored_buffers([module]), restored_generators(device), counter_of(device) as live:
         run = _UnitRun(worker, live, inputs, 0, (lambda _, dropped: None) if head_at_once else None)
         saved, deferred = run.forward().held, run.backward_input().held
         worker.abandon()
@@ -292,22 +293,6 @@ def gradient_for(layout: TensorLayout, device: torch.device) -> Tensor | None:
     """A gradient of an output with this layout; None for an output of integers."""
     is_real = layout.dtype.is_floating_point or layout.dtype.is_complex
     return torch.ones(layout.shape, dtype=layout.dtype, device=device) if is_real else None
-
-
-@contextmanager
-def _restored(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Restore module buffers, gradients and random numbers at the end of this context."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
-    grads = [(parameter, parameter.grad) for parameter in module.parameters()]
-    for parameter, _ in grads:
-        parameter.grad = None
-    with restored_generators(device):
-        yield
-    with torch.no_grad():
-        for buffer, before in buffers:
-            buffer.copy_(before)
-    for parameter, grad in grads:
-        parameter.grad = grad
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from zbpp.error_text import kind_of
 from zbpp.parity_check.ranks import Facts, Sent, without_dropout
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.call.sizes import is_empty
-from zbpp.runtime.restored import Buffers, eval_mode
+from zbpp.runtime.restored import eval_mode, restored_buffers
 
 Gradients = dict[str, Tensor | None]
 Weight = Callable[[int, int, str], float]
@@ -230,14 +230,11 @@ class Reference:
             before = lambda module, given, name=name: note("input", name, given)  # noqa: E731
             behind = lambda module, given, out, name=name: note("output", name, out)  # noqa: E731
             hooks += [module.register_forward_pre_hook(before), module.register_forward_hook(behind)]
-        buffers = Buffers([self.model])
-        buffers.keep()
         try:
-            with self._runs(), torch.no_grad():
+            with restored_buffers([self.model]), self._runs(), torch.no_grad():
                 seed_generators(self._device, seed)
                 self._forward(0, 0)
         finally:
-            buffers.restore()
             for hook in hooks:
                 hook.remove()
         return found

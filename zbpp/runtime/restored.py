@@ -51,6 +51,17 @@ class Buffers:
             local_of(buffer).copy_(copy)
 
 
+@contextmanager
+def restored_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Give the modules the buffers, with the values, that they have now, at the end of the block."""
+    buffers = Buffers(modules)
+    buffers.keep()
+    try:
+        yield
+    finally:
+        buffers.restore()
+
+
 class InPlaceChanges:
     """Finds out whether tensors are changed in place. values: a nest that contains the tensors."""
 

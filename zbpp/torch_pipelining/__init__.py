@@ -14,6 +14,7 @@ schedules go through: a step runs on a zbpp.Pipeline over the same stages, in to
 
     order.py     torch's order of actions as a Timetable
     doctor.py    measures both runtimes
+    recording.py runs and records the actions of torch's stages
     engine.py    a Pipeline for a schedule object
     features.py  what it does beside the core: dw_builder, keywords that torch adds to a forward
     refusal.py   why a schedule runs on torch's runtime

@@ -27,19 +27,18 @@ from zbpp.observers.record import StepRecord
 from zbpp.observers.timeline import measured_timeline
 from zbpp.runtime.extra import Observer
 from zbpp.runtime.layout import Run
-from zbpp.runtime.restored import Buffers
+from zbpp.runtime.restored import restored_buffers
 from zbpp.schedule import Action, Op, Timeline, Timetable, simulate
 from zbpp.schedule.program import Instruction
 from zbpp.stage_api import blocks_of
 from zbpp.torch_pipelining.engine import engine_of, installed, stages_of, without_engine
 from zbpp.torch_pipelining.order import timetable_of
+from zbpp.torch_pipelining.recording import Around, recording, stages_run_by
 from zbpp.torch_pipelining.refusal import STEP
 
 _MIB = 2**20
 Changes = dict[tuple[int, Op], list[int]]
 """By stage and op: the bytes that each action has left alive, less what it freed."""
-Around = Callable[[Action, Callable[[], Any]], Any]
-"""Runs an action by its function, and returns what the function returns."""
 Observed = Callable[[Around], AbstractContextManager[Any]]
 """Inside of `observed(around)`, `around` runs each action of this rank."""
 
@@ -124,20 +123,15 @@ def doctor(schedule: Any, batch: Sequence[Any], **keywords: Any) -> Diagnosis:
     _check(schedule, batch, keywords)
     stages = stages_of(schedule)
     modules = [each.submod for each in stages]
-    buffers = Buffers(modules)
-    buffers.keep()
     device = torch.device(stages[0].device)
     parameters = [each for module in modules for each in module.parameters()]
-    try:
-        with restored_generators(device), set_aside(parameters):
-            on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
-            step = partial(_step, on_torch, stages, batch, keywords)
-            found = _measured(partial(_stages_run_by, stages), step, stages, timetable, device)
-            for parameter in parameters:
-                parameter.grad = None
-            on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, keywords, device)
-    finally:
-        buffers.restore()
+    with restored_buffers(modules), restored_generators(device), set_aside(parameters):
+        on_torch, timetable = _on_torch(schedule), timetable_of(schedule)
+        step = partial(_step, on_torch, stages, batch, keywords)
+        found = _measured(partial(stages_run_by, stages), step, stages, timetable, device)
+        for parameter in parameters:
+            parameter.grad = None
+        on_zbpp, reason = _measured_on_zbpp(schedule, stages, batch, keywords, device)
     return Diagnosis(type(schedule).__name__, found, on_zbpp, reason)
 
 
@@ -205,33 +199,6 @@ def _step(schedule: Any, stages: Sequence[Any], batch: Sequence[Any], keywords: 
 # ---- Measuring
 
 
-@contextmanager
-def _stages_run_by(stages: Sequence[Any], around: Around) -> Iterator[None]:
-    """Inside, `around` runs each action of torch's stages."""
-    names = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-    for stage in stages:
-        for name in names:
-            setattr(stage, name, _run_by(around, stage, name))
-    try:
-        yield
-    finally:
-        for stage in stages:
-            for name in names:
-                delattr(stage, name)
-
-
-def _run_by(around: Around, stage: Any, name: str) -> Any:
-    method = getattr(stage, name)
-
-    def run(microbatch: int, *args: Any, **kwargs: Any) -> Any:
-        is_whole = kwargs.get("full_backward", args[1] if len(args) > 1 else True)
-        ops = {"forward_one_chunk": Op.F, "backward_one_chunk": Op.BW if is_whole else Op.B}
-        action = Action(stage.stage_index, ops.get(name, Op.W), microbatch)
-        return around(action, lambda: method(microbatch, *args, **kwargs))
-
-    return run
-
-
 class _RunBy(Observer):
     """Lets `around` run each action of a Pipeline."""
 
@@ -277,16 +244,7 @@ def _measured(
 def _timed(observed: Observed, step: Callable[[], None], device: torch.device, group: Any) -> Timeline:
     """When each action of a step ran. Collective."""
     record, row = StepRecord(device), list[Action]()
-    mark = record.begin(row)
-
-    def around(action: Action, run: Callable[[], Any]) -> Any:
-        row.append(action)
-        mark()
-        result = run()
-        mark()
-        return result
-
-    with observed(around):
+    with observed(recording(record, row)):
         step()
     return measured_timeline(record, Timetable(gather(row, group)), group)
 
