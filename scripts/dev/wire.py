@@ -36,7 +36,7 @@ from zbpp.runtime import Pipeline
 from zbpp.schedule import Costs, Links, Timetable, simulate
 
 ADDRESSES = {"a": "10.77.0.1", "b": "10.77.0.2"}
-MTU, P, M, STEPS, UNIT, MEGABYTE, HIDDEN = 65000, 4, 8, 6, 100.0, 1_000_000, 8
+MTU, P, STEPS, UNIT, MEGABYTE, HIDDEN = 65000, 4, 6, 100.0, 1_000_000, 8
 _NEW_NETWORK, _SET_DEVICE, _TUN_WITHOUT_HEADER = 0x40000000, 0x400454CA, 0x1001
 
 
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--latency", type=float, default=100.0, help="ms")
     parser.add_argument("--busy", type=float, default=50.0, help="ms of the wire per message")
     parser.add_argument("--ahead", type=int, default=0, help="messages more under way: MessagesAhead")
+    parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("schedules", nargs="+")
     given = parser.parse_args()
     if "RANK" in os.environ:
@@ -147,7 +148,7 @@ def job(given: argparse.Namespace) -> None:
     links = Links(0.2, 0.1, {(1, 2): slow, (2, 1): slow})
     with world():
         for name in given.schedules:
-            timetable = timetable_of(name, links)
+            timetable = timetable_of(name, given.microbatches, links)
             ms = measured(timetable, MEGABYTE // 4 // HIDDEN, given.ahead)
             if dist.get_rank() == 0:
                 predicted = simulate(timetable, costs_of(timetable.num_stages // P, links)).makespan
@@ -159,16 +160,16 @@ def costs_of(parts: int, links: Links) -> Costs:
     return Costs(*[UNIT / parts] * 3, saved=1 / parts, deferred=0.5 / parts, links=links)
 
 
-def timetable_of(name: str, links: Links) -> Timetable:
+def timetable_of(name: str, num_microbatches: int, links: Links) -> Timetable:
     """That of a family, or one that rank 0 finds: placement:activations."""
     placement, _, limit = name.partition(":")
     if not limit:
-        return plan(name, P, M)
+        return plan(name, P, num_microbatches)
     text = [""]
     if dist.get_rank() == 0:
         options = {"placement": placement, "memory_limit": float(limit), "time_limit": 3.0}
         costs = costs_of(2 if placement == "v" else 1, links)
-        text = [str(plan("zb_auto", P, M, costs=costs, **options))]
+        text = [str(plan("zb_auto", P, num_microbatches, costs=costs, **options))]
     dist.broadcast_object_list(text, 0)
     return Timetable.parse(text[0])
 
@@ -179,7 +180,7 @@ def measured(timetable: Timetable, rows: int, ahead: int) -> float:
     extras = [MessagesAhead(ahead)] if ahead else []
     with Pipeline(model, timetable, extras=extras) as pipeline:
         for _ in range(STEPS):
-            x, target = torch.randn(M * rows, HIDDEN), torch.randn(M * rows, HIDDEN)
+            x, target = torch.randn(2, timetable.num_microbatches * rows, HIDDEN)
             start = [time.perf_counter() + 2.0]
             dist.broadcast_object_list(start, 0)  # one machine has one clock
             time.sleep(max(0.0, start[0] - time.perf_counter()))
