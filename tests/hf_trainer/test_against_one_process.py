@@ -70,10 +70,11 @@ def test_the_bubble_of_each_logged_step_stands_beside_its_loss(piped):
     assert all(0 < each < 1 for each in found[0])
 
 
-def test_the_library_loads_what_was_saved(piped):
+@pytest.mark.parametrize("name", ["final", "run/checkpoint-8"])
+def test_the_library_loads_what_was_saved(name, piped):
     """The head is tied again, and every tensor has the value that was saved."""
     both, folder = piped
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "final")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / name)
     state = model.state_dict()
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert both[0].weights.keys() == state.keys() - {"lm_head.weight"}

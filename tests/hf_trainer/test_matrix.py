@@ -286,12 +286,22 @@ def test_sequences_in_slices(num_ranks, is_tied, tmp_path):
     assert_same(run_ranks(trained, num_ranks, case, str(tmp_path / "piped"))[0], expected)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb_h1", "zb_v"])
-def test_four_processes_go_on_from_two(schedule, tmp_path):
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        (("zb_h1", 2), ("zb_v", 2)),
+        (("zb_h1", 2), ("zb_v", 4)),
+        (("zb_v", 2), ("1f1b", 4)),
+        (("zb_v", 4), ("zb_h1", 2)),
+    ],
+)
+def test_another_pipeline_goes_on(first, then, tmp_path):
     case = Case(sizes={"tie_word_embeddings": True, "num_hidden_layers": 8})
     (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
-    two = run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "two"))
-    assert_same(two[0], expected)
-    resumed = case._replace(schedule=schedule, resume=str(tmp_path / "two/run/checkpoint-4"))
-    four = run_ranks(trained, 4, resumed, str(tmp_path / "four"))
-    assert_same(four[0], expected, first=5)
+    schedule, num_ranks = first
+    left = run_ranks(trained, num_ranks, case._replace(schedule=schedule), str(tmp_path / "first"))
+    assert_same(left[0], expected)
+    schedule, num_ranks = then
+    resumed = case._replace(schedule=schedule, resume=str(tmp_path / "first/run/checkpoint-4"))
+    left = run_ranks(trained, num_ranks, resumed, str(tmp_path / "then"))
+    assert_same(left[0], expected, first=5)

@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from helpers.chat import write_files
@@ -75,8 +76,6 @@ def compared(name, owner, tmp_path):
 
     Compares the weights; returns both folders, and what was printed in each.
     """
-    import torch
-
     alone, piped = (written(name, tmp_path / each) for each in ("alone", "piped"))
     with (alone / name).open("a") as script:
         script.write(f"\ntorch.save({owner}model.state_dict(), 'weights.pt')\n")

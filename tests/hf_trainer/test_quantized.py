@@ -118,6 +118,24 @@ def test_a_quantized_base_trains_as_in_one_process(kind, schedule, num_ranks, is
     assert all(each.found[0] == expected.found[0] // num_ranks for each in left)
 
 
+def test_adapters_of_a_quantized_base_go_on(tmp_path):
+    """In one process, and under another schedule with more ranks."""
+    pytest.importorskip("trl")
+    base = str(tmp_path / "base")
+    model_of(Case(sizes={**SIZES, "num_hidden_layers": 8})).save_pretrained(base)
+    options = {"quantization_config": quantization("nf4"), "dtype": "float32"}
+    arguments = {"peft_config": lora(), "model": base, "model_init_kwargs": options}
+    case = Case(arguments=arguments, kit=sft, trainer=with_float32_adapters)
+    run_ranks(trained, 1, case, str(tmp_path / "alone"))
+    run_ranks(trained, 2, case._replace(schedule="zb_h1"), str(tmp_path / "piped"))
+    left = []
+    for name, schedule, num_ranks in (("alone", "", 1), ("piped", "", 1), ("piped", "zb_v", 4)):
+        resumed = case._replace(schedule=schedule, resume=str(tmp_path / name / "run/checkpoint-4"))
+        left += run_ranks(trained, num_ranks, resumed, f"{tmp_path}/{name}{num_ranks}")[:1]
+    for each in left[1:]:
+        assert_same(each, left[0], first=5, weights=1e-4)
+
+
 def plain_of_whole(case, folder):
     """The Trainer of transformers, with a base of 4 bits and adapters."""
     import peft

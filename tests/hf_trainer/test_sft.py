@@ -162,18 +162,19 @@ def test_each_rank_reads_its_own_tensors_of_a_folder(tied, tmp_path):
     assert max(first, last) < 0.6 * of_all
 
 
-def test_an_adapter_goes_on_in_one_process_and_loads_in_peft(tmp_path):
+def test_an_adapter_goes_on_everywhere_and_loads_in_peft(tmp_path):
     from peft import PeftModel
 
     arguments = {"peft_config": lora()}
     case = Case(arguments=arguments, kit=sft)
     run_ranks(trained, 1, case, str(tmp_path / "alone"))
     run_ranks(trained, 2, case._replace(schedule="zb_v"), str(tmp_path / "piped"))
-    again = []
-    for name in ("alone", "piped"):
-        resumed = case._replace(resume=str(tmp_path / name / "run/checkpoint-4"))
-        again += run_ranks(trained, 1, resumed, str(tmp_path / f"{name} again"))
-    assert_same(again[1], again[0], first=5, weights=1e-4)
+    left = []
+    for name, schedule in (("alone", ""), ("alone", "zb_h1"), ("piped", ""), ("piped", "zb_h1")):
+        resumed = case._replace(schedule=schedule, resume=str(tmp_path / name / "run/checkpoint-4"))
+        left += run_ranks(trained, 2 if schedule else 1, resumed, str(tmp_path / f"{name}{schedule}"))[:1]
+    for each in left[1:]:
+        assert_same(each, left[0], first=5, weights=1e-4)
     checkpoint = tmp_path / "piped/run/checkpoint-4"
     assert os.path.exists(checkpoint / "adapter_config.json")
     loaded = PeftModel.from_pretrained(model_of(Case()), tmp_path / "piped/final")
