@@ -74,10 +74,10 @@ class Executor:
     given: the program before the passes of extras. sizes: of the units of the newest call. inboxes: by
     sender. pool: the receive buffers of inboxes that have no other pool.
 
-    may_wait: whether an action of the next pass may wait for the whole device, as a first product, a compiler
-    and a tuner do. True for the first pass, for the first one after `rebind` for a feature, and for sizes
-    that were not seen before; with dynamic shapes for all passes. Where the following
-    step may wait, too, an extra sets it to True in `end`.
+    may_wait: whether an action of the next `run` may wait until everything on the device has ended. The first
+    matrix product, a compiler and a tuner wait so. True for the first run, for the first run after `rebind`
+    for a feature, and for sizes that were not seen before; with dynamic shapes for all runs. Where the
+    following step may wait, too, an extra sets it to True in `end`.
     """
 
     def __init__(

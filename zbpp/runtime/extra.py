@@ -14,7 +14,8 @@ A FEATURE changes a call by up to six methods:
     rewrite    a pass: Program -> Program. It inserts instructions of its own, drops or replaces others
     handlers   {type of an instruction: the function that runs there}
     around     returns a function that wraps the function of an instruction, or replaces it
-    around_w   returns a function that wraps the one that runs the tasks of a W: one for each parameter
+    around_w   returns a function that wraps the one that runs the tasks of a W; a task adds to one parameter
+               or to several
 
 The argument `call` is "step", "evaluate" or "predict".
 

@@ -12,7 +12,7 @@ deferred what B keeps for W. No action consumes `done`. Stage 0 consumes no x (i
 and BW produce no g. A value is consumed on the stage that it names: x(1,5) by an action on stage 1, for
 microbatch 5. So a value has to be sent if, and only if, the stage that it names is on another rank than its
 producer. Code that needs a dependency asks here, or asks `dataflow_arrays`, which derives its arrays from
-this table. The executor stores values under the same names.
+this table. The executor keeps x and g in numbered slots; a StageWorker keeps saved and deferred.
 
 With slices the table holds for each unit u = (m, k), slice k of microbatch m, in place of m. The slices of a
 microbatch then also pass keys and values (kv) and their gradients (dkv) on, within their stage:

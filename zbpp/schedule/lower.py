@@ -25,7 +25,8 @@ takes two, and messages take none. 1F1B on two ranks, with the x's that its link
 Let d be the most values that a link holds at a time in that timeline, sent and not yet consumed; here d = 1.
 When value k + d + 1 is sent, at most d of the values from k on are not consumed yet. So k or a later one has
 begun to be consumed, and k has been received, since the link is a FIFO: value k is released right after that
-send. Whatever an instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
+send. The last d + 1 values of a link have no Release: the executor waits for them at the end of the step.
+Whatever an instruction waits for lies earlier in that timeline, so the waits cannot form a circle.
 
 A Reduce stands where its stage's gradients are complete: behind the stage's last W or BW, and behind the Send
 that follows this action. A Reduce starts the reduction and does not wait for it. A Release behind the same
@@ -49,9 +50,9 @@ from zbpp.schedule.simulate import simulate
 from zbpp.schedule.timeline import Floats, Timeline
 from zbpp.schedule.timetable import Action, Op, Timetable
 
-# The slots around each action of a row, in the order in which they run:
-_NUM_SLOTS = 5
-_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_SLOTS)
+# The kinds of instruction around each action of a row, in the order in which they run:
+_NUM_KINDS = 5
+_RECV, _ACTION, _SEND, _REDUCE, _RELEASE = range(_NUM_KINDS)
 
 
 class Programs(Sequence[Program]):
@@ -119,9 +120,9 @@ class Programs(Sequence[Program]):
         return Program(rank, tuple([instructions[i] for i in order]), in_flight, sent, row)
 
 
-def _sort_keys(positions: Numbers, slot: int) -> Numbers:
-    """Sort keys of instructions that stand in a slot around the actions at `positions` of a row."""
-    return _NUM_SLOTS * positions + slot
+def _sort_keys(positions: Numbers, kind: int) -> Numbers:
+    """Sort keys of instructions of one kind around the actions at `positions` of a row."""
+    return _NUM_KINDS * positions + kind
 
 
 class Link:

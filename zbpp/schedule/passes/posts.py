@@ -5,12 +5,13 @@ ahead, as many as the plan has messages in flight:
 
     in_flight       Post g(0,0)  Post g(0,1)  0F0 ... 0F1  Post g(0,2)  Recv g(0,0)  0B0  0F2 ...
 
-On NCCL a receive that has started is a kernel that occupies the device until its message is there, and a send
-is a kernel until its receive has started. What waits for the whole device waits for these kernels: a first
-product, a kernel that is loaded or tuned, memory that is given back. If two neighbours wait so, each for a
-message that the other one starts behind its own wait, neither goes on. So in a step whose actions may wait
-for the device, a rank receives each value before its first action that begins, in a timeline, when the value
-has been sent. The timeline is that of lower.py: F, B and W take one unit of time, messages take none.
+On NCCL a receive is a kernel. It occupies the device from its start until its message is there. A send is a
+kernel, too, until its receive has started. Some operations wait until every kernel on the device has ended:
+the first matrix product, the loading or tuning of a kernel, giving memory back. So they wait for sends and
+receives, too. Two neighbours may wait so at once. If each starts what the other one needs only after its own
+wait, neither goes on. So in a step whose actions may wait for the device, a rank receives each value before
+its first action that begins, in a timeline, when the value has been sent. The timeline is that of lower.py:
+F, B and W take one unit of time, messages take none.
 
     time            0    1    2    3    4    5
     rank 0          0F0  0F1  0F2  0B0 ...               g(0,0) is sent at time 3, by 1B0
