@@ -169,8 +169,8 @@ class Resolver:
     ) -> Run:
         """`run` of an instruction, with its messages between stages of this rank guarded, see Handover.
 
-        handovers: of the instructions before this one; its own is added. F of the last stage gives the gradient
-        of the loss to B of the same stage, through a slot. No other stage sees it, so it has no Handover.
+        handovers: of the instructions before this one; its own is added. F of the last stage gives the
+        gradient of the loss to B of the same stage, through a slot. No other stage sees it, so it has none.
         """
         taken, given = own
         if taken in handovers:
