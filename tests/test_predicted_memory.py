@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from helpers.configs import FREE_COPIES, composed
+from helpers.configs import FREE_COPIES, SLOW_LINKS, composed
 from helpers.memory_record import last_step_of
 from helpers.processes import run_ranks
 from zbpp.autograd.storages import bytes_of
@@ -59,7 +59,7 @@ CASES = {
         "model=gpt_tiny",
         *TINY,
         "parallel.messages=8bit",
-        "parallel.messages_ahead=1",
+        SLOW_LINKS,
     ],
     "slices": ["schedule=zb_h1", "model=llama_tiny", *TINY, "schedule.slices=[0,26,46,64]"],
     "slices again": [*GPT, "schedule.slices=[0,32,64]", "memory.recompute=block", AT_ONCE],

@@ -8,6 +8,7 @@ from zbpp import config as configs
 from zbpp.commands import command_line
 
 FOLDER = Path(__file__).parents[2] / "configs"
+SLOW_LINKS = f"schedule.costs={Path(__file__).with_name('slow_links.json')}"
 FREE_COPIES = f"schedule.costs={Path(__file__).with_name('free_copies.json')}"  # for memory.offload
 
 

@@ -162,6 +162,14 @@ def test_the_two_commands_for_a_searched_plan_make_a_plan_that_is_as_good(output
     assert max(timeline.peak_memory) <= 5 * (1 + 1e-9)
 
 
+def test_the_commands_for_a_plan_over_slow_links_have_the_links_and_the_messages_ahead(output, tmp_path):
+    links = tmp_path / "links.json"
+    links.write_text('{"latency": 30, "busy": 5}')
+    _, first, second, *_ = output(*CHOOSE, "--links", links, "--time-limit", 0.2).splitlines()
+    assert f"--links {links}" in first
+    assert re.search(r" parallel.messages_ahead=[1-9]$", second)
+
+
 def test_every_row_of_choose_can_be_typed(output):
     """Each is a name that the command takes, with the makespan that the table says."""
     sections = output(*CHOOSE, "--memory-limit", 4, "--time-limit", 0.2).split("\n\n")

@@ -1,16 +1,24 @@
 """More messages under way: the same values on each link, later waits, the same bits."""
 
+import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
 
+from helpers.configs import SLOW_LINKS, composed
+from helpers.links import random_costs
 from helpers.processes import run_ranks
+from helpers.timetables import random_timetable
 from helpers.toy_lm import ToyLm, batch
-from zbpp import MessagesAhead, Pipeline, lower, plan
+from zbpp import Costs, Links, MessagesAhead, Pipeline, lower, plan, simulate
 from zbpp.features.messages_ahead.messages_ahead import with_more_in_flight
-from zbpp.schedule import Post, Release
+from zbpp.planning import messages_ahead
+from zbpp.run.plan import costs_of, messages_ahead_of
+from zbpp.schedule import Action, Post, Release
 from zbpp.schedule.passes.posts import in_flight
+from zbpp.schedule.timeline import transfers_of
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
@@ -28,6 +36,48 @@ def test_each_link_holds_more_and_carries_the_same(schedule):
         assert most_posted(in_flight(more)) >= most_posted(in_flight(program))
         others = [each for each in program.instructions if not isinstance(each, Release)]
         assert [each for each in more.instructions if not isinstance(each, Release)] == others
+
+
+def test_with_as_many_as_links_need_receives_start_in_time_and_no_release_waits(first_seed):
+    """Simulated: a receive starts a way back before its send, a Release runs a way back after the arrival."""
+    chosen = []
+    for seed in range(first_seed, first_seed + 150):
+        rng = random.Random(seed)
+        timetable = random_timetable(rng)
+        costs = random_costs(rng, timetable)
+        number, timeline = messages_ahead(timetable, costs), simulate(timetable, costs)
+        chosen.append(number)
+        transfers = {each.value: each for each in transfers_of(timeline)}
+        for rank, program in enumerate(lower(timetable)):
+            ends, begun = timeline.ends[rank], 0
+            for each in in_flight(with_more_in_flight(program, number)).instructions:
+                begun += isinstance(each, Action)
+                if isinstance(each, Post) and begun:
+                    way_back, _ = costs.links.of(rank, each.peer)
+                    assert ends[begun - 1] <= transfers[each.value].sent - way_back + 1e-9, f"seed {seed}"
+                if isinstance(each, Release):
+                    way_back, _ = costs.links.of(each.peer, rank)
+                    assert ends[begun - 1] >= transfers[each.value].arrived + way_back - 1e-9, f"seed {seed}"
+    assert len({*chosen}) > 3
+
+
+def test_links_need_as_many_as_are_under_way_there_and_back():
+    """F's of 10 ms; x is there after 25 ms, and its receive starts 25 ms before: six x's at once, not one."""
+    timetable, costs = plan("gpipe", 2, 12), Costs(10, 10, 10)
+    assert messages_ahead(timetable, replace(costs, links=Links(latency=25.0))) == 6 - 1
+    assert messages_ahead(timetable, replace(costs, links=Links(pairs={(0, 1): (25.0, 0.0)}))) == 3 - 1
+    assert messages_ahead(timetable, costs) == 0
+    for name in ("1f1b", "zb_h1", "zb_v", "interleaved_1f1b"):  # a latency of a hundredth of an action
+        assert messages_ahead(plan(name, 4, 8), replace(costs, links=Links(latency=0.1))) == 0
+
+
+def test_a_run_takes_what_its_links_need_unless_the_config_says_a_number():
+    for given, expected in (("null", 3), ("0", 0), ("2", 2)):
+        config = composed("schedule=zb_v", "model=gpt_tiny", SLOW_LINKS, f"parallel.messages_ahead={given}")
+        timetable = plan("zb_v", 2, 8)
+        assert messages_ahead_of(config, timetable, costs_of(config.schedule, timetable)) == expected
+    plain = composed("schedule=zb_v", "model=gpt_tiny")
+    assert messages_ahead_of(plain, timetable, costs_of(plain.schedule, timetable)) == 0
 
 
 def most_posted(program):

@@ -119,7 +119,9 @@ class ParallelConfig(Checked):
     device: str = one_of(*DEVICES, help="auto: the accelerator if there is one, else cpu")
     timeout: float = ranged(600.0, above=0, most=LONGEST, unit="seconds", help="of a wait for a rank")
     dynamic_shapes: bool = described(False, "microbatches may differ in shape; messages take longer")
-    messages_ahead: int = ranged(0, help="more under way on each link than planned, for long latencies")
+    messages_ahead: int | None = ranged(
+        None, least=0, help="more under way on each link than planned; null: by the links in schedule.costs"
+    )
     messages: str = one_of(
         "exact", "bfloat16", "8bit", help="between stages; all but exact are approximations, for slow links"
     )

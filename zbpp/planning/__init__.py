@@ -13,6 +13,7 @@ slices           where the slices of sequences begin, so that all take equally l
 work             the work of a microbatch, and the length that has so much work
 placement        placements by name: which rank owns which stage
 slowest_link     the link between ranks that a step waits for most
+messages_ahead   how many messages a link holds that has a latency
 rank_costs       costs of a model that is not cut yet, and files of them
 links_file       files of the links between ranks
 memory_limit     memory limits: read, resolved per rank, checked
@@ -30,6 +31,7 @@ from zbpp.planning.cut import (
 )
 from zbpp.planning.links_file import read_links, written_links
 from zbpp.planning.memory_limit import MemoryLimit, read_memory_limit
+from zbpp.planning.messages_ahead import messages_ahead
 from zbpp.planning.order import order_bound, order_microbatches, own_path
 from zbpp.planning.plan import SCHEDULES, check_name, compare, placement_of, plan, takes_costs
 from zbpp.planning.rank_costs import About, RankCosts, about_in_words, layers_of, read_costs
@@ -59,6 +61,7 @@ __all__ = [
     "compare",
     "layers_of",
     "lower_bound",
+    "messages_ahead",
     "order_bound",
     "order_microbatches",
     "own_path",

@@ -18,6 +18,7 @@ from zbpp.features.head_at_once.head_w import with_head_w
 from zbpp.features.messages_ahead.messages_ahead import with_more_in_flight
 from zbpp.features.post_validation.gate import gate_of, with_gate
 from zbpp.features.reductions.instructions import with_reductions
+from zbpp.run.plan import costs_of, messages_ahead_of
 from zbpp.schedule import Program, Programs, Timetable, lower
 
 Pass = Callable[[Program], Program]
@@ -33,8 +34,9 @@ def step_programs(
     offload: for each rank, its round trips; () without offload.
     """
     lowered = lower(timetable)
+    ahead = messages_ahead_of(config, timetable, costs_of(config.schedule, timetable))
     return [
-        reduce(lambda program, each: each(program), _passes(config, lowered, rank, offload), program)
+        reduce(lambda program, each: each(program), _passes(config, lowered, rank, offload, ahead), program)
         for rank, program in enumerate(lowered)
     ]
 
@@ -46,9 +48,9 @@ def encoded_boundaries(config: TrainConfig, num_stages: int) -> Sequence[int]:
 
 
 def _passes(
-    config: TrainConfig, lowered: Programs, rank: int, offload: Sequence[RankOffload]
+    config: TrainConfig, lowered: Programs, rank: int, offload: Sequence[RankOffload], ahead: int
 ) -> Iterator[Pass]:
-    """The passes of a rank's program, in order."""
+    """The passes of a rank's program, in order. ahead: messages more that each link holds."""
     parallel, timetable = config.parallel, lowered.timeline.timetable
     is_reduced = parallel.replicate > 1 or parallel.shard > 1 or parallel.context > 1
     yield partial(with_reductions, stages=timetable.stages_of(rank) if is_reduced else ())
@@ -56,8 +58,8 @@ def _passes(
         yield partial(with_copies, placed=offload[rank])
     if config.memory.head_at_once:
         yield partial(with_head_w, stage=timetable.num_stages - 1)
-    if parallel.messages_ahead:
-        yield partial(with_more_in_flight, number=parallel.messages_ahead)
+    if ahead:
+        yield partial(with_more_in_flight, number=ahead)
     if boundaries := encoded_boundaries(config, timetable.num_stages):
         yield partial(with_codes, num_stages=timetable.num_stages, boundaries=boundaries)
     if (release := _RELEASES.get(config.memory.gradient_release)) is not None:

@@ -16,6 +16,7 @@ from zbpp.planning import (
     MemoryLimit,
     RankCosts,
     check_name,
+    messages_ahead,
     placement_of,
     plan,
     read_costs,
@@ -124,6 +125,12 @@ def slice_bounds_of(config: TrainConfig, timetable: Timetable) -> tuple[int, ...
     costs = computed if measured is None or measured.quadratic is None else measured
     with naming(f"schedule.slices={timetable.num_slices}"):
         return tuple(balanced_bounds(timetable.num_slices, length, costs, config.parallel.context))
+
+
+def messages_ahead_of(config: TrainConfig, timetable: Timetable, costs: Costs) -> int:
+    """parallel.messages_ahead, or as many as the links of these costs need."""
+    chosen = config.parallel.messages_ahead
+    return messages_ahead(timetable, costs) if chosen is None else chosen
 
 
 def memory_limit_of(schedule: ScheduleConfig) -> MemoryLimit:

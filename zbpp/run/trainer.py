@@ -23,7 +23,7 @@ from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
 from zbpp.run.model import metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.run.plan import build_offload, build_replan
+from zbpp.run.plan import build_offload, build_replan, messages_ahead_of
 from zbpp.run.stages import Parts
 from zbpp.runtime import Extra, Pipeline
 from zbpp.runtime.processes.mesh import MeshPosition, Reshard
@@ -77,8 +77,8 @@ def build_pipeline(
         switched.append(HeadAtOnce())
     if parallel.overlap_exchange:
         switched.append(OverlapExchange())
-    if parallel.messages_ahead:
-        switched.append(MessagesAhead(parallel.messages_ahead))
+    if number := messages_ahead_of(config, plan.timetable, plan.costs):
+        switched.append(MessagesAhead(number))
     if parallel.messages != "exact":
         switched.append(FewerBytes(cast(Form, parallel.messages), parallel.message_boundaries))
     if config.cuda_graphs:

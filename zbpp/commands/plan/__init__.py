@@ -30,6 +30,7 @@ from zbpp.planning import (
     choose_cut,
     compare,
     layers_of,
+    messages_ahead,
     slowest_link,
     takes_costs,
     timetables_of_families,
@@ -238,7 +239,7 @@ def _choice(options: argparse.Namespace, inputs: Inputs, progress: Callable[[flo
     answer = choose(request, progress)
     bought = render_bought({"as asked": answer, **what_would_buy(request, progress)}) if options.links else ""
     timelines = {each.title: each.timeline for each in answer.ranked}
-    texts = [*inputs.notes, _commands(options, answer), *_short_w(inputs), render_choice(answer)]
+    texts = [*inputs.notes, _commands(options, answer, inputs), *_short_w(inputs), render_choice(answer)]
     texts += [bought] if bought else []
     return "\n\n".join([*texts, *_draw(options, timelines, inputs, texts)])
 
@@ -264,6 +265,7 @@ def _cut(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float,
     command = (
         f"zbpp train -n {num_ranks} schedule={found.schedule} num_microbatches={counts[1]} "
         f"model.layers_per_stage=auto parallel.speeds=[{_shell_word(speeds)}]"
+        f"{_ahead(found.timetable, found.costs)}"
     )
     about = f"To train with it (add your model=, data= and other keys):\n  {command}"
     timelines = {found.schedule: simulate(found.timetable, found.costs)}
@@ -276,12 +278,13 @@ def _short_w(inputs: Inputs) -> list[str]:
     return [note] if note else []
 
 
-def _commands(options: argparse.Namespace, answer: Answer) -> str:
+def _commands(options: argparse.Namespace, answer: Answer, inputs: Inputs) -> str:
     """What to type to train with the best plan: its name, or the file of a plan that depends on costs."""
     best = answer.ranked[0]
     train, end = f"zbpp train -n {options.ranks}", f"num_microbatches={options.microbatches}"
     if best.num_slices > 1:
         end += f" schedule.slices={best.num_slices}"
+    end += _ahead(best.timeline.timetable, inputs.costs_of(best.timeline.timetable))
     lines = [f"  {train} schedule={best.name} {end}"]
     if takes_costs(best.name):
         lines = [
@@ -292,9 +295,15 @@ def _commands(options: argparse.Namespace, answer: Answer) -> str:
     return "\n".join([head, *lines])
 
 
+def _ahead(timetable: Timetable, costs: Costs) -> str:
+    """The key for links that need more messages under way; "" where none does."""
+    number = messages_ahead(timetable, costs)
+    return f" parallel.messages_ahead={number}" if number else ""
+
+
 def _same_question(options: argparse.Namespace) -> str:
     """The options with which a plan for the same question is made again."""
-    names = ("ranks", "microbatches", "memory_limit", "time_limit", "costs")
+    names = ("ranks", "microbatches", "memory_limit", "time_limit", "costs", "links")
     given = {name: getattr(options, name) for name in (*names, *COST_OPTIONS)}
     defaults = vars(make_parser().parse_args([]))
     return " ".join(
