@@ -16,6 +16,7 @@ OVERRIDDEN = {
     "_wrap_model": "the wrapped model is the rank's stages",
     "get_batch_samples": "the microbatches of a step",
     "training_step": "the last microbatch of a step runs the step of all of them",
+    "floating_point_ops": "counted once for microbatches of one shape",
     "evaluation_loop": "logits are made small on the last stage",
     "prediction_step": "an evaluation of the pipeline",
     "log": "what the last stage's rank has counted goes to all ranks",

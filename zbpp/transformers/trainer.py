@@ -122,6 +122,7 @@ class PipelineTrainer(Checkpoints):
         check_made_model(self.model)
         check_names_of_trl(self)
         self._own_loss = OwnLoss(self) if has_own_loss(self) else None
+        self._operations: dict[Any, int] = {}  # by the shapes of a microbatch
 
     # ---- Making it
 
@@ -277,6 +278,13 @@ class PipelineTrainer(Checkpoints):
         with self.accelerator.autocast(), self._recorded(pipeline):
             losses = pipeline.step(*args, target=target)
         return self._replicas.mean(self._told(losses, self._microbatches)) * pipeline.loss_scale
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """The library's count, which goes over the whole model: once for each shape of microbatches."""
+        key = tuple((name, each.shape) for name, each in inputs.items() if isinstance(each, Tensor))
+        if key not in self._operations:
+            self._operations[key] = super().floating_point_ops(inputs)
+        return self._operations[key]
 
     @contextmanager
     def _recorded(self, pipeline: Pipeline) -> Iterator[None]:
