@@ -18,6 +18,7 @@ from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
+from zbpp.training.measured_steps import figures_of
 from zbpp.training.optim.optimizer import adamw
 from zbpp.training.replan import Replan
 from zbpp.training.trainer import Trainer
@@ -231,6 +232,7 @@ def over_links(rank, pairs, extras):
         )
         history = list(trainer.run(3))
         pipeline.close()
+    assert trainer.links == (asked[0].links if asked else figures_of(trainer).costs.links)
     return asked, [each["loss"] for each in history], history[1]["expected_makespan_ms"]
 
 

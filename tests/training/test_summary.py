@@ -44,6 +44,19 @@ def test_the_prediction_of_a_step_in_slices_is_as_long_as_the_step():
     assert found.predicted.makespan == pytest.approx(found.measured.makespan)
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb_v"])
+def test_a_step_over_known_links_is_predicted_with_them(name):
+    """Messages wait for each other on a link; the times of those that ranks waited for don't say so."""
+    links = Links(latency=0.1, pairs={(1, 2): (6.0, 4.0), (2, 1): (1.0, 4.0)})
+    step = simulate(plan(name, 4, 8), Costs(f=3, b=4, w=2, links=links))
+    known, unknown = (measured_steps({0: step}, [], links=each) for each in (links, None))
+    assert known.predicted.makespan == pytest.approx(step.makespan)
+    assert known.costs.links == links
+    said = [sentences_of_time(each, 0.0)[0] for each in (known, unknown)]
+    assert ["and the known links" in each for each in said] == [True, False]
+    assert abs(unknown.predicted.makespan / step.makespan - 1) > 0.03
+
+
 def test_the_summary_names_the_link_that_the_step_waited_for():
     """Two slow steps and a fast one: the link's median delay is that of the slow ones."""
     timetable = plan("1f1b", 4, 8)

@@ -60,11 +60,13 @@ def _write_summary(path: Path, title: Title, summary: Summary, trainer: Trainer,
 
 def _write_pictures(folder: Path, title: Title, found: MeasuredSteps) -> None:
     """Write timeline.png and trace.json."""
+    predicted = f"{title}: predicted from the costs of {found.steps}"
     panels = {
-        f"{title}: predicted from the costs of {found.steps}": found.predicted,
+        predicted: found.predicted,
         f"{title}: measured, the median of {found.steps}": found.measured,
     }
+    costs = {predicted: found.costs}
     picture = io.BytesIO()  # matplotlib's errors name no file
-    render_picture(panels, picture)
+    render_picture(panels, picture, costs=costs)
     write_whole(folder / "timeline.png", picture.getvalue())
-    write_whole(folder / "trace.json", json.dumps(chrome_trace(panels)))
+    write_whole(folder / "trace.json", json.dumps(chrome_trace(panels, costs)))

@@ -141,6 +141,7 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             callbacks=build_own_callbacks(config),
             metrics=metrics_of(parts.model, precision),
             replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
+            links=plan.costs.links,
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,
             gradient_release=is_released,

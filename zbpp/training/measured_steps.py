@@ -28,7 +28,7 @@ from zbpp.planning import RankCosts, SlowestLink, slowest_link
 from zbpp.runtime import Pipeline
 from zbpp.runtime.processes.dtensors import local_of
 from zbpp.runtime.processes.mesh import DIMENSIONS, EXPERT, PIPELINE, REPLICATE
-from zbpp.schedule import Costs, Timeline, Timetable, lower, simulate
+from zbpp.schedule import Costs, Links, Timeline, Timetable, lower, simulate
 from zbpp.schedule.interpret.timing import program_timeline
 from zbpp.training.optim.update import Metrics
 from zbpp.training.trainer import Callback, Trainer
@@ -39,7 +39,8 @@ class MeasuredSteps(NamedTuple):
 
     steps: their numbers, such as `steps 2-3, 101`. measured: the step with the median makespan. costs: the
     medians over all of them, with memory in activations of one rank's share of the model, the unit of
-    `zbpp plan`. predicted: the same timetable, simulated with these costs.
+    `zbpp plan`, and with the links of the run's costs if these are known. predicted: the same timetable,
+    simulated with these costs.
     """
 
     steps: str
@@ -61,11 +62,13 @@ def measured_steps(
     timelines: Mapping[int, Timeline],
     offload: Sequence[RankOffload],
     lengths: Mapping[int, Sequence[float]] = MappingProxyType({}),
+    links: Links | None = None,
 ) -> MeasuredSteps:
     """The figures of timelines, at least one, by the number of their step; all are of one timetable.
 
     lengths: of each step's microbatches, if these differ in length. Costs are then in two parts, and the step
-    that is predicted has the lengths of the measured one.
+    that is predicted has the lengths of the measured one. links: of the ranks, where they are known: they say
+    what messages take in place of comm, which is that of messages whose receiver waits.
     """
     by_makespan = sorted(timelines, key=lambda step: timelines[step].makespan)
     step = by_makespan[len(by_makespan) // 2]
@@ -78,7 +81,15 @@ def measured_steps(
     else:
         found = measured_costs(*timelines.values())
     costs = replace(found, saved=usual.saved, deferred=usual.deferred)
+    if links is not None:
+        costs = replace(costs, comm=0.0, links=links)
     return MeasuredSteps(_text(sorted(timelines)), measured, _simulated(timetable, costs, offload), costs)
+
+
+def figures_of(trainer: Trainer) -> MeasuredSteps:
+    """The figures of a trainer's measured steps."""
+    offload = offload_plan_of(trainer.pipeline)
+    return measured_steps(trainer.timelines, offload, trainer.lengths, trainer.links)
 
 
 def link_waited_for(found: MeasuredSteps, timelines: Collection[Timeline]) -> SlowestLink | None:
@@ -212,7 +223,7 @@ class LiveFigures(Callback):
         newest = max(trainer.timelines, default=None)
         if known and newest is not None and newest != self._last:
             self._last = newest
-            found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline), trainer.lengths)
+            found = figures_of(trainer)
             known[-1] |= found.figures | {"peak_memory_bytes": max(found.measured.peak_memory)}
 
 
@@ -286,7 +297,7 @@ def summarise(
     cost = sentence_of_cost(len(history), seconds, figures[unit], unit)
     if not trainer.timelines:
         return Summary(figures, None, [cost])
-    found = measured_steps(trainer.timelines, offload_plan_of(trainer.pipeline), trainer.lengths)
+    found = figures_of(trainer)
     same = [each["step_seconds"] for each in history if each["step"] in trainer.timelines]
     link = link_waited_for(found, trainer.timelines.values())
     sentences = [cost, *sentences_of_time(found, median(same) * 1e3, figures["sharing"], link)]
@@ -366,7 +377,8 @@ def sentences_of_time(
     found = [
         f"The pipeline's part of a step took {_ms(measured.makespan)} (the median of "
         f"{steps.steps}), of which the rank with the largest bubble was idle for {idle}; "
-        f"simulated with the measured costs {_ms(predicted.makespan)} "
+        f"simulated with the measured costs{' and the known links' if steps.costs.links else ''} "
+        f"{_ms(predicted.makespan)} "
         f"and {100 * predicted.bubble_rate:.1f} %."
     ]
     if link is not None and link.saves > _LARGE_SHARE:

@@ -29,7 +29,7 @@ from zbpp.runtime import Pipeline
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.layout import Message
 from zbpp.runtime.processes.mesh import planned_by_rank_0
-from zbpp.schedule import Costs, Timeline, Timetable, simulate
+from zbpp.schedule import Costs, Links, Timeline, Timetable, simulate
 
 Metrics = dict[str, Any]
 
@@ -43,7 +43,8 @@ class Replan:
     plan(costs, limits): a timetable of the same cut; costs in ms and bytes, limits in bytes per rank.
     stages: this rank's. memory_limits: bytes that each rank may hold, with weights, gradients and optimizer
     states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made;
-    is_over: whether it was measured, too, so that nothing is left to do.
+    is_over: whether it was measured, too, so that nothing is left to do. links: the measured ones; None if
+    all are fast.
     timeout: seconds that a wait for another rank may last while links are measured.
     """
 
@@ -58,6 +59,7 @@ class Replan:
         self._watching = ExitStack()
         self._inputs = self._watching.enter_context(first_inputs(self.stages))
         self._expected = 0.0
+        self.links: Links | None = None
         self.is_done, self.is_over = False, False
         self._first: int | None = None  # the first step of this process: not 0 in a resumed run
 
@@ -99,6 +101,7 @@ class Replan:
         held = simulate(old, costs).peak_memory
         limits = held if self.memory_limits is None else self.memory_limits
         new = planned_by_rank_0(lambda: self.plan(costs, limits), pipeline.place)
+        self.links = costs.links
         self._expected, self.is_done = simulate(new, costs).makespan, True
         pipeline.use_timetable(new)
         return self._metrics(timelines)

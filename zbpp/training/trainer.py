@@ -30,7 +30,7 @@ from zbpp.data import Data
 from zbpp.devices import synchronize
 from zbpp.observers.recorder import Recorder
 from zbpp.runtime import Pipeline
-from zbpp.schedule import Timeline, Timetable
+from zbpp.schedule import Links, Timeline, Timetable
 from zbpp.training.batches import Batches
 from zbpp.training.evaluation import MetricsOf, evaluate_held_out
 from zbpp.training.length_plans import LengthPlanner, StepPlan
@@ -81,7 +81,8 @@ class Trainer:
 
     num_recorded: how many of the last steps are measured action by action. record_every=n: the second step,
     the third and every n-th are measured, too; 0: none. replan: may replace the pipeline after the first
-    steps.
+    steps. links: of the pipeline's ranks, where they are known: steps are predicted with them. A replan that
+    measures slow ones sets them.
 
     masters: master weights of all trainable parameters; the optimizer must then be over
     `masters.parameters()`, and floating-point targets are cast to float32. loss_scale: chooses the pipeline's
@@ -109,6 +110,7 @@ class Trainer:
     num_recorded: int = 5
     record_every: int = 0
     replan: Replan | None = None
+    links: Links | None = None
     masters: MasterWeights | None = None
     loss_scale: LossScale | None = None
     gradient_release: bool = False
@@ -366,11 +368,13 @@ class Trainer:
 
     def _replan(self, step: int, known: Sequence[Metrics]) -> None:
         """Let the replanner, if there is one, change the timetable; its metrics are added to the step's."""
-        if not self._replanner:
+        replanner = self._replanner
+        if not replanner:
             return
         _, target = self._batches.of_step(step)
         old, timelines = self.pipeline.timetable, list(self.timelines.values())
-        known[-1].update(self._replanner.after(step, self.pipeline, timelines, target))
+        known[-1].update(replanner.after(step, self.pipeline, timelines, target))
+        self.links = replanner.links or self.links
         if self.pipeline.timetable != old:
             self.timelines.clear()
 
