@@ -80,6 +80,8 @@ MAY_IMPORT = {
     "zbpp/runtime/arguments.py": {"planning"} | _CORE,
     "zbpp/runtime/": _CORE,
     "zbpp/checkpoints/": {"checkpoints"} | _RUNTIME,
+    # layers_per_stage="auto" is the choice of zbpp train.
+    "zbpp/transformers/chosen_cut.py": {"config", "prediction", "run", "models", "transformers"} | _RUNTIME,
     # transformers' Trainer on a Pipeline. Nothing imports it but users.
     "zbpp/transformers/": {"models", "planning", "transformers"} | _RUNTIME,
     # torch's Schedule classes on a Pipeline, and what records torch's stages.

@@ -72,6 +72,7 @@ def test_a_launcher_that_asks_for_fsdp(monkeypatch):
 
 
 def test_several_processes_without_a_gpu_and_without_use_cpu(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     args = transformers.TrainingArguments("unused", report_to=[])
     with pytest.raises(
@@ -253,6 +254,7 @@ def test_a_precision_of_the_launcher():
 
 @pytest.mark.parametrize("replicas", [0, 3, True, 2.0, "2"])
 def test_replicas_that_do_not_divide_the_processes(replicas, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     with pytest.raises(ValueError, match="^replicas=[^\n]* does not divide the number of processes, 4"):
         in_pipeline(transformers.Trainer, replicas=replicas)(model=model_of(Case()))
@@ -263,6 +265,7 @@ def test_replicas_that_do_not_divide_the_processes(replicas, monkeypatch):
 )
 def test_arguments_that_do_not_go_with_replicas(name, value, monkeypatch):
     args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[], **{name: value})
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=f"^{name} does not go with replicas=2: [^\n]*$"):
         in_pipeline(transformers.Trainer, replicas=2)(model=model_of(Case()), args=args)
@@ -293,3 +296,14 @@ def test_the_table_of_names_has_what_is_overridden():
     assert {name for name in own if hasattr(transformers.Trainer, name) and name[:2] != "__"} == {
         *names.OVERRIDDEN
     }
+
+
+def test_a_choice_of_the_cut_that_nobody_can_make():
+    with pytest.raises(ValueError, match=r"^layers_per_stage='even': write \"auto\", or how many[^\n]*$"):
+        in_pipeline(transformers.Trainer, layers_per_stage="even")
+    with pytest.raises(ValueError, match="^layers_per_stage='auto' [^\n]* schedule that has a name[^\n]*$"):
+        in_pipeline(transformers.Trainer, sliced, layers_per_stage="auto")
+    with pytest.raises(
+        ValueError, match="^layers_per_stage='auto' asks args [^\n]*: give TrainingArguments$"
+    ):
+        in_pipeline(transformers.Trainer, layers_per_stage="auto")(model="/nowhere")

@@ -9,7 +9,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from statistics import mean
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_leaves
 from zbpp.config import NUM_MICROBATCHES, TrainConfig, with_values
 from zbpp.devices import free_bytes, is_accelerator, make_current, restored_generators, synchronize
 from zbpp.job.cuda_settings import use_expandable_segments
-from zbpp.job.joining import Meeting
 from zbpp.job.world import own_device
 from zbpp.planning import plan
 from zbpp.run.cut import Changes, earlier_cut, fits, uncut
@@ -31,10 +30,21 @@ ALIKE = 0.1  # speeds that differ by no more than this share of the larger one c
 _TIMES = 5  # that F and B of the block are timed at least; the shortest time counts
 _SECONDS = 0.5  # in which they are timed again: a small block is measured badly by few times
 
+
+class Ranks(Protocol):
+    """The processes of the job, which exchange texts, such as zbpp.job.joining.Meeting."""
+
+    def of_rank_0(self, name: str, text: str) -> str:
+        """Rank 0's text, on every rank."""
+
+    def gather(self, name: str, text: str) -> list[str]:
+        """Every rank's text, on every rank."""
+
+
 BuildParts = Callable[[TrainConfig, Timetable, int], Parts]
 
 
-def measured_ranks(meeting: Meeting, config: TrainConfig, num_ranks: int, build_parts: BuildParts) -> Changes:
+def measured_ranks(job: Ranks, config: TrainConfig, num_ranks: int, build_parts: BuildParts) -> Changes:
     """Measure the speeds of a pipeline's ranks, by `block_seconds` of each process. Collective.
 
     Returns parallel.speeds, as a change to the config; on accelerators memory.limit, too, if there is none:
@@ -44,12 +54,12 @@ def measured_ranks(meeting: Meeting, config: TrainConfig, num_ranks: int, build_
     """
     earlier = earlier_cut(config)  # only rank 0 need see the run's folder
     is_kept = bool(earlier) and fits(earlier, config, num_ranks)
-    if meeting.of_rank_0("is_kept", str(is_kept)) == str(True):
+    if job.of_rank_0("is_kept", str(is_kept)) == str(True):
         return {}
     free = _free_gib(own_device(config.parallel.device))
     # All ranks time at once: what one of them still loads would slow down others on the same machine.
-    own = block_seconds(config, num_ranks, build_parts, lambda: meeting.gather("ready", ""))
-    everyone = [each.split() for each in meeting.gather("block", f"{own!r} {free}")]
+    own = block_seconds(config, num_ranks, build_parts, lambda: job.gather("ready", ""))
+    everyone = [each.split() for each in job.gather("block", f"{own!r} {free}")]
     each = len(everyone) // num_ranks
     ranks = [everyone[first : first + each] for first in range(0, len(everyone), each)]
     speeds = speeds_by_time([max(float(seconds) for seconds, _ in rank) for rank in ranks])

@@ -10,6 +10,7 @@ replicas     several pipelines beside each other, each a data-parallel process t
 trainer      in_pipeline; making a Trainer whose model is cut, its steps and evaluations
 cut_model    the user's model object, cut: the pipeline, and what a rank has of the whole model
 stages       the model object as stages, with its own modules
+chosen_cut   the cut of layers_per_stage="auto"
 folder       a model read from a folder, of which each rank reads its own tensors
 batches      the Trainer's batches as microbatches; a number that tells different batches apart
 losses       which loss a Trainer has: zbpp's, computed by the head, or its own compute_loss on the last stage

@@ -23,22 +23,13 @@ def read_own(
 ) -> Any:
     """The model in training mode, with the values of these stages.
 
-    options: of from_pretrained; dtype and quantization_config, a BitsAndBytesConfig, are taken. Raises
-    ValueError for others, and as `HuggingFace` and `kind_and_options` do.
+    options: as `options_of_folder` takes them. Raises ValueError as that and `HuggingFace` do.
     """
-    dtype = str(options.pop("dtype", None) or "float32").removeprefix("torch.")
-    quantized, given = options.pop("quantization_config", None), dict[str, Any]()
-    if quantized is not None:
-        given["quantize"], given["quantize_options"] = kind_and_options(quantized)
-    if others := [name for name, value in options.items() if value not in (None, False)]:
-        raise ValueError(
-            f"{others[0]}: a rank that reads its own tensors of a folder takes dtype and "
-            "quantization_config alone: give AutoModelForCausalLM.from_pretrained(...) instead of the folder"
-        )
-    cutter = HuggingFace(path=folder, dtype=dtype, layers_per_stage=layers_per_stage, **given)
+    given = options_of_folder(folder, **options)
+    cutter = HuggingFace(**given, layers_per_stage=layers_per_stage)
     model: Any = build_on_meta(cutter.library_config())
     model.config._name_or_path = folder
-    model.config.dtype = getattr(torch, dtype)
+    model.config.dtype = getattr(torch, given["dtype"])
     quantization = cutter.quantization
     if quantization is not None:
         quantization.prepare(model)
@@ -54,6 +45,24 @@ def read_own(
     if quantization is not None:
         quantization.finish(model)
     return model.train()
+
+
+def options_of_folder(folder: str, **options: Any) -> dict[str, Any]:
+    """The arguments of HuggingFace that mean these of from_pretrained.
+
+    dtype and quantization_config, a BitsAndBytesConfig, are taken. Raises ValueError for others, and as
+    `kind_and_options` does.
+    """
+    dtype = str(options.pop("dtype", None) or "float32").removeprefix("torch.")
+    quantized, given = options.pop("quantization_config", None), dict[str, Any]()
+    if quantized is not None:
+        given["quantize"], given["quantize_options"] = kind_and_options(quantized)
+    if others := [name for name, value in options.items() if value not in (None, False)]:
+        raise ValueError(
+            f"{others[0]}: a rank that reads its own tensors of a folder takes dtype and "
+            "quantization_config alone: give AutoModelForCausalLM.from_pretrained(...) instead of the folder"
+        )
+    return {"path": folder, "dtype": dtype, **given}
 
 
 def _tensors(stage: nn.Module) -> Iterator[tuple[str, str, Tensor]]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbpp.error_text import kind_of
+from zbpp.job.joining import rank_and_size
 from zbpp.models.hf import HuggingFace
 from zbpp.models.hf.config import asks_for_balance
 from zbpp.models.hf.shrink import build_on_meta
@@ -74,9 +75,22 @@ def check_options(options: Mapping[str, Any]) -> None:
         )
 
 
+def check_layers(layers: object, schedule: object) -> None:
+    """Raise ValueError for a layers_per_stage that is no list, and for a choice that can't be made."""
+    if isinstance(layers, str) and layers != "auto":
+        raise ValueError(
+            f'layers_per_stage={layers!r}: write "auto", or how many layers each stage has, as [3, 5]'
+        )
+    if layers == "auto" and not isinstance(schedule, str):
+        raise ValueError(
+            "layers_per_stage='auto' chooses a cut for a schedule that has a name: write its name, or how "
+            "many layers each stage has"
+        )
+
+
 def check_replicas(count: Any) -> None:
     """Raise ValueError unless the processes of the job can be so many pipelines."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world = rank_and_size()
     if isinstance(count, bool) or not isinstance(count, int) or count < 1 or world % count:
         raise ValueError(
             f"replicas={count!r} does not divide the number of processes, {world}: start others, or write a "
@@ -122,7 +136,7 @@ def check_arguments(args: Any, num_replicas: int = 1) -> None:
             f"optim={optimizer} updates inside backward, before the norm is known: write adamw_torch, or "
             "another one that updates in step()"
         )
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    _, world = rank_and_size()
     if world > 1 and not dist.is_initialized():  # accelerate would let each process train alone
         raise ValueError(f"{world} processes were started, and no GPU is here: write use_cpu=True")
     if args.n_gpu > 1:
@@ -184,8 +198,10 @@ def _check_values(config: Any) -> None:
             )
 
 
-def check_folder(args: Any) -> None:
+def check_folder(args: Any, layers: object) -> None:
     """Raise ValueError if the whole model is needed, and a rank would read its own tensors of a folder."""
+    if args is None and layers == "auto":
+        raise ValueError("layers_per_stage='auto' asks args for the sizes of a batch: give TrainingArguments")
     if getattr(args, "precompute_ref_log_probs", False):
         raise ValueError(
             "precompute_ref_log_probs runs the whole model first: instead of the folder give "

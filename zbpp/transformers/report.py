@@ -49,16 +49,18 @@ def report(
     everyone: Sequence[Held],
     planned: Callable[[int], Timetable],
     num_replicas: int = 1,
+    choice: str = "",
 ) -> str:
     """Lines to print at the start.
 
     name: of the schedule. layers: of each stage. everyone: what each rank of a pipeline holds. planned: the
-    timetable for another number of microbatches.
+    timetable for another number of microbatches. choice: of the cut, in words.
     """
     num_ranks, num_microbatches = timetable.num_ranks, timetable.num_microbatches
     counts = ", ".join(map(str, layers))
     pipelines = f"{num_replicas} pipelines of " if num_replicas > 1 else ""
     lines = [
+        *choice.splitlines(),
         f"{name}: {pipelines}{num_ranks} ranks, stages of {counts} layers, "
         f"{num_microbatches} microbatches a step",
         f"weights: {_texts([each.weights for each in everyone])} on ranks 0 to {num_ranks - 1}",

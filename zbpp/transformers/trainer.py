@@ -14,7 +14,6 @@ saving        see checkpoints.py
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -27,19 +26,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.features.reductions.norm import clip_grad_norm_
+from zbpp.job.joining import rank_and_size
 from zbpp.observers.recorder import Recorder
 from zbpp.planning import plan
 from zbpp.runtime import Pipeline, per_microbatch
 from zbpp.schedule import Timetable
 from zbpp.transformers.batches import arguments, check_columns, checksum, share_of_targets, split, targets
 from zbpp.transformers.checkpoints import Checkpoints, raw_optimizer
+from zbpp.transformers.chosen_cut import chosen_cut, options_of
 from zbpp.transformers.cut_model import CutModel, base_of
-from zbpp.transformers.folder import read_own
+from zbpp.transformers.folder import options_of_folder, read_own
 from zbpp.transformers.losses import OwnLoss, has_own_loss
 from zbpp.transformers.names import check_names, check_names_of_trl
 from zbpp.transformers.refusals import (
     check_arguments,
     check_folder,
+    check_layers,
     check_made_model,
     check_model,
     check_options,
@@ -61,7 +63,7 @@ def in_pipeline(
     schedule: Schedule = "zb_h1",
     *,
     replicas: int = 1,
-    layers_per_stage: Sequence[int] | None = None,
+    layers_per_stage: Sequence[int] | str | None = None,
     **options: Any,
 ) -> type[Any]:
     """A subclass of `trainer`, a transformers.Trainer, that trains in a pipeline over all processes.
@@ -73,7 +75,8 @@ def in_pipeline(
     schedule: one of zbpp.SCHEDULES, or a function of (number of ranks, number of microbatches) that returns a
     Timetable. replicas: how many pipelines there are, each of (number of processes) / replicas ranks; each
     trains on its share of the batches, as a data-parallel process of the Trainer does. layers_per_stage: how
-    many layers each stage has; None: even. options: of zbpp.Pipeline, such as timeout or extras.
+    many layers each stage has; None: even; "auto": chosen for the speeds of the ranks, which each time a
+    block, and for the free memory of accelerators. options: of zbpp.Pipeline, such as timeout or extras.
     Raises ValueError for a class that can't train in a pipeline, and for a version of transformers without
     one of the names that are needed (names.py). The subclass raises ValueError, when it is made, for
     arguments that don't go with a pipeline (refusals.py).
@@ -81,6 +84,7 @@ def in_pipeline(
     check_names(trainer)
     check_trainer(trainer)
     check_options(options)
+    check_layers(layers_per_stage, schedule)
     attributes = {
         "schedule": schedule,
         "num_replicas": replicas,
@@ -97,12 +101,14 @@ class PipelineTrainer(Checkpoints):
 
     schedule: Schedule = "zb_h1"
     num_replicas: int = 1
-    layers_per_stage: Sequence[int] | None = None
+    layers_per_stage: Sequence[int] | str | None = None
     options: Mapping[str, Any] = MappingProxyType({})
     _metrics: Any  # of TRL's classes alone, as the next
     _total_train_tokens: Any
     _replicas: Replicas
     _recorder: Recorder | None = None  # of the last step, if it will be logged
+    _chosen: Sequence[int] | None = None  # layers_per_stage of "auto"
+    _choice = ""  # the same in words
     _num_steps = 0  # that this process has begun
 
     def __init__(self, model: Any = None, *others: Any, **more: Any) -> None:
@@ -113,8 +119,9 @@ class PipelineTrainer(Checkpoints):
         if given is not None:
             check_arguments(given, self.num_replicas)
         if isinstance(model, str | Path):
-            check_folder(given)
-            model = self._read(str(model), given, more.pop("quantization_config", None))
+            check_folder(given, self.layers_per_stage)
+            quantization = more.pop("quantization_config", None)
+            model = self._read(str(model), given, quantization, more.get("peft_config"))
         check_model(model, more.get("model_init"))
         super().__init__(model, *others, **more)
         check_arguments(self.args, self.num_replicas)
@@ -126,16 +133,25 @@ class PipelineTrainer(Checkpoints):
 
     # ---- Making it
 
-    def _read(self, folder: str, args: Any, quantization_config: Any) -> Any:
-        world, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
-        world, rank = world // self.num_replicas, rank // self.num_replicas
+    def _read(self, folder: str, args: Any, quantization_config: Any, peft_config: Any) -> Any:
+        rank, world = (each // self.num_replicas for each in rank_and_size())
         timetable = self._timetable(world, 1 if args is None else args.gradient_accumulation_steps)
         options = {**(getattr(args, "model_init_kwargs", None) or {})}
         if quantization_config is not None:
             options["quantization_config"] = quantization_config
-        return read_own(
-            folder, timetable.stages_of(rank), timetable.num_stages, self.layers_per_stage, **options
-        )
+        layers = self._layers(args, lambda: options_of_folder(folder, **options), peft_config)
+        return read_own(folder, timetable.stages_of(rank), timetable.num_stages, layers, **options)
+
+    def _layers(self, args: Any, options: Callable[[], Any], adapters: Any) -> Sequence[int] | None:
+        """How many layers each stage has. Collective if that is to be chosen. See `chosen_cut`."""
+        if not isinstance(self.layers_per_stage, str):
+            return self.layers_per_stage
+        num_ranks = rank_and_size()[1] // self.num_replicas
+        if num_ranks > 1 and self._chosen is None:
+            self._chosen, self._choice = chosen_cut(
+                options(), adapters, args, str(self.schedule), num_ranks, self.num_replicas
+            )
+        return self._chosen
 
     def create_accelerator_and_postprocess(self) -> None:
         """Tell accelerate that each pipeline is one data-parallel process, and that it wraps no model."""
@@ -188,13 +204,14 @@ class PipelineTrainer(Checkpoints):
             if self.neftune_noise_alpha is not None:  # its hook asks the stage's copy of the module
                 base_of(model).get_input_embeddings().neftune_noise_alpha = self.neftune_noise_alpha
             options = {"seed": self.args.seed, **self.options}
+            adapters = next(iter(getattr(model, "peft_config", {}).values()), None)
             self._cut = CutModel(
                 model,
                 timetable,
                 self._own_loss,
                 self.args.device,
                 self._replicas,
-                self.layers_per_stage,
+                self._layers(self.args, lambda: options_of(model), adapters),
                 **options,
             )
             self._say_plan(self._cut)
@@ -206,7 +223,8 @@ class PipelineTrainer(Checkpoints):
         everyone = cut.pipeline.place.gather(held(cut.pipeline))[: timetable.num_ranks]
         name = self.schedule if isinstance(self.schedule, str) else "a schedule of your own"
         planned = partial(self._timetable, timetable.num_ranks)
-        self._say(report(name, timetable, cut.layers, everyone, planned, self.num_replicas))
+        text = report(name, timetable, cut.layers, everyone, planned, self.num_replicas, self._choice)
+        self._say(text)
 
     def _say_measured(self, pipeline: Pipeline, recorder: Recorder) -> None:
         """Print the bubble of a step and the memory of the ranks, on rank 0. Collective."""
