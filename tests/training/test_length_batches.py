@@ -23,7 +23,7 @@ from zbpp.data.windows import Windows
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
 from zbpp.run import app
-from zbpp.runtime.extra import NEW_TIMETABLES, Observer
+from zbpp.runtime.extra import EMPTY_MICROBATCHES, Observer
 from zbpp.runtime.processes.tensor_parallel import parallelize
 from zbpp.schedule import Costs, simulate
 from zbpp.stage_api import mean_over_tokens
@@ -160,7 +160,7 @@ def test_microbatches_without_sequences_are_left_out_and_send_no_message(options
 
 class MadeForOneTimetable(Observer):
     name = "made_for_one_timetable"
-    excludes = MappingProxyType({NEW_TIMETABLES: "leave it out"})
+    excludes = MappingProxyType({EMPTY_MICROBATCHES: "leave it out"})
 
 
 def test_beside_an_extra_for_one_timetable_they_run_with_a_token_that_has_no_label():
