@@ -27,6 +27,7 @@ from zbpp.schedule import (
     to_csv,
 )
 from zbpp.schedule.dataflow_arrays import Values
+from zbpp.schedule.interpret.timing import of_steps
 
 
 def drawn(seed, num_slices):
@@ -62,7 +63,7 @@ def test_every_view_of_a_timetable_keeps_its_slices():
     timetable = plan("zb_v", 2, 2, num_slices=2)
     assert str(timetable.forward_only()).splitlines()[0] == "0F0.0 0F0.1 0F1.0 3F0.0 0F1.1 3F0.1 3F1.0 3F1.1"
     assert str(timetable.rows[0][:2]) == "0F0.0 0F0.1"
-    assert str(timetable.repeated(2)).split()[-1].endswith("3.0")
+    assert str(of_steps(timetable, 2)).split()[-1].endswith("3.0")
     assert "in 2 slices" in repr(timetable)
     assert str(timetable.forward_of_one()) == "0F0 3F0\n1F0 2F0"  # a prediction takes the sequence whole
     assert Timetable([list(row) for row in timetable.rows]) == timetable

@@ -213,19 +213,6 @@ class Timetable:
         num_units = num_microbatches * self.num_slices
         return Timetable(row.select(row.microbatches < num_units) for row in self.rows)
 
-    def repeated(self, num_steps: int) -> Timetable:
-        """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""
-        first = np.arange(num_steps, dtype=np.int32) * self.num_units
-        return Timetable(
-            Row(
-                np.tile(row.stages, num_steps),
-                np.tile(row.ops, num_steps),
-                (first[:, None] + row.microbatches).ravel(),
-                self.num_slices,
-            )
-            for row in self.rows
-        )
-
     def stages_of(self, rank: int) -> list[int]:
         """The stages that a rank owns, ascending."""
         return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]

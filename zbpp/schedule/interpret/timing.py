@@ -31,7 +31,7 @@ from zbpp.schedule.program import (
 from zbpp.schedule.row_costs import RowCosts
 from zbpp.schedule.simulate import Messages
 from zbpp.schedule.timeline import CopySpan, Reduction, Timeline
-from zbpp.schedule.timetable import Action, PlanError, Timetable
+from zbpp.schedule.timetable import Action, PlanError, Row, Timetable
 
 
 def program_timeline(
@@ -41,7 +41,7 @@ def program_timeline(
 
     A rank begins a step when it has ended the step before, its reductions included. Programs are meant that
     wait inside a step for the end of the step before: where each step waits for all ranks at its end, n steps
-    take n times the makespan of one. The Timeline is one of `Timetable.repeated(num_steps)`.
+    take n times the makespan of one. The Timeline's timetable is `of_steps(timetable, num_steps)`.
     peak_memory: of the device alone.
 
     Raises PlanError for num_steps below 1, and for another number of lengths than there are units.
@@ -60,7 +60,7 @@ def program_timeline(
         messages, ended = Messages(len(values), len(ranks)), max(rank.now for rank in ranks)
         messages.run([rank.run(messages, ended) for rank in ranks])
     return Timeline(
-        timetable if num_steps == 1 else timetable.repeated(num_steps),
+        timetable if num_steps == 1 else of_steps(timetable, num_steps),
         starts=tuple(np.array(rank.starts) for rank in ranks),
         ends=tuple(np.array(rank.ends) for rank in ranks),
         peak_memory=tuple(rank.peak_memory for rank in ranks),
@@ -72,6 +72,20 @@ def program_timeline(
         if row_costs.has_exchange
         else (),
         memory_unit=costs.memory_unit,
+    )
+
+
+def of_steps(timetable: Timetable, num_steps: int) -> Timetable:
+    """The same actions once for each step: microbatch 0 of step 2 has the number 2 * num_microbatches."""
+    first = np.arange(num_steps, dtype=np.int32) * timetable.num_units
+    return Timetable(
+        Row(
+            np.tile(row.stages, num_steps),
+            np.tile(row.ops, num_steps),
+            (first[:, None] + row.microbatches).ravel(),
+            timetable.num_slices,
+        )
+        for row in timetable.rows
     )
 
 
