@@ -100,6 +100,6 @@ def test_no_bit_changes():
         assert all(map(torch.equal, without[1], ahead[1]))
 
 
-def test_a_number_below_1_is_refused():
-    with pytest.raises(ValueError, match="write how many messages more, from 1"):
-        MessagesAhead(0)
+def test_a_number_below_0_is_refused():
+    with pytest.raises(ValueError, match="write how many messages more, from 0"):
+        MessagesAhead(-1)

@@ -9,13 +9,15 @@ from torch import nn
 
 from helpers.processes import open_things, run_ranks
 from helpers.trainers import small_trainer
-from zbpp import FewerBytes, Links, Pipeline, PlanError, plan, simulate
+from zbpp import FewerBytes, Links, MessagesAhead, Pipeline, PlanError, lower, plan, simulate
 from zbpp.benchmark.delayed_links import delayed_links
 from zbpp.data import regression_data, text_data
 from zbpp.features.post_validation.validation import validation_of
 from zbpp.measure import link_times
 from zbpp.models.emulated import Emulated
 from zbpp.models.gpt import Gpt
+from zbpp.planning import messages_ahead
+from zbpp.training import replan
 from zbpp.training.checkpoints import Checkpoints
 from zbpp.training.leaving import StopAfter
 from zbpp.training.measured_steps import figures_of
@@ -35,14 +37,14 @@ class NormedGpt(Gpt):
         return stage if index == num_stages - 1 else nn.Sequential(stage, nn.BatchNorm1d(8, affine=False))
 
 
-def trainer_of(rank, corpus, started, planned, **options):
+def trainer_of(rank, corpus, started, planned, extras=(), **options):
     """A Trainer that begins with `started`; planned(costs, limits) is its replan, None for none."""
     torch.manual_seed(0)
     model = NormedGpt(num_layers=4, hidden_size=16, num_heads=2, sequence_length=8, dropout=0.1)
     timetable = plan(started, P, M)
     stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
     more = {"loss_fn": model.loss, "stages": stages, "num_measured": MEASURED, **options}
-    pipeline = Pipeline(stages, timetable, model.loss, seed=3)
+    pipeline = Pipeline(stages, timetable, model.loss, seed=3, extras=extras)
     return Trainer(
         pipeline=pipeline,
         optimizer=adamw(
@@ -170,13 +172,16 @@ def left_and_continued(rank, corpus, folder):
     whole = [each["loss"] for each in trainer_of(rank, corpus, "1f1b", better).run(STEPS)]
     found = []
     for _ in range(2):
-        trainer = trainer_of(rank, corpus, "1f1b", better)
+        ahead = MessagesAhead(0)
+        trainer = trainer_of(rank, corpus, "1f1b", better, [ahead], ahead=ahead)
         saving = Checkpoints(folder, every=100, keep=1, background=True, config={})
         trainer.callbacks = [saving, StopAfter(MEASURED + 2)]
         if found:
             saving.resume(trainer, folder, STEPS)
             assert trainer.is_replanned
-        rows = list(trainer.run(STEPS))
+            assert ahead.number == 3
+        with patch.object(replan, "messages_ahead", lambda timetable, costs: 3):
+            rows = list(trainer.run(STEPS))
         found += [each["loss"] for each in rows]
     measured = [each for each in rows if "measured_makespan_ms" in each]
     return whole[: len(found)], found, str(trainer.pipeline.timetable), measured
@@ -220,7 +225,8 @@ def over_links(rank, pairs, extras):
     stages = {rank: model.build_stage(rank, P)}
     share = 0.3  # so that no noise of a busy machine counts as a slow link
     with delayed_links(Links(pairs=pairs), nbytes=2**16), patch.object(link_times, "NEGLIGIBLE", share):
-        pipeline = Pipeline(stages, timetable, model.loss, extras=extras)
+        ahead = MessagesAhead(0)
+        pipeline = Pipeline(stages, timetable, model.loss, extras=[*extras, ahead])
         rates = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
         trainer = Trainer(
             pipeline=pipeline,
@@ -228,12 +234,17 @@ def over_links(rank, pairs, extras):
             data=regression_data(in_features=8, out_features=8, batch_size=4, seed=0),
             learning_rate=lambda step: 1.0,
             num_recorded=1,
-            replan=Replan(plan=searched, loss_fn=model.loss, stages=stages, num_measured=1),
+            replan=Replan(plan=searched, loss_fn=model.loss, stages=stages, num_measured=1, ahead=ahead),
         )
         history = list(trainer.run(3))
+        held = pipeline._rank.executors["step"].program.in_flight
         pipeline.close()
+    planned = lower(pipeline.timetable)[rank].in_flight
+    assert held == {peer: number + ahead.number for peer, number in planned.items()}
+    if asked:
+        assert ahead.number == messages_ahead(pipeline.timetable, asked[0])
     assert trainer.links == (asked[0].links if asked else figures_of(trainer).costs.links)
-    return asked, [each["loss"] for each in history], history[1]["expected_makespan_ms"]
+    return asked, [each["loss"] for each in history], history[1]["expected_makespan_ms"], ahead.number
 
 
 @pytest.mark.nightly
@@ -242,9 +253,10 @@ def test_links_are_measured_and_slow_ones_are_in_the_costs_of_the_new_plan():
     fast, slow, rounded = (
         run_ranks(over_links, P, *each) for each in (({}, ()), (SLOW, ()), (SLOW, (FewerBytes("8bit"),)))
     )
-    ((unchanged,), losses, _), _ = fast
+    ((unchanged,), losses, _, no_more), _ = fast
     assert unchanged.links is None
-    ((costs,), with_slow, expected), (nothing, _, elsewhere) = slow
+    ((costs,), with_slow, expected, more), (nothing, _, elsewhere, same) = slow
+    assert no_more == 0 < more == same
     assert with_slow == losses
     assert nothing == []
     assert costs.comm == [0.0] * P

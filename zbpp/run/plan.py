@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import nn
 
 from zbpp.config import NUM_MICROBATCHES, ConfigError, ScheduleConfig, TrainConfig, naming
 from zbpp.features.activation_offload.activation_offload import ActivationOffload
+from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
 from zbpp.planning import (
     MemoryLimit,
     RankCosts,
@@ -26,6 +27,7 @@ from zbpp.planning import (
 from zbpp.planning.plan import check_shape, stages_per_rank
 from zbpp.planning.slices import balanced_bounds, balanced_shares
 from zbpp.run.model import build_model, layers_per_stage
+from zbpp.runtime import Extra
 from zbpp.schedule import Costs, Op, PlanError, Timetable, read_timetable, simulate
 from zbpp.schedule.slice_bounds import bounds_for, checked_bounds
 from zbpp.training.measured_steps import Title
@@ -133,6 +135,11 @@ def messages_ahead_of(config: TrainConfig, timetable: Timetable, costs: Costs) -
     return messages_ahead(timetable, costs) if chosen is None else chosen
 
 
+def chooses_messages_ahead(config: TrainConfig) -> bool:
+    """Whether the run chooses them once more, when it has measured its links."""
+    return config.parallel.messages_ahead is None and config.schedule.replan is not None
+
+
 def memory_limit_of(schedule: ScheduleConfig) -> MemoryLimit:
     """The limit in schedule.memory_limit, in the unit of the costs."""
     return read_memory_limit(schedule.memory_limit, _rank_costs(schedule))
@@ -153,9 +160,16 @@ def build_offload(config: TrainConfig, costs: Costs) -> ActivationOffload | None
 
 
 def build_replan(
-    config: TrainConfig, timetable: Timetable, loss_fn: Callable[..., Any], stages: Mapping[int, nn.Module]
+    config: TrainConfig,
+    timetable: Timetable,
+    loss_fn: Callable[..., Any],
+    stages: Mapping[int, nn.Module],
+    extras: Iterable[Extra],
 ) -> Replan | None:
-    """The Replan that plans schedule.replan for the same cut after the first steps; None if it names none."""
+    """The Replan that plans schedule.replan for the same cut after the first steps; None if it names none.
+
+    extras: of the pipeline.
+    """
     name, limits = config.schedule.replan, config.memory.limits(timetable.num_ranks)
     if name is None:
         return None
@@ -171,12 +185,14 @@ def build_replan(
             stages_per_rank=timetable.num_stages // timetable.num_ranks,
         )
 
+    ahead = next((each for each in extras if isinstance(each, MessagesAhead)), None)
     return Replan(
         plan=plan_again,
         loss_fn=loss_fn,
         stages=stages,
         memory_limits=limits,
         timeout=config.parallel.timeout,
+        ahead=ahead if chooses_messages_ahead(config) else None,
     )
 
 

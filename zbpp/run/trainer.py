@@ -23,7 +23,7 @@ from zbpp.run.callbacks import build_own_callbacks
 from zbpp.run.data import limit_evaluation
 from zbpp.run.model import metrics_of
 from zbpp.run.optimizer import build_masters, build_scheduler, learning_rate_factor, optimizer_of
-from zbpp.run.plan import build_offload, build_replan, messages_ahead_of
+from zbpp.run.plan import build_offload, build_replan, chooses_messages_ahead, messages_ahead_of
 from zbpp.run.stages import Parts
 from zbpp.runtime import Extra, Pipeline
 from zbpp.runtime.processes.mesh import MeshPosition, Reshard
@@ -77,7 +77,8 @@ def build_pipeline(
         switched.append(HeadAtOnce())
     if parallel.overlap_exchange:
         switched.append(OverlapExchange())
-    if number := messages_ahead_of(config, plan.timetable, plan.costs):
+    number = messages_ahead_of(config, plan.timetable, plan.costs)
+    if number or chooses_messages_ahead(config):
         switched.append(MessagesAhead(number))
     if parallel.messages != "exact":
         switched.append(FewerBytes(cast(Form, parallel.messages), parallel.message_boundaries))
@@ -140,7 +141,7 @@ def build_trainer(config: TrainConfig, parts: Parts, plan: Plan, pipeline: Pipel
             record_every=config.measure_every,
             callbacks=build_own_callbacks(config),
             metrics=metrics_of(parts.model, precision),
-            replan=build_replan(config, plan.timetable, loss_fn, parts.stages),
+            replan=build_replan(config, plan.timetable, loss_fn, parts.stages, pipeline.extras),
             links=plan.costs.links,
             masters=masters,
             loss_scale=LossScale() if precision.is_scaled else None,

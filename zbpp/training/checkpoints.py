@@ -106,7 +106,8 @@ class Checkpoints(Callback):
             states={name: trainer.states()[name] for name in sorted(states)},
             keep_options=bool(other_options),
         )
-        trainer.go_on_after(found.step, _replanned(found))
+        ahead = found.facts["info"].get("messages_ahead", 0)
+        trainer.go_on_after(found.step, _replanned(found), ahead)
         if found.path.parent.resolve() == self._folder.resolve():  # resume= may be relative, or a link
             self._last = found.step
         if _is_first(trainer):
@@ -177,6 +178,7 @@ class Checkpoints(Callback):
             "unit": trainer.data.unit,
             "fingerprint": trainer.data.fingerprint,
             "is_replanned": trainer.is_replanned,
+            "messages_ahead": trainer.messages_ahead,
         }
 
 

@@ -22,9 +22,12 @@ from torch import nn
 from zbpp.features.fewer_bytes.codes import coded
 from zbpp.features.fewer_bytes.fewer_bytes import FewerBytes, chosen_boundaries
 from zbpp.features.head_at_once.head_at_once import HeadAtOnce
+from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
+from zbpp.job.agreement import broadcast
 from zbpp.measure import measured_costs
 from zbpp.measure.link_times import message_bytes, timed_links, with_links
 from zbpp.measure.microbatch_memory import first_inputs, memory_per_stage, static_per_stage
+from zbpp.planning import messages_ahead
 from zbpp.runtime import Pipeline
 from zbpp.runtime.call.microbatch import into_microbatches
 from zbpp.runtime.layout import Message
@@ -45,7 +48,8 @@ class Replan:
     states; None: as many as under the first plan, rank by rank. is_done: whether the new plan was made;
     is_over: whether it was measured, too, so that nothing is left to do. links: the measured ones; None if
     all are fast.
-    timeout: seconds that a wait for another rank may last while links are measured.
+    timeout: seconds that a wait for another rank may last while links are measured. ahead: an extra of the
+    pipeline, whose number becomes what the measured links need; None: the number of messages stays.
     """
 
     plan: Callable[[Costs, Sequence[float]], Timetable]
@@ -54,6 +58,7 @@ class Replan:
     memory_limits: Sequence[float] | None = None
     num_measured: int = 3
     timeout: float = 600.0
+    ahead: MessagesAhead | None = None
 
     def __post_init__(self) -> None:
         self._watching = ExitStack()
@@ -104,6 +109,8 @@ class Replan:
         self.links = costs.links
         self._expected, self.is_done = simulate(new, costs).makespan, True
         pipeline.use_timetable(new)
+        if self.ahead is not None:
+            self.ahead.change(broadcast(messages_ahead(new, costs), pipeline.group))
         return self._metrics(timelines)
 
     def _metrics(self, timelines: Sequence[Timeline]) -> Metrics:

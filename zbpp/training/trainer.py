@@ -199,11 +199,17 @@ class Trainer:
         found["data"] = self.data
         return found | _states_of(self.callbacks)
 
-    def go_on_after(self, step: int, replanned: Timetable | None = None) -> None:
+    @property
+    def messages_ahead(self) -> int:
+        """How many messages more the links hold, if the replanner has chosen that; else 0."""
+        return self.replan.ahead.number if self.replan is not None and self.replan.ahead else 0
+
+    def go_on_after(self, step: int, replanned: Timetable | None = None, ahead: int = 0) -> None:
         """Let `run` begin after `step` steps; the weights and the optimizer's states are those after them.
 
         replanned: the plan that a replanner made in an earlier start. It is used if it places the stages as
-        this pipeline does and has as many microbatches; else the replanner measures again.
+        this pipeline does and has as many microbatches; else the replanner measures again. ahead: the
+        messages_ahead of that start.
         """
         self.next_step = step
         old = self.pipeline.timetable
@@ -212,6 +218,8 @@ class Trainer:
         if replanned.num_microbatches == old.num_microbatches:
             self.replan.skip()
             self.pipeline.use_timetable(replanned)
+            if self.replan.ahead is not None:
+                self.replan.ahead.change(ahead)
 
     def _run_step(self, step: int, *, num_steps: int) -> list[Metrics]:
         is_last = step + 1 == num_steps

@@ -16,6 +16,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from zbpp.runtime.extra import Feature
+from zbpp.runtime.rank import Rank
 from zbpp.schedule import Program, Release
 from zbpp.schedule.program import Instruction
 
@@ -38,9 +39,9 @@ def with_more_in_flight(program: Program, number: int) -> Program:
 class MessagesAhead(Feature):
     """Lets each link hold `number` messages more, for links with a long latency: an extra.
 
-    number: as many as a rank sends over the link in a round trip. Each costs the memory of a message, on the
-    sender and on the receiver. Results stay equal to the last bit. With receives on the device (NCCL) only
-    senders' waits come later. Raises ValueError for a number below 1.
+    number: as many as a rank sends over the link in a round trip; 0: none yet, see `change`. Each costs the
+    memory of a message, on the sender and on the receiver. Results stay equal to the last bit. With receives
+    on the device (NCCL) only senders' waits come later. Raises ValueError for a number below 0.
     """
 
     name = "messages_ahead"
@@ -48,8 +49,17 @@ class MessagesAhead(Feature):
     number: int
 
     def __post_init__(self) -> None:
-        if not isinstance(self.number, int) or self.number < 1:
-            raise ValueError(f"number={self.number!r}: write how many messages more, from 1")
+        if not isinstance(self.number, int) or self.number < 0:
+            raise ValueError(f"number={self.number!r}: write how many messages more, from 0")
+
+    def attach(self, rank: Rank) -> None:
+        """See Extra."""
+        self._rank = rank
+
+    def change(self, number: int) -> None:
+        """Let each link hold another number of messages more, from the next call on."""
+        self.number = number
+        self._rank.rebind()
 
     def rewrite(self, call: str, program: Program) -> Program:
         """See Feature."""
