@@ -111,6 +111,7 @@ MAY_IMPORT = {
         "benchmark",
         "launch",
         "models",
+        "parity_check",
         "render",
         "partition",
         "torch_pipelining",

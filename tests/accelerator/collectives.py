@@ -20,7 +20,7 @@ from helpers.nccl_rules import StrictGroup, wait_for_device
 
 _METHODS = (
     *("send", "recv", "broadcast", "allreduce", "allreduce_coalesced", "reduce", "scatter", "alltoall_base"),
-    *("allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
+    *("gather", "allgather", "_allgather_base", "allgather_into_tensor_coalesced"),
     *("_reduce_scatter_base", "reduce_scatter_tensor_coalesced"),
     *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single"),
     *("reduce_scatter_single", "reduce_scatter_single_coalesced"),

@@ -298,6 +298,14 @@ class StrictGroup(dist.ProcessGroup):
             "scatter", flat, outputs, lambda gloo, found: gloo.scatter(found, inputs, opts), is_checked=False
         )
 
+    def gather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None) -> dist.Work:
+        flat, own = [tensor for some in outputs for tensor in some], [inputs[0].detach().contiguous()]
+
+        def run(gloo: Any, found: list[Tensor]) -> Any:
+            return gloo.gather([found] if outputs else [], own, opts)
+
+        return self._collective("gather", inputs, flat, run)
+
     def barrier(self, opts: Any = None) -> dist.Work:
         return self._collective("barrier", [], [], lambda gloo, _: gloo.barrier(), is_checked=False)
 

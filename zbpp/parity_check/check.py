@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from zbpp.features.reductions.norm import clip_grad_norm_
 from zbpp.parity_check.judge import Judge
-from zbpp.parity_check.ranks import Held, Naming, Ranks, Stages, digest_of, without_dropout
+from zbpp.parity_check.ranks import Held, Naming, Ranks, Stages, digest_of, on_host, without_dropout
 from zbpp.parity_check.reference import Reference, check_batch
 from zbpp.parity_check.report import Report
 from zbpp.stage_api import mark_of
@@ -129,7 +129,7 @@ class _Check:
         gather = self._ranks.gather
         facts = gather(self._held.facts(self._part))
         weights, buffers = gather(self._held.weights()), gather(self._held.buffers())
-        batches = gather((self._batch, has_dropout))
+        batches = gather((on_host(self._batch), has_dropout))
 
         def make() -> None:
             missing = [str(rank) for rank, (each, _) in enumerate(batches) if each is None]

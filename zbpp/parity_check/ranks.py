@@ -166,14 +166,19 @@ def _copied(value: Tensor | None) -> Tensor | None:
     return (whole.to_dense() if whole.is_sparse else whole).to("cpu", copy=True)
 
 
-def digest_of(batch: Any) -> str:
-    """A text that is the same for equal batches."""
+def on_host(batch: Any) -> Any:
+    """The batch with its tensors on the CPU: another process may not have this one's device."""
 
     def plain(value: Any) -> Any:
         return value.detach().cpu().contiguous().clone() if isinstance(value, Tensor) else value
 
+    return tree_map(plain, batch)
+
+
+def digest_of(batch: Any) -> str:
+    """A text that is the same for equal batches."""
     file = io.BytesIO()
-    torch.save(tree_map(plain, batch), file)
+    torch.save(on_host(batch), file)
     return blake2b(file.getvalue(), digest_size=8).hexdigest()
 
 
