@@ -115,7 +115,6 @@ def plain(case, folder):
 def trained(rank, case, folder):
     """Run a case in `folder` and return what it leaves; weights on rank 0."""
     import tqdm
-    from accelerate.state import AcceleratorState, GradientState
 
     from zbpp.transformers import in_pipeline
 
@@ -137,9 +136,16 @@ def trained(rank, case, folder):
     trainer.save_model(f"{folder}/final")
     if case.schedule:
         trainer.pipeline.close()
+    forget_accelerate()
+    return Left(trainer.state.log_history, weights_in(f"{folder}/final") if rank == 0 else {}, found)
+
+
+def forget_accelerate():
+    """Let accelerate ask for the processes anew."""
+    from accelerate.state import AcceleratorState, GradientState
+
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    return Left(trainer.state.log_history, weights_in(f"{folder}/final") if rank == 0 else {}, found)
 
 
 def weights_in(folder):

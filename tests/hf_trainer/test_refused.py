@@ -1,12 +1,17 @@
 """Wrong uses of in_pipeline: each is refused in one line, before anything is made, with what to write."""
 
+import os
+import re
+import time
 import types
 from contextlib import contextmanager
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from helpers.hf_trainer import ARGUMENTS, Case, model_of, padded, rows
+from helpers.hf_trainer import ARGUMENTS, Case, forget_accelerate, model_of, padded, rows
+from helpers.processes import run_ranks
 from zbpp import plan
 
 transformers = pytest.importorskip("transformers")
@@ -307,3 +312,44 @@ def test_a_choice_of_the_cut_that_nobody_can_make():
         ValueError, match="^layers_per_stage='auto' asks args [^\n]*: give TrainingArguments$"
     ):
         in_pipeline(transformers.Trainer, layers_per_stage="auto")(model="/nowhere")
+
+
+def cut_in_two(rank, adapted, folder):
+    """What save_model, which cuts the model, has written once it returns; what the model then says."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2")
+    model = model_of(Case())
+    if adapted:
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    trainer = made({"eval_strategy": "no"}, model=model)
+    write = trainer._save
+    trainer._save = lambda *args: (time.sleep(1), write(*args))  # rank 1 has to wait
+    trainer.save_model(folder)
+    files, texts = os.listdir(folder), []
+    for call in (
+        lambda: trainer.model(input_ids=torch.ones(1, 4, dtype=torch.int64)),
+        lambda: trainer.model.generate(torch.ones(1, 4, dtype=torch.int64)),
+        lambda: trainer.model.save_pretrained(f"{folder}/alone"),
+    ):
+        with pytest.raises(RuntimeError) as raised:
+            call()
+        texts.append(str(raised.value))
+    trainer.pipeline.close()
+    forget_accelerate()
+    return files, texts
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_without_other_ranks_layers_says_what_to_write_and_save_model_waits(adapted, tmp_path):
+    for files, texts in run_ranks(cut_in_two, 2, adapted, str(tmp_path / "saved")):
+        assert ("adapter_model.safetensors" if adapted else "model.safetensors") in files
+        forward, generate, save = texts
+        assert re.fullmatch("no rank has the whole model[^\n]* trainer.predict or trainer.evaluate", forward)
+        assert re.fullmatch(
+            "no rank has the whole model[^\n]* load what trainer.save_model has[^\n]*", generate
+        )
+        assert re.fullmatch("no rank has the whole model[^\n]* trainer.save_model[^\n]* on all ranks", save)
+    if not adapted:
+        state, saved = model_of(Case()).state_dict(), load_file(tmp_path / "saved/model.safetensors")
+        assert saved.keys() == state.keys()
+        assert all(torch.equal(saved[name], each) for name, each in state.items())

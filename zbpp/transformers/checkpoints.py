@@ -30,7 +30,6 @@ class Checkpoints(_Trainer):
     """Saving and loading of a Trainer whose model is cut."""
 
     _replicas: Replicas
-    _cut: CutModel | None = None
     _groups: list[list[str]] | None = None
     """The names of the parameters in each group of the optimizer over the whole model."""
 
@@ -39,9 +38,8 @@ class Checkpoints(_Trainer):
 
     def save_model(self, *args: Any, **kwargs: Any) -> None:
         """Write an ordinary folder, or peft's adapter. Collective: all ranks call it."""
-        if self._cut is None:
-            return super().save_model(*args, **kwargs)
-        self._whole = self._cut.merged(self._cut.state_dict())
+        cut = self._made_cut()
+        self._whole = cut.merged(cut.state_dict())
         super().save_model(*args, **kwargs)
         self._whole = None
         if dist.is_initialized():
@@ -53,7 +51,7 @@ class Checkpoints(_Trainer):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         raw, places = raw_optimizer(self.optimizer), self._places()
         states = {self._name(each): _on_cpu(state) for each, state in raw.state.items()}
-        states = self._checked_cut.merged(states)
+        states = self._made_cut().merged(states)
         whole = {
             "state": {places[name]: states[name] for name in sorted(states, key=places.__getitem__)},
             "param_groups": [
@@ -95,12 +93,11 @@ class Checkpoints(_Trainer):
         return {name: place for place, name in enumerate(chain(*(self._groups or [])))}
 
     def _name(self, parameter: Tensor) -> str:
-        return self._checked_cut.names[id(parameter)]
+        return self._made_cut().names[id(parameter)]
 
-    @property
-    def _checked_cut(self) -> CutModel:
-        assert self._cut is not None
-        return self._cut
+    def _made_cut(self) -> CutModel:
+        """The model, cut when this is called first. Collective."""
+        raise NotImplementedError
 
     def _save_rng_state(self, output_dir: str) -> None:
         if self.args.should_save:  # all ranks have the same

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
@@ -60,6 +61,9 @@ class CutModel:
         self.names |= {id(each): name for name, each in model.named_parameters()}
         self.wrapped = Wrapped(model, self.pipeline)
         self._is_alone = timetable.num_ranks == 1
+        if not self._is_alone:
+            for each in {model, base}:
+                _refuse_alone(each)
         self._group = replicas.pipeline_group()
         self._is_first = replicas.index == 0
 
@@ -123,6 +127,31 @@ class Wrapped(nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> Any:
         """Raises RuntimeError."""
-        raise RuntimeError(
-            "a model in a pipeline has no forward of its own: write trainer.predict or trainer.evaluate"
-        )
+        raise RuntimeError(_ALONE["forward"])
+
+
+_ALONE = {
+    "forward": "no rank has the whole model, so it has no forward: write trainer.predict or trainer.evaluate",
+    "generate": "no rank has the whole model, so it does not generate: load what trainer.save_model has "
+    "written, in one process",
+    "save_pretrained": "no rank has the whole model to save: call trainer.save_model(folder) on all ranks",
+}
+
+
+def _refuse_alone(model: Any) -> None:
+    """Let a model object, of which a rank has a part, raise RuntimeError where all of it is needed.
+
+    The Trainer itself calls save_pretrained, with the tensors of all ranks as state_dict.
+    """
+    for name, text in _ALONE.items():
+        setattr(model, name, _refused(getattr(model, name), text))
+
+
+def _refused(method: Callable[..., Any], text: str) -> Callable[..., Any]:
+    @wraps(method)  # the Trainer reads the arguments of forward
+    def refused(*args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
+        if state_dict is None:
+            raise RuntimeError(text)
+        return method(*args, state_dict=state_dict, **kwargs)
+
+    return refused

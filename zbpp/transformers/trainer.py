@@ -106,6 +106,7 @@ class PipelineTrainer(Checkpoints):
     _metrics: Any  # of TRL's classes alone, as the next
     _total_train_tokens: Any
     _replicas: Replicas
+    _cut: CutModel | None = None
     _recorder: Recorder | None = None  # of the last step, if it will be logged
     _chosen: Sequence[int] | None = None  # layers_per_stage of "auto"
     _choice = ""  # the same in words
