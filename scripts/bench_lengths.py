@@ -160,6 +160,7 @@ def ordered(
     """As the trainer plans a batch, for these costs."""
     batches = token_batches(options, sequences, is_packed=is_packed)
     planner = LengthPlanner(batches, pipeline.timetable, costs, (1, options.mean))
+    planner.leaves_out = False
     found = agreed_plan(planner.plan(0) if pipeline.rank == 0 else None, pipeline.place)
     shapes = dict(batches.cut(0, options.microbatches))
     empties = [shape for group, shape in batches.cut(0, options.microbatches) if not group]

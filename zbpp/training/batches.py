@@ -47,6 +47,8 @@ class Batches:
     ) -> None:
         self.pipeline, self._data, self._target_dtype = pipeline, data, target_dtype
         self._planner = planner
+        if planner is not None:
+            planner.leaves_out = pipeline.can_leave_out
         self.plan: StepPlan | None = None
         self._is_looked_at = False
 
@@ -60,16 +62,12 @@ class Batches:
         if self._planner is None:
             return (), None
         self._planner.batches.note(step + 1, self.plan.next_first)
-        return self._of_groups(self._planner.batches, self.plan.groups, self._num_run(self.plan))
+        return self._of_groups(self._planner.batches, self.plan.groups)
 
     @property
     def lengths(self) -> list[float] | None:
         """The lengths of the microbatches that the latest step ran; None where all are alike."""
-        return None if self.plan is None else self.plan.lengths[: self._num_run(self.plan)]
-
-    def _num_run(self, plan: StepPlan) -> int:
-        """How many microbatches a step runs: those that have sequences, at least one, or else all."""
-        return max(1, sum(map(bool, plan.groups))) if self.pipeline.can_leave_out else len(plan.groups)
+        return None if self.plan is None else self.plan.lengths
 
     def close(self) -> None:
         """End the thread that plans batches."""
@@ -80,11 +78,11 @@ class Batches:
         """This process's part of a held-out batch."""
         return self._read(self._data.evaluation, number)
 
-    def _of_groups(self, batches: TokenBatches, groups: Sequence[Group], num_run: int) -> Batch:
-        """The microbatches of these sequences, in this order; all but the first `num_run` are left out."""
-        parts = [self._part_of(batches.microbatch(each)) for each in groups[:num_run]]
+    def _of_groups(self, batches: TokenBatches, groups: Sequence[Group]) -> Batch:
+        """The microbatches of these sequences, in this order; the others of the step are left out."""
+        parts = [self._part_of(batches.microbatch(each)) for each in groups]
         nothing = (None,) * len(parts[0][0]), None
-        parts += [nothing] * (len(groups) - num_run)
+        parts += [nothing] * (self.pipeline.timetable.num_microbatches - len(groups))
         args = tuple(per_microbatch(each) for each in zip(*(args for args, _ in parts), strict=True))
         targets = [target for _, target in parts]
         return args, None if targets[0] is None else per_microbatch(targets)

@@ -27,10 +27,10 @@ _NUM_ROUNDS = 16  # of the search for an order: as many milliseconds for 4 ranks
 class StepPlan(NamedTuple):
     """One replica's part of a step.
 
-    groups: its microbatches, in the order in which they go, the empty ones last. lengths: theirs, see
-    Lengths. next_first: the number of the sequence with which the next batch begins. num_tokens: of the whole
-    step, without padding. padding: the share of padding in all tokens of the step. over_limit: what the step
-    needs if no order of its microbatches is within the memory limit; else "".
+    groups: the microbatches that run, in the order in which they go. lengths: theirs, see Lengths.
+    next_first: the number of the sequence with which the next batch begins. num_tokens: of the whole step,
+    without padding. padding: the share of padding in all tokens of the step. over_limit: what the step needs
+    if no order of its microbatches is within the memory limit; else "".
     """
 
     groups: list[Group]
@@ -71,7 +71,8 @@ class LengthPlanner:
 
     costs: the times at length 1, without lengths; None: equal F, B and W, which grow with the tokens.
     shape: (rows, tokens of a row) at length 1; None: costs are those of a mean microbatch. memory_limit: see
-    `order_microbatches`; a step that fits in no order has the one that exceeds the limit least.
+    `order_microbatches`; a step that fits in no order has the one that exceeds the limit least. leaves_out:
+    whether steps run those microbatches alone that have sequences, or one without; else the others go last.
     """
 
     def __init__(
@@ -91,6 +92,7 @@ class LengthPlanner:
         number = timetable.num_microbatches * num_parts
         usual = (1, max(1, batches.tokens_per_batch // number))
         self._lengths = Lengths(self._costs, shape or usual)
+        self.leaves_out = True
         self._ahead: tuple[int, Future[StepPlan]] | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -110,7 +112,8 @@ class LengthPlanner:
         own = replica_of(cut, self._part, self._num_parts)
         full = [each for each, (group, _) in enumerate(own) if group] or [0]
         best = self._ordered([own[each][1] for each in full])
-        order = [*(full[each] for each in best.order), *sorted({*range(number)} - {*full})]
+        order = [full[each] for each in best.order]
+        order += [] if self.leaves_out else sorted({*range(number)} - {*full})
         lengths = [self._lengths.of(shape) for _, shape in own]
         filled, tokens = (
             sum(each) for each in zip(*((s.filled, s.tokens) for group, s in cut if group), strict=True)
