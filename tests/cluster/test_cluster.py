@@ -160,6 +160,7 @@ def test_messages_between_nodes_take_the_link_between_nodes_and_others_that_insi
             pairs = itertools.product(nodes[sender], nodes[receiver])
             expected = fast if all(one == other for one, other in pairs) else slow
             assert (route.receiver, route.latency, route.busy) == (receiver, *map(pytest.approx, expected))
+            assert route.queue == (receiver if expected is fast else sender)  # a node's way out is one card
 
 
 def test_a_link_between_nodes_carries_one_message_after_another() -> None:

@@ -14,7 +14,10 @@ def random_links(rng: random.Random, num_ranks: int) -> Links:
         for b in ranks
         if a != b and rng.random() < 0.5
     }
-    return Links(rng.choice((0.0, 2.0)), rng.choice((0.0, 3.0)), pairs, rng.uniform(0, 2), rng.uniform(0, 2))
+    every = [(a, b) for a in ranks for b in ranks if a != b]
+    shared = rng.choice((False, False, True, [each for each in every if rng.random() < 0.7]))
+    sizes = rng.uniform(0, 2), rng.uniform(0, 2)
+    return Links(rng.choice((0.0, 2.0)), rng.choice((0.0, 3.0)), pairs, *sizes, shared)
 
 
 def random_costs(rng: random.Random, timetable: Timetable) -> Costs:

@@ -83,6 +83,7 @@ def test_the_cut_is_the_best_of_all_cuts_and_families(seed, placements):
         Links(latency=1.0, pairs={(0, 1): (6.0, 0.0)}),
         Links(latency=3.0, busy=3.0),
         Links(latency=1.0, busy=3.0, pairs={(0, 1): (6.0, 7.0)}),
+        Links(latency=1.0, busy=3.0, shared=True),
     ],
 )
 def test_links_are_a_part_of_the_judgement(links):

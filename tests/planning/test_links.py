@@ -40,6 +40,16 @@ def test_the_bound_of_a_full_link_is_met():
     assert simulate(found, costs).makespan == 45
 
 
+def test_the_bound_of_a_card_that_two_links_share_is_met():
+    """F = B = W = 1; from rank 1 x and g take 4 each: two F's, 8 messages, B and W on rank 0."""
+    costs = Costs(links=Links(pairs={(1, 0): (0.0, 4.0), (1, 2): (0.0, 4.0)}, shared=True))
+    found = plan("zb_h1", 3, 4)
+    least = bound(found, costs, "makespan")
+    assert least.argument == "work of the card of rank 1"
+    assert least.value == 2 + 8 * 4 + 2
+    assert simulate(found, costs).makespan == least.value
+
+
 @pytest.mark.parametrize(("limit", "expected"), [(4.0, 1.938), (6.0, 1.5), (8.0, 1.312)])
 def test_the_search_uses_memory_where_links_are_slow(limit, expected):
     """Each message is busy for 10 ms and on the way for 10: 1f1b takes 2.354 times the ideal step.
@@ -68,6 +78,8 @@ def test_plans_without_links_stay_as_they_are():
     [
         ({"latency": 1, "busy": 2, "pairs": {"0<->1": {"busy": 3}, "1->2": {"latency": 4}}},
          Links(1, 2, {(0, 1): (1, 3), (1, 0): (1, 3), (1, 2): (4, 2)})),
+        ({"busy": 1, "shared": ["0<->1", "1->2"]}, Links(busy=1, shared=[(0, 1), (1, 0), (1, 2)])),
+        ({"bandwidth": 1, "x": 1e6, "shared": True}, Links.of_bytes(1e6, bandwidth=1, shared=True)),
         ({"latency": 1, "bandwidth": 2, "x": 4e6, "pairs": {"0->1": {"bandwidth": 1}}},
          Links.of_bytes(4e6, bandwidth=2, latency=1, pairs={(0, 1): (1, 1)})),
     ],
@@ -81,11 +93,13 @@ def test_a_file_of_links(tmp_path, given, expected):
     ("text", "message"),
     [
         ("{}", 'write ."latency": 0.05'),
-        ('{"latncy": 1}', "latncy is none of latency, busy, pairs; did you mean latency"),
+        ('{"latncy": 1}', "latncy is none of latency, busy, pairs, shared; did you mean latency"),
         ('{"bandwidth": 1}', "bandwidth goes with x"),
         ('{"bandwidth": 0, "x": 1e6}', "bandwidth=0: a link carries some bytes"),
         ('{"busy": 1, "pairs": {"1-2": {"busy": 1}}}', "pairs has 1-2: .*: write 1->2, or 1<->2, and"),
         ('{"busy": 1, "pairs": {"1->2": {"bandwidth": 1}}}', "bandwidth is none of latency, busy"),
+        ('{"busy": 1, "shared": ["1-2"]}', 'shared=.*: write true, or a list such as ."1->2"'),
+        ('{"busy": 1, "shared": 3}', "shared=3: write true, or a list such as"),
         ('{"busy": 1, "pairs": ["1->2"]}', "pairs=.*: write ..1->2.: {latency: ..., busy: ...}"),
         ('{"busy": [1', "it is no JSON"),
     ],

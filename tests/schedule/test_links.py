@@ -57,14 +57,21 @@ def by_events(timetable, costs, lengths):
             length = lengths[what.microbatch]
             latency, busy = links.pairs.get((rank, to), (links.latency, links.busy))
             comm = costs.comm if isinstance(costs.comm, float) else costs.comm[what.stage]
-            gone = max(now, free.get((rank, to), 0.0)) + busy * getattr(links, name) * length
+            card = card_of(links, rank, to)
+            gone = max(now, free.get(card, 0.0)) + busy * getattr(links, name) * length
             if latency + busy * getattr(links, name) > 0:
-                begins = max(now, free.get((rank, to), 0.0))
+                begins = max(now, free.get(card_of(links, rank, to), 0.0))
                 occupied.setdefault((rank, to), {})[value] = (begins, gone)
-            free[rank, to], count = gone, count + 1
+            free[card], count = gone, count + 1
             heapq.heappush(events, (gone + latency + comm * length, count, to, value))
         start(rank, now)
     return end, arrived, occupied
+
+
+def card_of(links, rank, to):
+    """The card over which messages leave: that of the rank, or one of this link alone."""
+    is_shared = links.shared is True or (links.shared and (rank, to) in links.shared)
+    return rank if is_shared and links.of(rank, to)[1] > 0 else (rank, to)
 
 
 @pytest.mark.parametrize("is_even", [True, False])
@@ -126,6 +133,19 @@ def test_two_messages_by_hand():
     assert timeline.starts[0].tolist() == [0, 1, 11, 12]
 
 
+@pytest.mark.parametrize(
+    ("shared", "begins"), [(False, 8), (True, 11), ([(1, 0), (1, 2)], 11), ([(1, 0)], 8)]
+)
+def test_messages_to_two_ranks_over_one_card_by_hand(shared, begins):
+    """Rank 1 makes x's for rank 2 at 2, 3 and 4, and at 8 a g for rank 0; each is busy for 3."""
+    rows = ("0F0 0F1 0F2 0BW0 0BW1 0BW2", "1F0 1F1 1F2 1BW0 1BW1 1BW2", "2F0 2BW0 2F1 2BW1 2F2 2BW2")
+    links = Links(pairs={(1, 0): (0.0, 3.0), (1, 2): (0.0, 3.0)}, shared=shared)
+    costs = Costs(1, 1, 1, bw=1, links=links)
+    found = transmissions(simulate(Timetable.parse("\n".join(rows)), costs), costs)
+    assert [each.start for each in found[1, 2]] == [2, 5, 8]
+    assert found[1, 0][0].start == begins
+
+
 def test_slices_and_lengths_scale_what_a_link_carries_and_not_its_latency():
     links, sliced = Links(latency=5.0, busy=4.0), plan("1f1b", 2, 1, num_slices=4)
     first, *_ = transfers_of(simulate(sliced, Costs(links=links)))
@@ -171,6 +191,12 @@ def test_bytes_and_bandwidths_make_the_same_links():
         (
             lambda: Links.of_bytes(1.0, bandwidth=1, pairs={(0, 1): 3}),
             r"\(latency, bandwidth\)., in ms and GB/s",
+        ),
+        (lambda: Links(shared=[(1, 1)]), r"shared has \(1, 1\): a rank sends itself nothing"),
+        (lambda: Links(shared=["ab"]), r"shared has 'ab': write True, or pairs of ranks"),
+        (
+            lambda: simulate(plan("1f1b", 2, 2), Costs(links=Links(shared=[(1, 2)]))),
+            r"shared has \(1, 2\), and there are 2 ranks",
         ),
         (lambda: Links(pairs={(1, 1): (0, 0)}), r"pairs has \(1, 1\): a rank sends itself nothing"),
         (lambda: Links(pairs={(0, 1): 3.0}), r"pairs has \(0, 1\): 3.0: write \{\(sender, receiver\)"),

@@ -70,8 +70,8 @@ class _Delayed:
 def delayed_links(links: Links, nbytes: int | None = None) -> Iterator[None]:
     """Within the block, a Pipeline is made, and links are measured, with links that are so slow.
 
-    links: of the ranks in the pipeline. nbytes: of the message that occupies a link for its `busy`, a longer
-    one for longer; None: every message does.
+    links: of the ranks in the pipeline; each has a card of its own. nbytes: of the message that occupies a
+    link for its `busy`, a longer one for longer; None: every message does.
     """
     made = {name: getattr(runtime_rank, name) for name in ("link_groups", "close_groups", "runs_on_device")}
 

@@ -206,7 +206,10 @@ def static_bytes(run: Run, parameters: float) -> float:
 
 
 def _links(run: Run, rank_of: Sequence[int]) -> Links:
-    """The links of the pipeline: between nodes, unless all GPUs of sender and receiver are in one node."""
+    """The links of the pipeline: between nodes, unless all GPUs of sender and receiver are in one node.
+
+    What leaves a GPU's node goes over one card.
+    """
     inside, between, of_node = run.hardware.inside, run.hardware.between, run.hardware.gpus_per_node
     neighbours = {pair for one, other in pairwise(rank_of) for pair in ((one, other), (other, one))}
     crossing = [
@@ -221,6 +224,7 @@ def _links(run: Run, rank_of: Sequence[int]) -> Links:
         bandwidth=inside.bandwidth,
         latency=inside.latency / 1e3,
         pairs=dict.fromkeys(crossing, (between.latency / 1e3, between.bandwidth)),
+        shared=crossing,
     )
 
 

@@ -5,7 +5,8 @@
 
 latency: ms, of every link. bandwidth: GB/s. x: the bytes of a microbatch's activations; g: of its gradients,
 if they differ. pairs: some links, in one direction or in both. In place of bandwidth and bytes, `busy` says
-how long a message occupies a link, in ms.
+how long a message occupies a link, in ms. shared: true, or a list such as ["1<->2"], if links leave a rank
+over one card.
 
 With x, and neither latency nor bandwidth for every link, pairs says both directions of the links that count,
 and other links cost nothing. `zbpp measure` writes this form under "links" in its costs file:
@@ -49,15 +50,16 @@ def links_of(found: object) -> Links:
         raise PlanError('write {"latency": 0.05, "bandwidth": 12.5, "x": 33.5e6}, say')
     by_bytes = "bandwidth" in found or "x" in found
     names = _OF_BYTES if by_bytes else _OF_TIME
-    _refuse_others(found, (*names, "pairs", *(("x", "g") if by_bytes else ())))
+    _refuse_others(found, (*names, "pairs", "shared", *(("x", "g") if by_bytes else ())))
+    shared = _shared(found.get("shared", False))
     usual = {name: found.get(name, 0.0) for name in names}
     pairs: dict[tuple[int, int], tuple[Any, Any]] = {}
     given = found.get("pairs") or {}
     if not isinstance(given, Mapping):
         raise PlanError(f'pairs={given}: write {{"1->2": {{{names[0]}: ..., {names[1]}: ...}}}}')
     for pair, own in given.items():
-        match = _PAIR.fullmatch(str(pair))
-        if match is None or not isinstance(own, Mapping):
+        both = _ranks(pair)
+        if not both or not isinstance(own, Mapping):
             raise PlanError(
                 f"pairs has {pair}: {own}: write 1->2, or 1<->2, and {{{names[0]}: ..., {names[1]}: ...}}"
             )
@@ -65,18 +67,34 @@ def links_of(found: object) -> Links:
         if by_bytes and "bandwidth" not in (*own, *found):
             raise PlanError(f"pairs has {pair}: {dict(own)}: it has no bandwidth; write GB/s")
         latency, other = ({**usual, **own}[name] for name in names)
-        sender, receiver = int(match[1]), int(match[3])
-        pairs[sender, receiver] = latency, other
-        if match[2] == "<->":
-            pairs[receiver, sender] = latency, other
+        pairs |= dict.fromkeys(both, (latency, other))
     if by_bytes and found.get("bandwidth") is None:
         _check_measured(found, pairs)
         usual["bandwidth"] = None
     if not by_bytes:
-        return Links(usual["latency"], usual["busy"], pairs)
+        return Links(usual["latency"], usual["busy"], pairs, shared=shared)
     if not found.get("x"):
         raise PlanError("bandwidth goes with x, the bytes of a microbatch's activations")
-    return Links.of_bytes(found["x"], found.get("g"), pairs=pairs, **{name: usual[name] for name in names})
+    rates = {name: usual[name] for name in names}
+    return Links.of_bytes(found["x"], found.get("g"), pairs=pairs, shared=shared, **rates)
+
+
+def _ranks(pair: object) -> list[tuple[int, int]]:
+    """The pairs of ranks that a text such as 1->2 or 1<->2 says; [] for another text."""
+    match = _PAIR.fullmatch(str(pair))
+    if match is None:
+        return []
+    there = int(match[1]), int(match[3])
+    return [there, there[::-1]] if match[2] == "<->" else [there]
+
+
+def _shared(given: object) -> bool | list[tuple[int, int]]:
+    if isinstance(given, bool):
+        return given
+    found = [_ranks(each) for each in given] if isinstance(given, list) else []
+    if not found or not all(found):
+        raise PlanError(f'shared={given}: write true, or a list such as ["1->2", "1->0"]')
+    return [pair for pairs in found for pair in pairs]
 
 
 def written_links(links: Links) -> dict[str, Any]:

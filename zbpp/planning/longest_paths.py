@@ -8,7 +8,6 @@ too: that of the sender's row.
 
 from __future__ import annotations
 
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -28,11 +27,12 @@ class Sending(NamedTuple):
     """Arrays by action and set of durations.
 
     busy: how long (ms) the action's message occupies its link. is_sent: whether it has one; of an empty
-    microbatch nothing is sent.
+    microbatch nothing is sent. before: by action, the one whose message goes out just before its own.
     """
 
     busy: Floats
     is_sent: npt.NDArray[np.bool_]
+    before: Numbers
 
 
 class LongestPaths:
@@ -53,16 +53,17 @@ class LongestPaths:
         self._levels = _slices(levels[self.order])
         self._rank = np.repeat(np.arange(timetable.num_ranks), [*map(len, timetable.rows)])[self.order]
 
-    @cached_property
-    def sent_before(self) -> Numbers:
-        """By action, the one whose message goes over the same link just before its own; or `none`."""
-        receivers = np.flatnonzero(self.sender != self.none)
-        senders = self.sender[receivers]
-        links = self._rank[senders] * (self._rank.max() + 1) + self._rank[receivers]
-        by_link = np.lexsort((senders, links))
-        before = np.where(np.diff(links[by_link], prepend=-1) == 0, np.roll(senders[by_link], 1), self.none)
+    def sent_before(self, queues: Numbers) -> Numbers:
+        """By action, the one whose message goes out just before its own, in the same queue; or `none`.
+
+        queues: by action, that of its message's route; negative: it sends none.
+        """
+        senders = np.flatnonzero(queues >= 0)
+        own = self._rank[senders] * (self._rank.max() + 1) + queues[senders]
+        by_queue = np.lexsort((senders, own))
+        before = np.where(np.diff(own[by_queue], prepend=-1) == 0, np.roll(senders[by_queue], 1), self.none)
         found = np.full(self.none, self.none)
-        found[senders[by_link]] = before
+        found[senders[by_queue]] = before
         return found
 
     def ends(self, durations: Floats, delays: Floats, sending: Sending | None = None) -> Floats:
@@ -86,7 +87,7 @@ class LongestPaths:
             arrived += delays[level]
             ends[level] += np.maximum(ends[self.previous[level]], arrived, out=arrived)
             if sending is not None:
-                before = free[self.sent_before[level]]
+                before = free[sending.before[level]]
                 gone = np.maximum(ends[level], before) + sending.busy[level]
                 sent[level] = np.where(sending.is_sent[level], gone, ends[level])
                 free[level] = np.where(sending.is_sent[level], gone, before)

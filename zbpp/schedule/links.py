@@ -5,14 +5,15 @@
     F on rank 2                                 |---F---|
 
 A directed pair of ranks has a link of its own. A link sends one message after another, in the order in which
-they are made; while one is on its way, the next one may go out.
+they are made; while one is on its way, the next one may go out. Links that leave a rank over one card share
+that order.
 
 `Costs.comm` is a time that occupies nothing. A message over a link takes both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import NamedTuple
@@ -28,11 +29,15 @@ _LARGEST = 1e100  # the largest number allowed: products and sums of such number
 
 
 class Route(NamedTuple):
-    """The way of the message that a kind of action makes. ms; busy: of a unit of length 1."""
+    """The way of the message that a kind of action makes. ms; busy: of a unit of length 1.
+
+    queue: the receiver, whose link has a card of its own; or the sender, whose links share one.
+    """
 
     receiver: int
     latency: float
     busy: float
+    queue: int
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,8 @@ class Links:
     for all pairs; pairs: {(sender, receiver): (latency, busy)} for some of them.
     x, g: how many times `busy` the activations that leave a stage take, and the gradients; a number, or a
     list with one per stage.
+    shared: pairs whose messages leave over one card of their sender, one after another; True: all pairs. A
+    link that is not occupied does not count there.
     An empty message, of a unit of length 0, is not sent, and takes nothing.
     Raises PlanError for what is no number, negative or above 1e100, and for a pair that is no two ranks.
     """
@@ -53,6 +60,7 @@ class Links:
     pairs: Pairs = field(default_factory=dict)
     x: PerStage = 1.0
     g: PerStage = 1.0
+    shared: bool | Collection[tuple[int, int]] = False
 
     @classmethod
     def of_bytes(
@@ -63,6 +71,7 @@ class Links:
         bandwidth: float | None,
         latency: float = 0.0,
         pairs: Pairs | None = None,
+        shared: bool | Collection[tuple[int, int]] = False,
     ) -> Links:
         """Links of these bandwidths, for messages of so many bytes.
 
@@ -74,10 +83,13 @@ class Links:
         given = _checked_pairs({} if pairs is None else pairs, "bandwidth", "ms and GB/s")
         others = {pair: (own, _ms_per_byte(speed)) for pair, (own, speed) in given.items()}
         busy = 0.0 if bandwidth is None else _ms_per_byte(bandwidth)
-        return cls(latency, busy, others, x, x if g is None else g)
+        return cls(latency, busy, others, x, x if g is None else g, shared)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", _checked_pairs(self.pairs, "busy", "ms"))
+        if not isinstance(self.shared, bool):
+            shared = [_checked_pair("shared", each, "write True, or pairs of ranks") for each in self.shared]
+            object.__setattr__(self, "shared", frozenset(shared))
         for name in ("latency", "busy", "x", "g"):
             value = getattr(self, name)
             is_list = name in ("x", "g") and isinstance(value, Sequence) and not isinstance(value, str)
@@ -111,9 +123,10 @@ class Links:
         list of another length.
         """
         num_stages, num_ranks = len(rank_of), max(rank_of) + 1
-        for pair in self.pairs:
+        shared = () if isinstance(self.shared, bool) else self.shared
+        for name, pair in [("pairs", each) for each in self.pairs] + [("shared", each) for each in shared]:
             if not max(pair) < num_ranks:
-                raise PlanError(f"Links: pairs has {pair}, and there are {num_ranks} ranks, from 0 on")
+                raise PlanError(f"Links: {name} has {pair}, and there are {num_ranks} ranks, from 0 on")
         sizes = {name: _per_stage(name, getattr(self, name), num_stages) for name in ("x", "g")}
         found: list[Route | None] = []
         for stage in range(num_stages):
@@ -122,27 +135,29 @@ class Links:
                 sent = [each for each in values if rank_of[each.stage] != rank_of[stage]]
                 found.append(None)
                 for value in sent:
-                    latency, busy = self.of(rank_of[stage], rank_of[value.stage])
+                    pair = rank_of[stage], rank_of[value.stage]
+                    latency, busy = self.of(*pair)
+                    is_shared = busy > 0 and (self.shared is True or pair in shared)
                     size = sizes[value.name][stage]
-                    found[-1] = Route(rank_of[value.stage], latency, busy * size)
+                    found[-1] = Route(pair[1], latency, busy * size, pair[0] if is_shared else pair[1])
         return found
 
 
 class Outbox:
-    """What one rank sends: each of its links is occupied by one message after another.
+    """What one rank sends: each of its queues is occupied by one message after another.
 
-    busy: of the message of each action of the row (ms). receivers: the ranks that get them.
+    busy: of the message of each action of the row (ms). queues: those of the messages' routes.
     """
 
-    def __init__(self, busy: Sequence[float], receivers: Sequence[int]) -> None:
-        self._busy, self._receivers = busy, receivers
-        self._free: dict[int, float] = {}  # receiver -> when its link is free
+    def __init__(self, busy: Sequence[float], queues: Sequence[int]) -> None:
+        self._busy, self._queues = busy, queues
+        self._free: dict[int, float] = {}  # queue -> when it is free
 
     def send(self, position: int, made: float) -> float:
         """When the message of the action at this position has gone out, if it was made at this time."""
-        receiver = self._receivers[position]
-        gone = max(made, self._free.get(receiver, 0.0)) + self._busy[position]
-        self._free[receiver] = gone
+        queue = self._queues[position]
+        gone = max(made, self._free.get(queue, 0.0)) + self._busy[position]
+        self._free[queue] = gone
         return gone
 
 
@@ -163,11 +178,7 @@ def _checked_pairs(pairs: object, second: str, unit: str) -> dict[tuple[int, int
     if not isinstance(pairs, Mapping):
         raise PlanError(f"Links: pairs={shown(pairs)}: {advice}")
     for pair, own in pairs.items():
-        ranks = tuple(pair) if isinstance(pair, Sequence) else ()
-        if not (len(ranks) == 2 and all(type(each) is int and each >= 0 for each in ranks)):
-            raise PlanError(f"Links: pairs has {shown(pair)}: {advice}")
-        if ranks[0] == ranks[1]:
-            raise PlanError(f"Links: pairs has {pair}: a rank sends itself nothing")
+        ranks = _checked_pair("pairs", pair, advice)
         numbers = tuple(own) if isinstance(own, Sequence) and not isinstance(own, str) else ()
         if len(numbers) != 2:
             raise PlanError(f"Links: pairs has {pair}: {shown(own)}: {advice}")
@@ -175,6 +186,15 @@ def _checked_pairs(pairs: object, second: str, unit: str) -> dict[tuple[int, int
             _check("pairs", {pair: own}, each)
         found[ranks] = (float(numbers[0]), float(numbers[1]))
     return found
+
+
+def _checked_pair(name: str, pair: object, advice: str) -> tuple[int, int]:
+    ranks = tuple(pair) if isinstance(pair, Sequence) else ()
+    if not (len(ranks) == 2 and all(type(each) is int and each >= 0 for each in ranks)):
+        raise PlanError(f"Links: {name} has {shown(pair)}: {advice}")
+    if ranks[0] == ranks[1]:
+        raise PlanError(f"Links: {name} has {pair}: a rank sends itself nothing")
+    return ranks[0], ranks[1]
 
 
 def _check(name: str, value: object, number: object) -> None:

@@ -17,7 +17,7 @@ from zbpp.schedule.timetable import Op, Row
 Floats = npt.NDArray[np.float64]
 
 _NOTHING = np.zeros(0)
-_NOBODY = -1  # stands for "no rank" among receivers
+_NO_QUEUE = -1
 
 
 class RowTimes(NamedTuple):
@@ -25,18 +25,18 @@ class RowTimes(NamedTuple):
 
     exposed: how much of the action is exposed exchange (interpret/exchange.py); empty without exchanges.
     busy: how long its message occupies the link before that; empty where no link is occupied.
-    receivers: the ranks that get the messages; empty where no link is occupied.
+    queues: in which it waits for that; empty where no link is occupied.
     """
 
     durations: Floats
     delays: Floats
     exposed: Floats
     busy: Floats = _NOTHING
-    receivers: npt.NDArray[np.int64] = _NOTHING.astype(np.int64)
+    queues: npt.NDArray[np.int64] = _NOTHING.astype(np.int64)
 
     def outbox(self) -> Outbox | None:
         """The links that a run of the row occupies; None if it occupies none."""
-        return Outbox(self.busy.tolist(), self.receivers.tolist()) if len(self.busy) else None
+        return Outbox(self.busy.tolist(), self.queues.tolist()) if len(self.busy) else None
 
 
 class RowCosts:
@@ -62,15 +62,15 @@ class RowCosts:
         if self._links is None:
             return RowTimes(durations, delays, exposed)
         kinds = kinds_of(row)
-        latency, receivers = self._links.latency[kinds], self._links.receiver[kinds]
+        latency, queues = self._links.latency[kinds], self._links.queue[kinds]
         if self._lengths is not None:  # of an empty unit nothing is sent
             is_empty = self._lengths[row.microbatches] == 0
-            latency[is_empty], receivers[is_empty] = 0.0, _NOBODY
+            latency[is_empty], queues[is_empty] = 0.0, _NO_QUEUE
         delays = delays + latency
         if not self._links.busy.any():
             return RowTimes(durations, delays, exposed)
         busy = self._scaled(self._links.busy[kinds], row)
-        return RowTimes(durations, delays, exposed, busy, receivers)
+        return RowTimes(durations, delays, exposed, busy, queues)
 
     def exchange(self, row: Row) -> Floats:
         """How long (ms) tokens are exchanged inside each F, B and BW; for a W, inside its stage's F."""
@@ -112,7 +112,7 @@ class _Links:
     def __init__(self, costs: StageCosts) -> None:
         self.latency = np.array([route.latency if route else 0.0 for route in costs.routes])
         self.busy = np.array([route.busy if route else 0.0 for route in costs.routes])
-        self.receiver = np.array([route.receiver if route else _NOBODY for route in costs.routes])
+        self.queue = np.array([route.queue if route else _NO_QUEUE for route in costs.routes])
 
 
 def messages_by_kind(costs: StageCosts) -> tuple[Floats, Floats]:

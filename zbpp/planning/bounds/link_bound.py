@@ -31,7 +31,10 @@ class _Stream(NamedTuple):
 
 
 def link_bounds(relaxation: Relaxation) -> Iterator[tuple[tuple[int, int], float]]:
-    """For each link that messages occupy: ((sender, receiver), the least makespan in ms)."""
+    """For each link that messages occupy: ((sender, receiver), the least makespan in ms).
+
+    For a card that links of a rank share: ((rank, rank), the least makespan).
+    """
     streams = defaultdict[tuple[int, int], list[_Stream]](list)
     for link, stream in _streams(relaxation):
         streams[link].append(stream)
@@ -53,4 +56,4 @@ def _streams(relaxation: Relaxation) -> Iterator[tuple[tuple[int, int], _Stream]
             ends = relaxation.w_end[: last + 1 if op == Op.F else stage]
             after = problem.first_message(stage, target) - length * route.busy
             stream = _Stream(made, length * route.busy, after + max(ends) - starts[target])
-            yield (problem.rank_of[stage], route.receiver), stream
+            yield (problem.rank_of[stage], route.queue), stream

@@ -94,7 +94,12 @@ def _of_equal(problem: Problem) -> Bound:
     bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]
     if problem.objective == MAKESPAN:
         bounds += [
-            Bound(value, f"work of the link from rank {sender} to rank {receiver}")
+            Bound(
+                value,
+                f"work of the card of rank {sender}"
+                if sender == receiver
+                else f"work of the link from rank {sender} to rank {receiver}",
+            )
             for (sender, receiver), value in link_bounds(relaxation)
         ]
     best = max(bounds, key=lambda bound: bound.value)

@@ -108,7 +108,8 @@ class CutTiming:
         self._has_sender = sender != self._paths.none
         self._stage_of_sender = self._stages[np.where(self._has_sender, sender, 0)]
         self._kind_of_sender = self._kinds[np.where(self._has_sender, sender, 0)]
-        self._latency, self._busy = self._times_on_links()
+        self._latency, self._busy, queues = self._times_on_links()
+        self._before = self._paths.sent_before(queues)
         self._levels = [_levels_of(timetable, rank) for rank in range(timetable.num_ranks)]
 
     def makespans(self, cuts: Numbers) -> Floats:
@@ -120,19 +121,23 @@ class CutTiming:
         comm = share * layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
         delays = np.where(self._has_sender[:, None], comm + self._latency[:, None], 0.0)
         busy = np.broadcast_to(self._busy[:, None], delays.shape)
-        sending = Sending(busy, np.ones_like(busy, dtype=bool)) if self._busy.any() else None
+        is_sent = np.ones_like(busy, dtype=bool)
+        sending = Sending(busy, is_sent, self._before) if self._busy.any() else None
         makespans: Floats = self._paths.ends(durations[self._kinds], delays, sending).max(axis=0)
         return makespans
 
-    def _times_on_links(self) -> tuple[Floats, Floats]:
-        """By action, the latency of the message that it waits for, and how long its own one is busy (ms)."""
+    def _times_on_links(self) -> tuple[Floats, Floats, Numbers]:
+        """By action, the latency of the message that it waits for, how long its own one is busy (ms), and in
+        which queue of its rank; -1: it sends none.
+        """
         if self._layers.links is None:
-            return np.zeros(len(self._kinds)), np.zeros(len(self._kinds))
+            return np.zeros(len(self._kinds)), np.zeros(len(self._kinds)), np.full(len(self._kinds), -1)
         unit = self._layers.links.scaled(1 / self.timetable.num_slices)
         routes = unit.routes(self.timetable.rank_of)
         latency = np.array([each.latency if each else 0.0 for each in routes])
         busy = np.array([each.busy if each else 0.0 for each in routes])
-        return latency[self._kind_of_sender] * self._has_sender, busy[self._kinds]
+        queues = np.array([each.queue if each else -1 for each in routes])
+        return latency[self._kind_of_sender] * self._has_sender, busy[self._kinds], queues[self._kinds]
 
     def peaks(self, cuts: Numbers) -> Floats:
         """The most that each rank holds: an array by rank and cut, in the unit of the layers' costs."""

@@ -39,7 +39,7 @@ class BatchedTiming:
     linear, quadratic, delay: by action, what it takes (ms), and how long the message that it waits for is on
     its way, of a microbatch of length 1; with slices, of the action's slice of such a microbatch. latency: of
     that message, whatever the length, unless the microbatch is empty. busy: how long the action's own message
-    occupies its link, of length 1.
+    occupies its link, of length 1. before: whose message goes out just before it.
     paths: which action waits for which.
     """
 
@@ -59,8 +59,10 @@ class BatchedTiming:
         self.linear = by_kind(own.duration)[kinds] * length
         self.quadratic = by_kind(own.quadratic)[kinds] * square if own.quadratic else np.zeros(len(kinds))
         fixed, per_length = messages_by_kind(own)
-        busy = np.array([each.busy if each else 0.0 for each in own.routes or [None] * len(fixed)])
+        routes = own.routes or [None] * len(fixed)
+        busy = np.array([each.busy if each else 0.0 for each in routes])
         self.busy = busy[kinds] * length
+        self.before = paths.sent_before(np.array([each.queue if each else -1 for each in routes])[kinds])
         delay = np.append((per_length - busy)[kinds] * length, 0.0)
         latency = np.append(fixed[kinds], 0.0)
         self.delay = np.where(sender == paths.none, 0.0, delay[sender])
@@ -83,7 +85,8 @@ class BatchedTiming:
         lengths = in_order[self.place]
         durations = self.linear[:, None] * lengths + self.quadratic[:, None] * lengths**2
         delays = self.delay[:, None] * lengths + self.latency[:, None] * (lengths > 0)
-        sending = Sending(self.busy[:, None] * lengths, lengths > 0) if self.busy.any() else None
+        busy = self.busy[:, None] * lengths
+        sending = Sending(busy, lengths > 0, self.before) if self.busy.any() else None
         return self.paths.ends_and_sent(durations, delays, sending)
 
     def makespans(self, orders: Numbers) -> Floats:
@@ -119,8 +122,8 @@ class BatchedTiming:
             fixed += self.latency[a] if self.lengths.all() else 0.0
             a = int(sender[a])
             linear[self.place[a]] += self.busy[a]
-            before = int(self.paths.sent_before[a])
+            before = int(self.before[a])
             while self.lengths.all() and sent[before] > ends[a] * (1 + ROUNDING):
-                a, before = before, int(self.paths.sent_before[before])
+                a, before = before, int(self.before[before])
                 linear[self.place[a]] += self.busy[a]
         return PathTerms(linear, quadratic, fixed)

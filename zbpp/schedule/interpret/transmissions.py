@@ -43,8 +43,8 @@ def transmissions(timeline: Timeline, costs: Costs | None) -> dict[tuple[int, in
             route = routes[kinds[at]]
             if receiver == rank or route is None or route.latency + route.busy == 0 or length == 0:
                 continue
-            start = max(ends[at], free.get((rank, receiver), 0.0))
-            free[rank, receiver] = gone = start + route.busy * length
+            start = max(ends[at], free.get((rank, route.queue), 0.0))
+            free[rank, route.queue] = gone = start + route.busy * length
             message = Transmission(value, start, gone, ends[at] + delays[at])
             found.setdefault((rank, receiver), []).append(message)
     return dict(sorted(found.items()))
