@@ -31,6 +31,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    """This process is no rank of any job, wherever pytest was started."""
+    for name in ("RANK", "WORLD_SIZE"):
+        os.environ.pop(name, None)
     hypothesis.settings.load_profile("free" if config.getoption("--free-seeds") else "fixed")
 
 
@@ -51,6 +54,15 @@ def pytest_collection_finish() -> None:
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Tests run outside of the clone: torch's compiler, say, writes into the current folder."""
     with chdir(tmp_path_factory.mktemp("current")):
+        yield
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """New tensors and modules are float64."""
+    from helpers.split import float64  # imports torch
+
+    with float64():
         yield
 
 

@@ -20,11 +20,6 @@ COMMANDS = ("train", "bench", "measure", "explain")
 configs.register()
 
 
-@pytest.fixture(autouse=True)
-def outside_torchrun(monkeypatch):
-    monkeypatch.delenv("RANK", raising=False)
-
-
 def composed(*given, name="train"):
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         return compose(name, overrides=command_line.arguments(list(given)))
@@ -248,9 +243,8 @@ def test_a_sweep_inside_torchrun_is_refused(monkeypatch, flag):
         command_line.arguments([flag, "seed=1,2"])
 
 
-def test_an_interrupt_ends_in_one_line(monkeypatch, capsys):
+def test_an_interrupt_ends_in_one_line(capsys):
     """Ctrl-C in a run of one process printed 83 lines."""
-    monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(SystemExit) as ended, command_line._ended_in_order():
         raise KeyboardInterrupt
     assert ended.value.code == 130

@@ -63,12 +63,10 @@ def curve(run):
 
 @pytest.fixture
 def here(tmp_path, monkeypatch):
-    """A folder with the model, from which this process imports it; this process is no rank of any job."""
+    """A folder with the model, from which this process imports it."""
     (tmp_path / "dies.py").write_text(MODEL)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "dies", raising=False)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     return tmp_path
 
 

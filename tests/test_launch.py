@@ -48,13 +48,6 @@ MLP = ["model=mlp", "model.num_layers=4", "data=regression"]
 configs.register()
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """This process is no rank of any job."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def train(overrides):
     """app.train in this process, from overrides as `zbpp train` gets them."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
@@ -357,7 +350,7 @@ class Tower:
 
 @pytest.mark.slow
 def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two_ranks(
-    monkeypatch, tmp_path, warm, alone
+    monkeypatch, tmp_path, warm
 ):
     """The model is named in a config folder of the user's; -n starts the ranks."""
     (tmp_path / "my_file.py").write_text(TOWER)
@@ -434,7 +427,7 @@ class Misfit:
         ("loss", r"multi-target not supported; in the loss function; in 1F0 "),
     ],
 )
-def test_a_stage_that_does_not_take_what_the_stage_before_returns_is_one_line(tmp_path, alone, wrong, words):
+def test_a_stage_that_does_not_take_what_the_stage_before_returns_is_one_line(tmp_path, wrong, words):
     """40 lines of traceback, before; of stage 0 alone it was a line."""
     model = ["model._target_=test_launch.Misfit", f"model.wrong={wrong}", "data=regression"]
     given = [*command_line.arguments(model), "data.in_features=8", "data.out_features=8"]
@@ -461,9 +454,7 @@ def test_a_stage_that_does_not_take_what_the_stage_before_returns_is_one_line(tm
         ("bench", ["schedules=[zb_h9]"], f"error: unknown schedule 'zb_h9'; known: {KNOWN}"),
     ],
 )
-def test_a_mistake_is_found_before_ranks_are_started(
-    monkeypatch, tmp_path, capsys, alone, command, given, line
-):
+def test_a_mistake_is_found_before_ranks_are_started(monkeypatch, tmp_path, capsys, command, given, line):
     """10000 stages per rank were planned for minutes before the layers were counted."""
     monkeypatch.setattr(launch, "on_ranks", None)
     monkeypatch.chdir(tmp_path)
@@ -522,7 +513,7 @@ def test_of_several_ranks_that_fail_the_first_by_the_clock_is_told_of(told, code
     assert re.search(words, str(error))
 
 
-def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeypatch, alone):
+def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeypatch):
     def killed(*_):
         raise RankDeath("rank 1 died of SIGKILL")
 
@@ -557,7 +548,7 @@ def test_after_a_death_the_run_says_what_the_same_command_does(tmp_path, monkeyp
     ],
 )
 def test_what_the_config_alone_shows_is_refused_before_a_model_is_made(
-    tmp_path, monkeypatch, alone, overrides, error, words
+    tmp_path, monkeypatch, overrides, error, words
 ):
     def made(*_, **__):
         raise AssertionError("the model is made")
@@ -573,7 +564,7 @@ def test_what_the_config_alone_shows_is_refused_before_a_model_is_made(
 # ---------------------------------------------------------------- run folders
 
 
-def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path, alone):
+def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path):
     """metrics.jsonl was emptied before the new job had even started."""
     run = tmp_path / "run"
     given = [*MLP, *TINY, f"run_dir={run}"]
@@ -588,12 +579,10 @@ def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path, alone)
     assert len(losses_of(run)) == 4
 
 
-def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(
-    monkeypatch, tmp_path, capsys, alone
-):
+def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(monkeypatch, tmp_path, capsys):
     """The last progress line, the summary, `zbpp compare` and the picture; metrics.jsonl has it unrounded."""
     drawn = {}
-    monkeypatch.setattr(results, "render_picture", lambda panels, path: drawn.update(panels))
+    monkeypatch.setattr(results, "render_picture", lambda panels, path, costs: drawn.update(panels))
     run = str(tmp_path / "run")
     train([*MLP, *TINY, "steps=12", "print_every=1", "measure_every=4", f"run_dir={run}"])
     lines = capsys.readouterr().out.splitlines()
@@ -624,7 +613,7 @@ def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
-def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
+def test_one_rank_needs_no_torchrun(tmp_path, schedule):
     summary = train([f"schedule={schedule}", *MLP, *TINY, f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["num_ranks"], summary["steps"]) == (schedule, 1, 3)
     stages = {f"stage-{s}-of-{summary['num_stages']}.safetensors" for s in range(summary["num_stages"])}
@@ -634,7 +623,7 @@ def test_one_rank_needs_no_torchrun(tmp_path, schedule, alone):
     }  # fmt: skip
 
 
-def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path, capsys, alone):
+def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path, capsys):
     made = []
 
     class Noted(trainer_parts.Pipeline):
@@ -654,7 +643,7 @@ def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path,
         train(choices)
 
 
-def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(tmp_path, capsys, alone):
+def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(tmp_path, capsys):
     summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["replanned_from"]) == ("zb_auto", "zb_h1")
     lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]

@@ -25,8 +25,6 @@ def job_of_two_ranks(run: Path) -> Iterator[tuple[subprocess.Popen[str], list[st
         f"run_dir={run}",
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for name in ("RANK", "WORLD_SIZE"):
-        environment.pop(name, None)
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from helpers.host_links import through_host_memory
 from helpers.processes import run_ranks
-from helpers.split import assert_close
+from helpers.split import assert_close, float64
 from zbpp import Pipeline, plan
 from zbpp.models.gpt import Gpt
 from zbpp.models.llama import Llama
@@ -105,27 +105,24 @@ def train_sliced(
     ]
 
 
+@float64()
 def plain(model_name: str, num_steps: int) -> Run:
     """One process, the whole model, microbatches one after another, loss.backward()."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = MODELS[model_name]()
-        module = model.build_stage(0, 1)
-        parameters = parameters_of({0: module})
-        optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
-        losses, grads = [], {}
-        for step in range(num_steps):
-            optimizer.zero_grad()
-            for inputs, target in zip(*(each.chunk(M) for each in batch(step)), strict=True):
-                loss = model.loss(module(inputs), target)
-                (loss / M).backward()
-                losses.append(loss.item())
-            if step + 1 == min(COMPARED, num_steps):
-                grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
-            optimizer.step()
-        return Run(losses, grads, {name: p.detach() for name, p in parameters.items()})
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = MODELS[model_name]()
+    module = model.build_stage(0, 1)
+    parameters = parameters_of({0: module})
+    optimizer = torch.optim.AdamW(parameters.values(), lr=1e-2, eps=1e-4)
+    losses, grads = [], {}
+    for step in range(num_steps):
+        optimizer.zero_grad()
+        for inputs, target in zip(*(each.chunk(M) for each in batch(step)), strict=True):
+            loss = model.loss(module(inputs), target)
+            (loss / M).backward()
+            losses.append(loss.item())
+        if step + 1 == min(COMPARED, num_steps):
+            grads = {name: p.grad.clone() for name, p in parameters.items() if p.grad is not None}
+        optimizer.step()
+    return Run(losses, grads, {name: p.detach() for name, p in parameters.items()})
 
 
 def merged(runs: list[Run]) -> Run:

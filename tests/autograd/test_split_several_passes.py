@@ -12,6 +12,7 @@ from helpers.cases import checkpoint as checkpoints
 from helpers.cases import functions, graphs, models, saved_hooks
 from helpers.split import (
     CountCalls,
+    Waits,
     assert_close,
     buffers_of,
     double,
@@ -23,7 +24,6 @@ from helpers.split import (
 )
 from helpers.watch import MODULES, Squashed, Watch
 from zbpp import backward_input, checkpoint
-from zbpp.autograd import defer
 from zbpp.autograd.compiled import compile_stage
 from zbpp.benchmark.interleaved_timing import without_garbage_collection
 
@@ -324,20 +324,6 @@ def penalty(y, x):
     return (gradient.flatten(1).norm(dim=1) - 1).square().mean()
 
 
-class Scaled(torch.autograd.Function):
-    """Defers its weight's gradient; each of its gradients can be differentiated again."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        return x * weight
-
-    @staticmethod
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        return dy * weight, defer(ctx, weight, lambda dy, x: (dy * x).sum(0), dy, x)
-
-
 class Critic(nn.Module):
     """Linear layers, an embedding, a tied weight, a Function that defers."""
 
@@ -348,7 +334,7 @@ class Critic(nn.Module):
 
     def forward(self, x):
         x = x + self.embedding(torch.arange(5))
-        x = self.down(torch.tanh(self.up(Scaled.apply(x, self.scale))))
+        x = self.down(torch.tanh(self.up(Waits.apply(x, self.scale))))
         return F.linear(torch.tanh(self.norm(x)), self.up.weight)
 
 
@@ -384,7 +370,7 @@ def test_a_gradient_penalty_inside_forward_is_part_of_the_graph(name):
 
 def test_the_weight_gradient_of_a_function_that_defers_can_be_differentiated_again():
     x, weight = double(5, 4).requires_grad_(), double(4, seed=1).requires_grad_()
-    y = torch.tanh(Scaled.apply(x, weight)).sum()
+    y = torch.tanh(Waits.apply(x, weight)).sum()
     plain = torch.tanh(x * weight).sum()
     second = [
         torch.autograd.grad(

@@ -24,10 +24,8 @@ configs.register()
 
 
 @pytest.fixture
-def train(tmp_path, monkeypatch):
+def train(tmp_path):
     """Train in this process; returns {step: loss}."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
 
     def run(name, *overrides):
         folder = tmp_path / name

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from helpers.processes import run_ranks
+from helpers.split import float64
 from zbpp import GradientRelease, HeadAtOnce, OverlapExchange, Pipeline, make_mesh, plan
 from zbpp.models.llama import Llama
 from zbpp.runtime.processes.tensor_parallel import parallelize
@@ -96,22 +97,19 @@ def on_two_ranks(rank):
     return losses, split_over_two_processes("StableAdamW", make_mesh(tensor=2))
 
 
+@float64()
 def split_over_two_processes(name, mesh):
     """Losses of a Llama whose layers are split over the processes of the mesh."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        sizes = {"hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "vocab_size": 16}
-        model = Llama(num_layers=2, sequence_length=4, **sizes)
-        stages = {0: model.build_stage(0, 1)}
-        if mesh is not None:
-            parallelize(model, stages, mesh)
-        pipeline = Pipeline(stages, plan("zb_h1", 1, M), model.loss, mesh=mesh)
-        optimizer = OPTIMIZERS[name](pipeline.parameters())
-        pipeline.use(GradientRelease(optimizer, accumulate=True))
-        tokens = torch.arange(M * 4).reshape(M, 4) % 16
-        return [float(loss) for _ in range(3) for loss in pipeline.step(tokens, target=tokens)]
-    finally:
-        torch.set_default_dtype(torch.float32)
+    sizes = {"hidden_size": 8, "intermediate_size": 16, "num_heads": 2, "vocab_size": 16}
+    model = Llama(num_layers=2, sequence_length=4, **sizes)
+    stages = {0: model.build_stage(0, 1)}
+    if mesh is not None:
+        parallelize(model, stages, mesh)
+    pipeline = Pipeline(stages, plan("zb_h1", 1, M), model.loss, mesh=mesh)
+    optimizer = OPTIMIZERS[name](pipeline.parameters())
+    pipeline.use(GradientRelease(optimizer, accumulate=True))
+    tokens = torch.arange(M * 4).reshape(M, 4) % 16
+    return [float(loss) for _ in range(3) for loss in pipeline.step(tokens, target=tokens)]
 
 
 def test_two_ranks_and_parts_of_layers_accumulate_as_one_process_does():

@@ -11,13 +11,7 @@ from torch import nn
 from zbpp import Pipeline, plan
 
 M, SIZE = 4, 5
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def stages():

@@ -62,8 +62,6 @@ class After(Callback):
 
 def train(monkeypatch, folder, *callbacks, **values):
     """A run of eight steps in this process, with further callbacks."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(trainer_of_run, "build_own_callbacks", lambda config: list(callbacks))
     given = {
         "run_dir": folder,

@@ -373,8 +373,6 @@ class WithBatchNorm(Unmarked):
 def test_what_does_not_go_with_batches_of_tokens_is_refused_before_the_first_step(
     monkeypatch, tmp_path, more, message
 ):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "lists.py").write_text(DATA)

@@ -67,15 +67,8 @@ def trained(run):
     return [value for row in rows for value in (row["loss"], row["grad_norm"])]
 
 
-@pytest.fixture
-def alone(monkeypatch):
-    """This process is no rank of any job."""
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 @pytest.mark.parametrize("kind", ["custom", "text", "chat"])
-def test_losses_and_norms_of_a_run_do_not_depend_on_the_number_of_microbatches(tmp_path, alone, data, kind):
+def test_losses_and_norms_of_a_run_do_not_depend_on_the_number_of_microbatches(tmp_path, data, kind):
     found = []
     for number in (1, 2, 4):
         train([*given(data[kind], tmp_path / str(number), number), "schedule=1f1b"])

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.profiler import ProfilerActivity, profile
 
 from helpers.processes import run_ranks
+from helpers.split import float64
 from zbpp import Pipeline, make_mesh, plan
 from zbpp.config import OptimizerConfig
 from zbpp.data import Data, RandomRegression
@@ -119,38 +120,32 @@ def gpt():
     return Gpt(vocab_size=VOCAB, num_layers=4, hidden_size=8, num_heads=2, sequence_length=TIME)
 
 
+@float64()
 def clip(rank, schedule, num_ranks, clip_norm):
     """(norm, clipped gradients of this rank) of one training step."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model, timetable = gpt(), plan(schedule, num_ranks, 4)
-        stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
-        parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
-        trainer = Trainer(
-            pipeline=Pipeline(stages, timetable, model.loss),
-            optimizer=torch.optim.SGD(parameters.values(), lr=0.0),
-            data=tokens(),
-            learning_rate=lambda step: 1.0,
-            clip_norm=clip_norm,
-        )
-        (metrics,) = trainer.run(1)
-        return metrics["grad_norm"], {name: p.grad for name, p in parameters.items()}
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model, timetable = gpt(), plan(schedule, num_ranks, 4)
+    stages = {s: model.build_stage(s, timetable.num_stages) for s in timetable.stages_of(rank)}
+    parameters = {name: p for stage in stages.values() for name, p in stage.named_parameters()}
+    trainer = Trainer(
+        pipeline=Pipeline(stages, timetable, model.loss),
+        optimizer=torch.optim.SGD(parameters.values(), lr=0.0),
+        data=tokens(),
+        learning_rate=lambda step: 1.0,
+        clip_norm=clip_norm,
+    )
+    (metrics,) = trainer.run(1)
+    return metrics["grad_norm"], {name: p.grad for name, p in parameters.items()}
 
 
+@float64()
 def plain_clip(clip_norm):
     """What torch's clip_grad_norm_ makes of the whole model's gradients."""
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = gpt()
-        module = model.build_stage(0, 1)
-        inputs, target = tokens().train.batch(0)
-        model.loss(module(inputs), target).backward()
-        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
-        return norm.item(), {name: p.grad for name, p in module.named_parameters()}
-    finally:
-        torch.set_default_dtype(torch.float32)
+    model = gpt()
+    module = model.build_stage(0, 1)
+    inputs, target = tokens().train.batch(0)
+    model.loss(module(inputs), target).backward()
+    norm = torch.nn.utils.clip_grad_norm_(module.parameters(), clip_norm)
+    return norm.item(), {name: p.grad for name, p in module.named_parameters()}
 
 
 @pytest.mark.parametrize(("schedule", "num_ranks"), [("1f1b", 1), ("zb_v", 1), ("zb_h1", 2), ("1f1b", 4)])

@@ -11,6 +11,7 @@ from zbpp.data import regression_data
 from zbpp.models.mlp import Mlp
 from zbpp.training.optim.master_weights import MasterWeights
 
+pytestmark = pytest.mark.usefixtures("float64")
 STEPS, LR, BETA = 6, 0.1, 0.9
 
 
@@ -93,13 +94,6 @@ def plain_loop():
                 held_out.append(sum(mean(data.evaluation, number) for number in range(2)) / 2)
     optimizer.eval()
     return losses, list(map(float, held_out)), module.state_dict()
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def test_steps_evaluations_and_saved_weights_are_those_of_a_plain_loop():

@@ -16,16 +16,10 @@ from zbpp.training.measured_steps import Title, summarise
 from zbpp.training.optim.optimizer import OPTIMIZERS, warmup_cosine
 from zbpp.training.optim.precision import LossScale
 
+pytestmark = pytest.mark.usefixtures("float64")
 STEPS = 20
 CLIP_NORM = 2.0
 FACTOR = partial(warmup_cosine, num_steps=STEPS, warmup_steps=5, min_ratio=0.1)
-
-
-@pytest.fixture(autouse=True)
-def float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def mlp():
