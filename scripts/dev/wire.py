@@ -31,7 +31,7 @@ import torch.distributed as dist
 from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
 from zbpp.job.world import world
 from zbpp.models.emulated import Emulated
-from zbpp.planning import plan
+from zbpp.planning import messages_ahead, plan
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Costs, Links, Timetable, simulate
 
@@ -45,7 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--latency", type=float, default=100.0, help="ms")
     parser.add_argument("--busy", type=float, default=50.0, help="ms of the wire per message")
-    parser.add_argument("--ahead", type=int, default=0, help="messages more under way: MessagesAhead")
+    parser.add_argument("--ahead", type=int, help="MessagesAhead (default: as many as the links need)")
     parser.add_argument("--microbatches", type=int, default=8)
     parser.add_argument("schedules", nargs="+")
     given = parser.parse_args()
@@ -149,10 +149,14 @@ def job(given: argparse.Namespace) -> None:
     with world():
         for name in given.schedules:
             timetable = timetable_of(name, given.microbatches, links)
-            ms = measured(timetable, MEGABYTE // 4 // HIDDEN, given.ahead)
+            costs = costs_of(timetable.num_stages // P, links)
+            ahead = messages_ahead(timetable, costs) if given.ahead is None else given.ahead
+            ms = measured(timetable, MEGABYTE // 4 // HIDDEN, ahead)
             if dist.get_rank() == 0:
-                predicted = simulate(timetable, costs_of(timetable.num_stages // P, links)).makespan
-                print(f"{name:12}{ms:7.0f}  {predicted:7.0f}  {ms / predicted:.3f}", flush=True)
+                predicted = simulate(timetable, costs).makespan
+                print(
+                    f"{name:12}{ms:7.0f}  {predicted:7.0f}  {ms / predicted:.3f}  {ahead} ahead", flush=True
+                )
 
 
 def costs_of(parts: int, links: Links) -> Costs:
