@@ -53,7 +53,7 @@ def test_arguments(name):
         made({name: ARGUMENTS_REFUSED[name], "eval_strategy": "no", "save_strategy": "no"})
 
 
-@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "fp16", "parallelism_config"])
+@pytest.mark.parametrize("name", ["deepspeed", "fsdp", "parallelism_config"])
 def test_arguments_that_the_library_checks_first(name):
     """They want packages or GPUs, so they are set afterwards."""
     args = transformers.TrainingArguments("unused", use_cpu=True, report_to=[])
@@ -253,8 +253,8 @@ def test_a_reference_model_that_runs_in_each_step_and_figures_of_a_folder():
 
 
 def test_a_precision_of_the_launcher():
-    with pytest.raises(ValueError, match="^accelerate's mixed precision fp16[^\n]*torchrun, and write bf16"):
-        check_precision("fp16")
+    with pytest.raises(ValueError, match="^accelerate's mixed precision fp8[^\n]*torchrun, and write bf16"):
+        check_precision("fp8")
 
 
 @pytest.mark.parametrize("replicas", [0, 3, True, 2.0, "2"])

@@ -93,13 +93,14 @@ def _config(
     text = library.get_text_config()
     length = getattr(args, "max_length", None) or _LONGEST
     length = min(length, getattr(text, "max_position_embeddings", None) or length)
+    mixed = "mixed_bfloat16" if args.bf16 else "mixed_float16" if args.fp16 else "float32"
     is_narrow = "16" in str(options.get("dtype") or library.dtype)
     return TrainConfig(
         model={"_target_": "zbpp.models.hf.HuggingFace", **options, "layers_per_stage": "auto"},
         data={"_target_": f"{__name__}.RandomRows", "vocab_size": text.vocab_size, "length": length},
         microbatch_size=args.per_device_train_batch_size,
         num_microbatches=args.gradient_accumulation_steps,
-        precision="bfloat16" if is_narrow else "mixed_bfloat16" if args.bf16 else "float32",
+        precision="bfloat16" if is_narrow else mixed,
         run_dir=args.output_dir,
         overwrite=True,  # nothing is kept there
         schedule=ScheduleConfig(name=schedule),

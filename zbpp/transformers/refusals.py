@@ -28,7 +28,6 @@ _ARGUMENTS = {
     "use_liger_kernel": "it replaces the loss that the last stage computes: leave it out",
     "parallelism_config": "the pipeline is the only parallelism here: leave it out",
     "activation_offloading": "write in_pipeline(..., extras=[zbpp.ActivationOffload(...)])",
-    "fp16": "write bf16=True",
     "fp16_full_eval": "write bf16=True, and no full_eval",
     "bf16_full_eval": "write bf16=True, and no full_eval",
     "debug": "its hooks are on the whole model, which no rank runs: leave it out",
@@ -211,10 +210,10 @@ def check_folder(args: Any, layers: object) -> None:
 
 def check_precision(precision: str) -> None:
     """Raise ValueError for one that accelerate was told of by its launcher, and the arguments were not."""
-    if precision not in ("no", "bf16"):
+    if precision not in ("no", "bf16", "fp16"):
         raise ValueError(
             f"accelerate's mixed precision {precision} does not go with in_pipeline: start the script with "
-            "torchrun, and write bf16=True"
+            "torchrun, and write bf16=True or fp16=True"
         )
 
 

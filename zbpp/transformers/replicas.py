@@ -6,7 +6,7 @@ over the ranks that hold the same stages, so num_items_in_batch counts the targe
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from zbpp.job.agreement import gather
 from zbpp.job.errors import communicating
 from zbpp.runtime import make_mesh
 from zbpp.runtime.processes.mesh import REPLICATE
@@ -29,6 +30,7 @@ class Replicas:
     """
 
     def __init__(self, count: int, device_type: str, timeout: float) -> None:
+        _tell_number(count)
         self.count, self.index, self.mesh = count, 0, None
         self._group: dist.ProcessGroup | None = None
         self.num_ranks = dist.get_world_size() // count if dist.is_initialized() else 1
@@ -97,11 +99,20 @@ class Replicas:
         if self._waits and dist.is_initialized():
             dist.barrier()
 
-    def tell(self) -> None:
-        """Loaders that an accelerator prepares from now on give this pipeline its share of the batches."""
+    def tell(self, accelerator: Any, clip: Callable[..., Tensor]) -> None:
+        """Let an accelerator do for pipelines what it does for processes. clip: its clip_grad_norm_.
+
+        Loaders that it prepares from now on give this pipeline its share of the batches.
+        """
         from accelerate.state import AcceleratorState
 
         AcceleratorState._shared_state["process_index"] = self.index
+        accelerator.clip_grad_norm_ = clip
+        accelerator.gather = self.gather
+        accelerator.pad_across_processes = self.pad
+        accelerator.wait_for_everyone = self.wait  # it would not wait
+        if accelerator.scaler is not None:
+            _share_overflows(accelerator.scaler)
 
     @contextmanager
     def as_processes(self) -> Iterator[None]:
@@ -118,6 +129,32 @@ class Replicas:
                 yield
         finally:
             self._group, self._waits = group, True
+
+
+def _tell_number(count: int) -> None:
+    """accelerate takes the job for so many processes, whose models it does not wrap."""
+    from accelerate import PartialState
+    from accelerate.utils import DistributedType
+
+    state = PartialState()
+    state.distributed_type, state.num_processes = DistributedType.NO, count
+
+
+def _share_overflows(scaler: Any) -> None:
+    """Let a GradScaler skip a step, and lower its scale, on all ranks if a gradient of one is not finite.
+
+    torch's scaler for shards (ShardedGradScaler) replaces the same method.
+    """
+    own = scaler._unscale_grads_
+
+    def unscaled(
+        optimizer: torch.optim.Optimizer, inverse: Tensor, found: Tensor, *others: Any
+    ) -> dict[torch.device, Tensor]:
+        mine = own(optimizer, inverse, found, *others)  # empty on a rank without gradients
+        is_any = any(gather(any(bool(each) for each in mine.values())))
+        return {inverse.device: torch.full_like(found, float(is_any))}
+
+    scaler._unscale_grads_ = unscaled
 
 
 @contextmanager

@@ -155,21 +155,12 @@ class PipelineTrainer(Checkpoints):
         return self._chosen
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Tell accelerate that each pipeline is one data-parallel process, and that it wraps no model."""
-        from accelerate import PartialState
-        from accelerate.utils import DistributedType
-
-        state = PartialState()
-        state.distributed_type, state.num_processes = DistributedType.NO, self.num_replicas
+        """Tell accelerate that each pipeline is one data-parallel process, see replicas.py."""
         self._replicas = Replicas(self.num_replicas, self.args.device.type, self._timeout)
         config: Any = self.args.accelerator_config
         config.dispatch_batches = False  # each rank reads a stream by itself
         super().create_accelerator_and_postprocess()
-        self._replicas.tell()
-        self.accelerator.clip_grad_norm_ = self._clip
-        self.accelerator.gather = self._replicas.gather
-        self.accelerator.pad_across_processes = self._replicas.pad
-        self.accelerator.wait_for_everyone = self._replicas.wait  # it would not wait
+        self._replicas.tell(self.accelerator, self._clip)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The stages are moved when the model is cut."""
@@ -290,13 +281,14 @@ class PipelineTrainer(Checkpoints):
             to_train_mode()
         pipeline = self.pipeline
         pipeline.num_steps = self.state.global_step  # seeds the random numbers of the step
-        pipeline.loss_scale = self._share(self._microbatches, num_items_in_batch, self._replicas.sum)
+        share = self._share(self._microbatches, num_items_in_batch, self._replicas.sum)
+        pipeline.loss_scale = share * self._scale
         args, target = self._arguments(
             self._microbatches, pipeline.timetable.num_microbatches, num_items_in_batch
         )
         with self.accelerator.autocast(), self._recorded(pipeline):
             losses = pipeline.step(*args, target=target)
-        return self._replicas.mean(self._told(losses, self._microbatches)) * pipeline.loss_scale
+        return self._replicas.mean(self._told(losses, self._microbatches)) * share
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """The library's count, which goes over the whole model: once for each shape of microbatches."""
@@ -304,6 +296,12 @@ class PipelineTrainer(Checkpoints):
         if key not in self._operations:
             self._operations[key] = super().floating_point_ops(inputs)
         return self._operations[key]
+
+    @property
+    def _scale(self) -> float:
+        """The factor on gradients that float16 needs, equal on all ranks; 1 for another precision."""
+        scaler = self.accelerator.scaler
+        return 1.0 if scaler is None else float(scaler.scale(torch.ones((), device=self.args.device)))
 
     @contextmanager
     def _recorded(self, pipeline: Pipeline) -> Iterator[None]:
@@ -355,6 +353,7 @@ class PipelineTrainer(Checkpoints):
         """Clip by the norm over all ranks; see accelerate's clip_grad_norm_."""
         if norm_type != 2:
             raise ValueError(f"the gradients of a pipeline are clipped by their 2-norm, not {norm_type}")
+        self.accelerator.unscale_gradients()
         return clip_grad_norm_(self.pipeline, max_norm)
 
     # ---- Evaluation
