@@ -4,13 +4,13 @@ The ranks kill themselves at a step of their own, so nothing here depends on tim
 stand still: test_faults.py.
 """
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
 
+from helpers.runs import curve
 from zbpp import config as configs
 from zbpp.run import app
 
@@ -54,11 +54,6 @@ configs.register()
 def composed(overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return compose("train", overrides=overrides)
-
-
-def curve(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 @pytest.fixture

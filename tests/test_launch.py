@@ -23,6 +23,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from helpers.processes import run_ranks
+from helpers.runs import losses_in, metrics_in
 from zbpp import config as configs
 from zbpp import launch
 from zbpp.checkpoints import CheckpointError
@@ -55,10 +56,6 @@ def train(overrides):
     return app.train(configs.Composed.of(config))
 
 
-def losses_of(run):
-    return [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 # ---------------------------------------------------------------- a job that succeeds
 
 
@@ -78,7 +75,7 @@ def job(tmp_path_factory, warm):
 
 @pytest.mark.slow
 def test_a_step_is_a_line_of_metrics(job):
-    lines = [json.loads(line) for line in (job.run / "metrics.jsonl").read_text().splitlines()]
+    lines = metrics_in(job.run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     for line in lines:
         assert {"step", "loss", "grad_norm", "tokens_per_second"} <= line.keys()
@@ -179,7 +176,7 @@ def own_job(tmp_path_factory, warm):
     overrides = [*OWN_CHOICES, "schedule=1f1b", "schedule.timetable=by_hand.csv", "num_microbatches=null"]
     done = warm.start(folder, warm.torchrun("-m", "zbpp.train", *overrides))
     assert done.rc == 0, done.text
-    lines = [json.loads(line) for line in (folder / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_in(folder / "run")
     return SimpleNamespace(folder=folder, lines=lines, text=done.text)
 
 
@@ -364,7 +361,7 @@ def test_a_model_in_the_current_folder_and_its_config_train_alike_on_one_and_two
     done = warm.start(tmp_path, command)
     assert done.rc == 0, done.text
     assert "written to two" in done.text
-    losses = [losses_of(tmp_path / name) for name in ("one", "two")]
+    losses = [losses_in(tmp_path / name) for name in ("one", "two")]
     assert losses[0] == losses[1]
     assert len(set(losses[0])) == 3
 
@@ -576,7 +573,7 @@ def test_a_mistake_in_a_new_command_costs_nothing_of_an_old_run(tmp_path):
         train([*given, "overwrite=true", "data.in_features=5"])
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
     train([*given, "overwrite=true", "steps=4"])
-    assert len(losses_of(run)) == 4
+    assert len(losses_in(run)) == 4
 
 
 def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(monkeypatch, tmp_path, capsys):
@@ -589,7 +586,7 @@ def test_all_that_a_run_prints_and_draws_has_the_same_bubble_of_the_same_steps(m
     compare.main([run, run])
     compared = capsys.readouterr().out.splitlines()[1]
 
-    last = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[-1])
+    last = metrics_in(tmp_path / "run")[-1]
     steps = last["measured_steps"]
     assert steps == "steps 8-12"
     measured, predicted = (f"{100 * last[f'{name}_bubble_rate']:.1f} %" for name in ("measured", "predicted"))
@@ -646,7 +643,7 @@ def test_the_order_in_a_plans_file_is_the_order_that_runs(monkeypatch, tmp_path,
 def test_auto_measures_its_first_steps_and_goes_on_with_a_plan_for_them(tmp_path, capsys):
     summary = train(["schedule=auto", *MLP, *TINY, "steps=9", f"run_dir={tmp_path}/run"])
     assert (summary["schedule"], summary["replanned_from"]) == ("zb_auto", "zb_h1")
-    lines = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metrics_in(tmp_path / "run")
     assert [line["step"] for line in lines if "expected_makespan_ms" in line] == [4, 8]
     assert "zb_auto, replanned from zb_h1  step 9/9" in capsys.readouterr().out
 

@@ -1,6 +1,5 @@
 """memory.recompute=auto: which stages recompute, what is refused, and that losses stay what they are."""
 
-import json
 import math
 from itertools import combinations
 
@@ -8,6 +7,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers.configs import FOLDER, composed
+from helpers.runs import losses_in
 from zbpp import config as configs
 from zbpp import lower
 from zbpp.commands import command_line
@@ -69,8 +69,7 @@ def losses(folder, *more):
             "train", overrides=command_line.arguments([*given, *more, f"run_dir={folder}"], "train")
         )
     figures = app.train(configs.Composed.of(found))
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line)["loss"] for line in lines], figures
+    return losses_in(folder), figures
 
 
 def test_losses_are_those_without_recompute(tmp_path):

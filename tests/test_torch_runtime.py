@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 
 from helpers.processes import run_ranks
+from helpers.tensors import gradients_of
 from helpers.torch_runtime import needs_a_v
 from zbpp import Pipeline
 from zbpp.planning import SCHEDULES, plan
@@ -49,15 +50,6 @@ def loss_of(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def grads_of(stages: dict[int, nn.Module]) -> dict[str, Tensor]:
-    return {
-        f"{index}.{name}": parameter.grad.clone()
-        for index, stage in stages.items()
-        for name, parameter in stage.named_parameters()
-        if parameter.grad is not None
-    }
-
-
 def plain(num_stages: int, num_microbatches: int) -> Run:
     """The whole model, microbatches one after another, loss.backward()."""
     stages = {index: stage_of(index) for index in range(num_stages)}
@@ -67,7 +59,7 @@ def plain(num_stages: int, num_microbatches: int) -> Run:
         loss = loss_of(model(inputs), target)
         (loss / num_microbatches).backward()
         losses.append(loss.item())
-    return Run(losses, grads_of(stages))
+    return Run(losses, gradients_of(stages))
 
 
 def run_in_zbpp(rank: int, timetable: Timetable) -> Run:
@@ -77,7 +69,7 @@ def run_in_zbpp(rank: int, timetable: Timetable) -> Run:
     losses = pipeline.step(
         *((inputs,) if 0 in stages else ()), target=target if timetable.num_stages - 1 in stages else None
     )
-    return Run([loss.item() for loss in losses], grads_of(stages))
+    return Run([loss.item() for loss in losses], gradients_of(stages))
 
 
 def run_in_torch(rank: int, timetable: Timetable, path: Path) -> Run:
@@ -93,7 +85,7 @@ def run_in_torch(rank: int, timetable: Timetable, path: Path) -> Run:
     inputs, target = batch(timetable.num_microbatches)
     losses: list[Tensor] = []
     runtime.step(*((inputs,) if 0 in stages else ()), target=target, losses=losses, return_outputs=False)
-    return Run([loss.item() for loss in losses], grads_of(stages))
+    return Run([loss.item() for loss in losses], gradients_of(stages))
 
 
 def run_in_both(rank: int, texts: list[str], folder: Path) -> list[tuple[Run, Run]]:

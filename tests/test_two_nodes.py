@@ -3,7 +3,6 @@
 The rank itself says when: it writes its process id in the middle of a step, and waits to be killed.
 """
 
-import json
 import os
 import re
 import signal
@@ -12,6 +11,8 @@ import subprocess
 import time
 
 import pytest
+
+from helpers.runs import curve
 
 STEPS = 24
 MODEL = '''
@@ -43,11 +44,6 @@ RUN = [
     "save_weights=false", "measure_every=0", "parallel.device=cpu", "parallel.timeout=60",
     "precision=float64",
 ]  # fmt: skip
-
-
-def curve(run):
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(row["step"], row["loss"], row["grad_norm"]) for row in rows]
 
 
 def free_port():

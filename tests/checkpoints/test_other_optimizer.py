@@ -1,12 +1,12 @@
 """resume_optimizer=false: a run goes on under another optimizer, which begins with fresh states."""
 
-import json
 import shutil
 
 import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers.installed import ROOT
+from helpers.runs import metrics_in
 from zbpp import config as configs
 from zbpp.checkpoints import CheckpointError
 from zbpp.run import app
@@ -32,8 +32,7 @@ def train(tmp_path):
         with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
             config = compose("train", overrides=[*RUN, *overrides, f"run_dir={folder}"])
         app.train(configs.Composed.of(config))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-        return {row["step"]: row["loss"] for row in rows}
+        return {row["step"]: row["loss"] for row in metrics_in(folder)}
 
     return run
 

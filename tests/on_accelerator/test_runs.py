@@ -1,6 +1,5 @@
 """Runs of `zbpp train` of two processes on an accelerator have the losses of the CPU."""
 
-import json
 import os
 import socket
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from accelerator.processes import run_with
 from helpers.configs import all_forms
 from helpers.processes import run_ranks
+from helpers.runs import losses_in
 from zbpp.run.app import train
 
 SMALL = ["data=stdlib", "data.sequence_length=16", "num_microbatches=4", "microbatch_size=2", "steps=3"]
@@ -43,7 +43,7 @@ def trained(rank, device, folder, model, names, ports):
             run(given, device, f"{folder}/{name}")
     if rank == 0:
         run(RESUMED, device, f"{folder}/saved")
-    return {name: losses_of(Path(folder, name)) for name in names}
+    return {name: losses_in(Path(folder, name)) for name in names}
 
 
 def run(arguments, device, folder):
@@ -53,10 +53,6 @@ def run(arguments, device, folder):
 def as_torchrun(rank, port):
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     return {"MASTER_ADDR": "127.0.0.1", **{name: str(value) for name, value in places.items()}}
-
-
-def losses_of(folder):
-    return [json.loads(line)["loss"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def free_ports(number):
@@ -102,7 +98,7 @@ def test_the_command_on_an_accelerator_has_the_losses_of_the_cpu(tmp_path, devic
     """Two processes of its own, which have the device before they import torch."""
     command = " ".join(RUNS["saved"])
     run_with(device, f"zbpp train -n 2 {command} parallel.device={device} run_dir=run", tmp_path)
-    assert losses_of(tmp_path / "run") == pytest.approx(expected["saved"][:3], rel=1e-5)
+    assert losses_in(tmp_path / "run") == pytest.approx(expected["saved"][:3], rel=1e-5)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from torch import nn
 
 from helpers.processes import run_ranks
 from helpers.split import assert_close
-from helpers.tensors import drawn
+from helpers.tensors import drawn, gradients_of
 from zbpp import Pipeline, PlanError, per_microbatch, plan
 from zbpp.planning import SCHEDULES
 
@@ -27,15 +27,6 @@ def linear(seed, out=SIZE):
     return layer
 
 
-def gradients(stages):
-    return {
-        f"{index}.{name}": p.grad
-        for index, stage in stages.items()
-        for name, p in stage.named_parameters()
-        if p.grad is not None
-    }
-
-
 def piped(rank, make_stages, microbatches, schedule, num_ranks, dynamic_shapes=False):
     """(losses, gradients) of this rank after two steps; the second knows what layouts there are."""
     timetable = plan(schedule, num_ranks, len(microbatches))
@@ -47,7 +38,7 @@ def piped(rank, make_stages, microbatches, schedule, num_ranks, dynamic_shapes=F
         for stage in stages.values():
             stage.zero_grad()
         losses = pipeline.step(inputs, target=targets)
-    return [loss.item() for loss in losses], gradients(stages)
+    return [loss.item() for loss in losses], gradients_of(stages)
 
 
 def plain(make_stages, microbatches, num_stages):
@@ -61,7 +52,7 @@ def plain(make_stages, microbatches, num_stages):
         loss = F.mse_loss(*x, target)
         (loss / len(microbatches)).backward()
         losses.append(loss.item())
-    return losses, gradients(dict(enumerate(stages)))
+    return losses, gradients_of(dict(enumerate(stages)))
 
 
 def merged(results):

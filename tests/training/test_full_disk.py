@@ -1,6 +1,5 @@
 """A full disk, and code that changes the current folder: nothing is lost in silence."""
 
-import json
 import os
 import resource
 import signal
@@ -10,6 +9,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers.installed import ROOT
+from helpers.runs import curve
 from zbpp import config as configs
 from zbpp.run import app
 from zbpp.run import trainer as trainer_of_run
@@ -81,11 +81,6 @@ def train(monkeypatch, folder, *callbacks, **values):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         config = compose("train", overrides=[*overrides, *(f"{key}={value}" for key, value in given.items())])
     return app.train(configs.Composed.of(config))
-
-
-def curve(folder):
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
 
 
 def test_code_that_changes_the_current_folder_changes_nothing_in_the_run(tmp_path, monkeypatch, capsys):

@@ -14,6 +14,7 @@ from torch import nn
 
 from helpers.configs import FOLDER
 from helpers.processes import run_ranks
+from helpers.runs import metrics_in
 from zbpp import Pipeline, make_mesh, plan
 from zbpp import config as configs
 from zbpp.commands import command_line
@@ -293,7 +294,7 @@ def train(warm, folder, name, *more):
     (folder / "lists.py").write_text(DATA)
     done = warm.start(folder, warm.zbpp("train", *RUN, f"run_dir={name}", *more))
     assert done.rc == 0, done.text
-    return [json.loads(line) for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+    return metrics_in(folder / name)
 
 
 def goes_on_to_the_last_bit(tmp_path, warm, num_ranks):

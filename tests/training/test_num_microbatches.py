@@ -1,13 +1,12 @@
 """A batch has one loss and one norm, whatever the number of its microbatches and of ranks."""
 
-import json
-
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
 
 from helpers.chat import PLAIN, write_conversations, write_tokenizer
 from helpers.configs import FOLDER
+from helpers.runs import metrics_in
 from zbpp import config as configs
 from zbpp.commands import command_line
 from zbpp.run import app
@@ -63,8 +62,7 @@ def train(arguments):
 
 def trained(run):
     """(loss, norm) of each step, from metrics.jsonl."""
-    rows = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [value for row in rows for value in (row["loss"], row["grad_norm"])]
+    return [value for row in metrics_in(run) for value in (row["loss"], row["grad_norm"])]
 
 
 @pytest.mark.parametrize("kind", ["custom", "text", "chat"])

@@ -1,11 +1,10 @@
 """schedule.slices in the trainer: the losses are those of whole sequences."""
 
-import json
-
 import pytest
 from hydra import compose, initialize_config_dir
 
 from helpers.configs import FOLDER, FREE_COPIES, composed
+from helpers.runs import metrics_in
 from zbpp import config as configs
 from zbpp.commands import command_line
 from zbpp.config import ConfigError
@@ -27,7 +26,7 @@ def losses(folder, *more):
     arguments = command_line.arguments([*TINY, *more, f"run_dir={folder}"], "train")
     with initialize_config_dir(str(FOLDER), version_base="1.3"):
         app.train(configs.Composed.of(compose("train", overrides=arguments)))
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    found = metrics_in(folder)
     return [each["loss"] for each in found] + [found[-1]["evaluation_loss"]]
 
 
