@@ -102,10 +102,13 @@ def test_a_file_of_links(tmp_path, given, expected):
         ('{"busy": 1, "shared": 3}', "shared=3: write true, or a list such as"),
         ('{"busy": 1, "pairs": ["1->2"]}', "pairs=.*: write ..1->2.: {latency: ..., busy: ...}"),
         ('{"busy": [1', "it is no JSON"),
+        ("[" * 100_000, "links.json: it is no JSON: maximum recursion depth"),
+        ("9" * 5000, "links.json: it is no JSON: Exceeds the limit"),
+        ("\udcff", "links.json: it is no JSON: 'utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_what_is_no_file_of_links_is_refused_in_a_line(tmp_path, text, message):
-    (tmp_path / "links.json").write_text(text)
+    (tmp_path / "links.json").write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(PlanError, match=message):
         read_links(str(tmp_path / "links.json"))
     with pytest.raises(PlanError, match="there is no such file"):

@@ -36,7 +36,7 @@ def read_links(path: str) -> Links:
         found = json.loads(Path(path).read_text())
     except FileNotFoundError:
         raise PlanError(f"--links {path}: there is no such file") from None
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # also no UTF-8, too many digits, nested too deep
         raise PlanError(f"--links {path}: it is no JSON: {error}") from None
     try:
         return links_of(found)
