@@ -50,6 +50,18 @@ def test_replayed_steps_equal_eager_ones_under_any_timetable_of_one_rank(first_s
         assert found.graphs.num_replays == 2
 
 
+def test_another_timetable_is_captured_again():
+    other = plan("interleaved_1f1b", 1, M, stages_per_rank=2)
+
+    def change(number, pipeline):
+        if number == 4:
+            pipeline.use_timetable(other)
+
+    found = captured("zb_v", steps={"numbers": range(8), "before": change})
+    assert found.graphs.num_replays == 2 + 2  # of steps 0 to 3, and of 4 to 7
+    assert found.maker.num_captures == sum(len(*each.rows) for each in (found.timetable, other))
+
+
 def test_nothing_of_a_capture_but_the_losses_stays_in_the_pool():
     """Activations, saved tensors, gradients between stages: their memory is free when the capture ends."""
     run = Run(True, "zb_v")
