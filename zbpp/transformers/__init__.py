@@ -14,6 +14,7 @@ chosen_cut   the cut of layers_per_stage="auto"
 folder       a model read from a folder, of which each rank reads its own tensors
 batches      the Trainer's batches as microbatches; a number that tells different batches apart
 losses       which loss a Trainer has: zbpp's, computed by the head, or its own compute_loss on the last stage
+trl          what SFTTrainer and DPOTrainer need beside it
 checkpoints  the files that the Trainer writes in one process
 report       what it says at its start
 refusals     what does not go with a pipeline, and what to write

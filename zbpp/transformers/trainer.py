@@ -22,7 +22,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from zbpp.features.reductions.norm import clip_grad_norm_
@@ -52,6 +51,7 @@ from zbpp.transformers.refusals import (
 )
 from zbpp.transformers.replicas import Replicas
 from zbpp.transformers.report import held, report, report_measured
+from zbpp.transformers.trl import OfTrl, is_of_dpo
 
 _WARM = 2  # the first step pays for loading and allocating
 
@@ -96,17 +96,13 @@ def in_pipeline(
     return type(f"{trainer.__name__}InPipeline", (PipelineTrainer, trainer), attributes)
 
 
-class PipelineTrainer(Checkpoints):
+class PipelineTrainer(OfTrl, Checkpoints):
     """What `in_pipeline` puts before a Trainer class."""
 
     schedule: Schedule = "zb_h1"
     num_replicas: int = 1
     layers_per_stage: Sequence[int] | str | None = None
     options: Mapping[str, Any] = MappingProxyType({})
-    _metrics: Any  # of TRL's classes alone, as the next
-    _total_train_tokens: Any
-    _replicas: Replicas
-    _cut: CutModel | None = None
     _recorder: Recorder | None = None  # of the last step, if it will be logged
     _chosen: Sequence[int] | None = None  # layers_per_stage of "auto"
     _choice = ""  # the same in words
@@ -373,7 +369,7 @@ class PipelineTrainer(Checkpoints):
         """Loss, logits and labels of a batch, on every rank."""
         inputs = dict(self._prepare_inputs(inputs))
         labels = inputs.get("labels")
-        has_loss = labels is not None or "completion_mask" in inputs  # DPO's batches have no labels
+        has_loss = labels is not None or is_of_dpo(inputs)
         counts = labels is not None and self._counts_in_evaluation
         num_items = self._get_num_items_in_batch([inputs], self.args.device) if counts else None
         losses, logits = self._evaluated(
@@ -388,14 +384,6 @@ class PipelineTrainer(Checkpoints):
         if logits is not None and self._preprocess is not None:
             logits = self._preprocess(logits, labels)
         return loss, self._made_cut().from_last(logits), labels
-
-    @property
-    def _counts_in_evaluation(self) -> bool:
-        """Whether an evaluation divides by the targets of all replicas. TRL's takes each one's mean."""
-        from transformers import Trainer
-
-        found: Any = super().prediction_step
-        return bool(found.__func__ is Trainer.prediction_step)
 
     def _evaluated(
         self, inputs: Any, num_items: Any, *, has_loss: bool, returns_logits: bool
@@ -418,35 +406,11 @@ class PipelineTrainer(Checkpoints):
         return found if returns_logits else (found, None)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log the bubble beside a loss, and what TRL has counted in compute_loss on the last stage's rank."""
+        """Log the bubble beside a loss."""
         if "loss" in logs and self._recorder is not None:
             logs["bubble"] = round(self._recorder.timeline().bubble_rate, 4)
             self._recorder = None
-        if self._cut is not None and self._own_loss is not None and hasattr(self, "_total_train_tokens"):
-            counted: Any = self._metrics, self._total_train_tokens
-            self._metrics, self._total_train_tokens = self._cut.from_last(counted)
         super().log(logs, *args, **kwargs)
-
-    def _precompute_ref_logps(self, dataset: Any, *args: Any) -> Any:
-        """DPO's reference figures as columns of the data: rank 0 runs the whole model for them."""
-        from datasets import Dataset, concatenate_datasets
-
-        if self._cut is not None:
-            raise ValueError(
-                "the reference figures of data are computed before the model is cut: give eval_dataset when "
-                "the DPOTrainer is made"
-            )
-        names, told = ("ref_chosen_logps", "ref_rejected_logps"), list[Any]([None])
-        if self.accelerator.is_main_process:
-            model: Any = self.model
-            model.to(self.args.device)
-            with self._replicas.as_one_process():
-                made = super()._precompute_ref_logps(dataset, *args)  # type: ignore[misc]  # DPOTrainer's
-            model.to("cpu")
-            told[0] = {name: made[name] for name in names}
-        if dist.is_initialized():
-            dist.broadcast_object_list(told, src=0, device=self.args.device)
-        return concatenate_datasets([dataset, Dataset.from_dict(told[0])], axis=1)
 
     def hyperparameter_search(self, *_: Any, **__: Any) -> Any:
         """Raises ValueError."""
