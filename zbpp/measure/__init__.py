@@ -1,4 +1,4 @@
-"""What stages take: costs of measured steps for a planner, and the bytes of one microbatch.
+"""What stages and links take: costs of measured steps for a planner, bytes of one microbatch, timed messages.
 
 costs              costs of measured steps
 length_costs       the same where microbatches differ in length: times in two parts
