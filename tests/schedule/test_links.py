@@ -194,6 +194,7 @@ def test_bytes_and_bandwidths_make_the_same_links():
         ),
         (lambda: Links(shared=[(1, 1)]), r"shared has \(1, 1\): a rank sends itself nothing"),
         (lambda: Links(shared=["ab"]), r"shared has 'ab': write True, or pairs of ranks"),
+        (lambda: Links(shared=None), "shared has None: write True, or pairs of ranks"),
         (
             lambda: simulate(plan("1f1b", 2, 2), Costs(links=Links(shared=[(1, 2)]))),
             r"shared has \(1, 2\), and there are 2 ranks",

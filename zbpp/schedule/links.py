@@ -88,7 +88,8 @@ class Links:
     def __post_init__(self) -> None:
         object.__setattr__(self, "pairs", _checked_pairs(self.pairs, "busy", "ms"))
         if not isinstance(self.shared, bool):
-            shared = [_checked_pair("shared", each, "write True, or pairs of ranks") for each in self.shared]
+            given = self.shared if isinstance(self.shared, Collection) else [self.shared]
+            shared = [_checked_pair("shared", each, "write True, or pairs of ranks") for each in given]
             object.__setattr__(self, "shared", frozenset(shared))
         for name in ("latency", "busy", "x", "g"):
             value = getattr(self, name)
