@@ -79,6 +79,15 @@ def test_all_ranks_skip_the_steps_that_one_process_skips(arguments, weights, tmp
     assert left.found == expected.found[4:]
 
 
+def test_two_pipelines_skip_the_steps_that_two_data_parallel_processes_skip(tmp_path):
+    case = case_of(TOO_LARGE, optim="sgd", learning_rate=0.1, num_train_epochs=4)
+    expected, _ = run_ranks(trained, 2, case, str(tmp_path / "ddp"))
+    case = case._replace(schedule="zb_h1", options={"replicas": 2})
+    left = run_ranks(trained, 4, case, str(tmp_path / "piped"))
+    assert_same(left[0], expected, rel=2e-3, weights=3e-3)
+    assert all(each.found == expected.found for each in left)
+
+
 def with_overflow(model):
     """The embedding, which the first rank has, gets an infinite gradient in the third step."""
     calls = []

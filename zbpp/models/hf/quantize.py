@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from types import MethodType
@@ -196,7 +197,7 @@ def quantized_layers(model: nn.Module) -> Iterator[Any]:
 
 def statistics(model: nn.Module) -> Iterator[Tensor]:
     """What quantized layers hold on this rank beside their weights; a tensor may come twice."""
-    if find_spec("bitsandbytes") is None:
+    if "bitsandbytes" not in sys.modules:  # then there are no such layers
         return
     for layer in quantized_layers(model):
         state = getattr(layer.weight, "quant_state", None)
