@@ -339,7 +339,7 @@ def cut_in_two(rank, adapted, folder):
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft reads it
-@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("adapted", [False, pytest.param(True, marks=pytest.mark.nightly)])
 def test_a_model_without_other_ranks_layers_says_what_to_write_and_save_model_waits(adapted, tmp_path):
     for files, texts in run_ranks(cut_in_two, 2, adapted, str(tmp_path / "saved")):
         assert ("adapter_model.safetensors" if adapted else "model.safetensors") in files

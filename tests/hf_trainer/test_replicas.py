@@ -81,6 +81,21 @@ CASES = {
         {},
     ),
     "grouped by length": (Case(arguments={"train_sampling_strategy": "group_by_length"}), {}),
+    "gradient checkpointing": (Case(arguments={"gradient_checkpointing": True}), {}),
+    "best model": (
+        Case(
+            arguments={
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "loss",
+                "greater_is_better": True,  # an earlier one
+                "save_steps": 2,
+                "eval_steps": 2,
+            }
+        ),
+        {},
+    ),
+    "gemma2": (Case(kind="gemma2", sizes={"head_dim": 8, "sliding_window": 8}), {}),
+    "mixtral": (Case(kind="mixtral", sizes={"num_local_experts": 4, "num_experts_per_tok": 2}), {}),
     "tokens seen": (Case(arguments={"include_num_input_tokens_seen": "all"}), {}),
     "gpt2": (
         Case(
