@@ -157,3 +157,12 @@ def test_sequences_in_slices(tmp_path):
     (expected,) = run_ranks(trained, 1, case, str(tmp_path / "alone"))
     case = case._replace(schedule=sliced, options={"slice_bounds": [0, 6, 12]})
     assert_same(run_ranks(trained, 2, case, str(tmp_path / "piped"))[0], expected, weights=1e-4)
+
+
+def test_two_pipelines_are_two_data_parallel_processes(tmp_path):
+    base = str(tmp_path / "base")
+    model_of(Case(sizes=SIZES)).save_pretrained(base)
+    case = Case(arguments={"folder": base}, kit=plain_of_whole, trainer=with_float32_adapters)
+    expected, _ = run_ranks(trained, 2, case, str(tmp_path / "ddp"))
+    case = case._replace(schedule="zb_h1", options={"replicas": 2})
+    assert_same(run_ranks(trained, 4, case, str(tmp_path / "piped"))[0], expected, weights=1e-4)
