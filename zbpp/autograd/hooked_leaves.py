@@ -44,8 +44,12 @@ class HookedTask:
         return leaf_tensor(self.nodes[0])
 
     def leaves(self) -> Iterator[Tensor]:
-        """All leaves with hooks."""
-        return map(leaf_tensor, self.nodes)
+        """The leaves with hooks, and others whose gradients the same tasks compute."""
+        found = (*self._hooked(), *(leaf for task in self.tasks for leaf in leaves_of(task)))
+        return iter({id(leaf): leaf for leaf in found}.values())
+
+    def _hooked(self) -> list[Tensor]:
+        return [*map(leaf_tensor, self.nodes)]
 
     def tensors(self) -> Iterator[Tensor]:
         """See Task."""
@@ -53,10 +57,11 @@ class HookedTask:
 
     def accumulate(self) -> None:
         """Compute each leaf's gradient, and pass them to `give`."""
-        with without_hooks(self.nodes), set_aside([*self.leaves()]):
+        hooked = self._hooked()
+        with without_hooks(self.nodes), set_aside(hooked):
             while self.tasks:
                 self.tasks.pop(0).accumulate()
-            gradients = [leaf.grad for leaf in self.leaves()]
+            gradients = [leaf.grad for leaf in hooked]
         self.give(self.nodes, gradients)
 
 

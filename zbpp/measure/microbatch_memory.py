@@ -60,15 +60,19 @@ def microbatch_memory(
     loss_fn: Loss | None = None,
     target: Sequence[Any] = (None,),
     head_at_once: bool = False,
+    wraps_w: bool = False,
     slice_bounds: Sequence[int] = (),
 ) -> MicrobatchMemory:
     """Run F, B and W of a microbatch, then F and BW of another, and measure both.
 
     A first run of one slice allocates the gradients, which stay. inputs, target: of each slice of a
     microbatch; one entry without slices. live: a LiveTensors that the caller has entered. head_at_once: see
-    zbpp.HeadAtOnce.
+    zbpp.HeadAtOnce. wraps_w: whether a feature wraps what runs W, so that BW holds as much as B and a later
+    W.
     """
     worker = StageWorker(index, module, is_last=is_last, loss_fn=loss_fn)
+    if wraps_w:
+        worker.run_w = partial(StageWorker.accumulate, worker)
     head_w, kept = worker.accumulate if head_at_once else None, list[tuple[Any, ...]]()
     keep = partial(_keep, live, kept)
 

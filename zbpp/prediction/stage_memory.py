@@ -301,6 +301,11 @@ class _Stages:
                 "narrower layers, or more ranks"
             )
 
+    def _wraps_w(self) -> bool:
+        """Whether a feature wraps what runs W's."""
+        config = self._config
+        return config.memory.offload_weights or (self._is_sharded and config.parallel.reshard == "microbatch")
+
     def _likeness(self, index: int, stage: nn.Module, args: list[tuple[Any, ...]], target: list[Any]) -> Any:
         """Stages with equal keys do the same work on tensors of the same shapes."""
         config, last = self._config, self._timetable.num_stages - 1
@@ -315,7 +320,7 @@ class _Stages:
         run = model, config.precision, config.parallel, config.memory.recompute, self._slice_bounds
         optimizer = replace(config.optimizer, validation="before", clip_norm=None)
         is_released = config.memory.gradient_release != "off"
-        of_run = (*run, optimizer, is_released)
+        of_run = (*run, optimizer, is_released, self._wraps_w())
         return str((of_run, of_last, index == 0, [*map(layout_of, args)], tensors, modules))
 
     def _stage_bytes(
@@ -338,7 +343,14 @@ class _Stages:
         sliced: dict[str, Any] = {"target": target, "slice_bounds": self._slice_bounds}
         with LiveTensors() as live:
             memory = microbatch_memory(
-                index, stage, args, live, head_at_once=config.memory.head_at_once, **run, **sliced
+                index,
+                stage,
+                args,
+                live,
+                head_at_once=config.memory.head_at_once,
+                wraps_w=self._wraps_w(),
+                **run,
+                **sliced,
             )
             states, update = _optimizer_bytes(live, optimizer)
         parameters = bytes_of(stage.parameters())

@@ -128,9 +128,10 @@ class OverlapExchange(Feature):
                 stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=is_enabled))
             while self._pending and not exchange.is_done():
                 _, stage, microbatch = self._pending[0]
-                weight_grads = self._workers[stage].deferred(microbatch)
+                worker = self._workers[stage]
+                weight_grads = worker.deferred(microbatch)
                 while weight_grads.tasks and not exchange.is_done():
-                    weight_grads.take(partial(is_, weight_grads.tasks[0])).accumulate()
+                    worker.run_w(microbatch, weight_grads.take(partial(is_, weight_grads.tasks[0])))
                 if not weight_grads.tasks:
                     heappop(self._pending)
 

@@ -17,6 +17,7 @@ from torch.autograd.graph import Node
 from zbpp.autograd import WeightGrads
 from zbpp.autograd.hooked_leaves import HookedTask, give_to_leaves
 from zbpp.autograd.hooks import multi_grad_hooks, num_hooks_made
+from zbpp.autograd.node_roles import leaf_tensor
 from zbpp.runtime.call.feed import Call
 from zbpp.runtime.extra import Feature
 from zbpp.runtime.layout import Message, Run
@@ -91,7 +92,9 @@ class SharedHooks(Feature):
     def _take_from(self, weight_grads: WeightGrads, microbatch: int) -> None:
         """Let a W give the gradients of shared leaves to this object, not to the leaves."""
         for task in weight_grads.tasks:
-            if isinstance(task, HookedTask) and not self._shared.isdisjoint(map(id, task.leaves())):
+            if isinstance(task, HookedTask) and not self._shared.isdisjoint(
+                map(id, map(leaf_tensor, task.nodes))
+            ):
                 task.give = partial(self._add, microbatch)
 
     def _add(self, microbatch: int, nodes: Sequence[Node], gradients: list[Tensor | None]) -> None:
