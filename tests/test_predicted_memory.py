@@ -52,6 +52,15 @@ CASES = {
     "release": [*RELEASED, "memory.gradient_release=step"],
     "accumulate": [*RELEASED, "optimizer=optimi_adamw", "memory.gradient_release=accumulate"],
     "weights": ["schedule=zb_v", "model=llama_tiny", *TINY, "memory.offload_weights=true"],
+    "weights in 1f1b": [
+        "schedule=1f1b",
+        "model=gpt_tiny",
+        *TINY,
+        "model.num_layers=16",
+        "microbatch_size=16",
+        "memory.recompute=block",
+        "memory.offload_weights=true",
+    ],
     "offload": ["schedule=zb_v", "model=gpt_tiny", *TINY, "microbatch_size=16", *OFFLOAD],
     "validation": [*GPT, *LATER],
     "messages": [
@@ -71,7 +80,7 @@ PEAKS = {"weights": 0.05}  # of W an upper bound is predicted; else .001
 PEAKS |= {"slices": 0.01, "slices again": 0.01}
 CURVES = {"slices": 0.05, "slices again": 0.05}
 UPPER_BOUNDS = ("offload", "redone")
-AT_NIGHT = ("1f1b", "masters", "head again", "slices again")
+AT_NIGHT = ("1f1b", "masters", "head again", "slices again", "weights in 1f1b")
 # Each token goes to all experts: a prediction takes equal numbers of rows on all processes.
 EXPERTS = [
     "schedule=zb_h1", "model=llama_tiny", *TINY, "model.experts=4", "model.experts_per_token=4",

@@ -100,7 +100,7 @@ class Extra:
         """Called when the caller closes the pipeline, before this rank waits for the others to do so."""
 
     def begin(self, call: Call) -> None:
-        """Called before a call's first instruction."""
+        """Called before a call's first instruction; again, if a step begins again."""
 
     def end(self, call: Call, result: Result) -> None:
         """Called after a call's last instruction."""
@@ -144,6 +144,8 @@ class Feature(Extra):
         """Return the function that runs the tasks of a stage's W's: `run_w` itself, or one around it.
 
         Its arguments are a microbatch and the W's tasks. It may call `run_w` for some of them at a time.
+        zbpp.autograd.weight_grads.leaves_of says which parameters a task adds to: with shards, gathered ones.
+        BW then keeps all that a later W needs, so return `run_w` for a stage that needs nothing else.
         """
         return run_w
 
