@@ -215,7 +215,7 @@ def test_links_are_drawn_below_the_ranks(output, tmp_path):
     assert drawn.count("#c2570c") > (tmp_path / "plan.svg").read_text().count("#c2570c")
 
 
-def test_choose_says_how_many_layers_each_stage_should_have(output):
+def test_choose_says_how_many_layers_each_stage_should_have(output, tmp_path):
     """The speeds are 1 : 3, so an even cut takes twice the time of one that gives a rank a quarter."""
     asked = ["--choose", "--layers", 8, "--speeds", "1,3", "-n", 2, "--microbatches", 16]
     text = output(*asked)
@@ -227,6 +227,10 @@ def test_choose_says_how_many_layers_each_stage_should_have(output):
     assert best < 1.1
     run = "num_microbatches=16 model.layers_per_stage=auto parallel.speeds=[1,3]"
     assert text.endswith(f"zbpp train -n 2 schedule={name} {run}\n")
+    # With links, which layers_per_stage=auto doesn't know, the command has the cut.
+    (tmp_path / "far.json").write_text('{"pairs": {"0<->1": {"latency": 60, "busy": 5}}}')
+    text = output(*asked, "--f", 80, "--b", 80, "--w", 80, "--links", tmp_path / "far.json")
+    assert f" model.layers_per_stage=[{re.match(pattern, text)[1]}] " in f"{text.splitlines()[-1]} "
     assert "W is 4.76 % of the work" in output(*asked, "--f", 9, "--b", 11, "--w", 1)
     narrow = output(*asked, "--memory-limit", "2,1.5")
     limited = float(re.search(r"step / ideal: ([\d.]+)", narrow)[1])

@@ -79,6 +79,13 @@ def test_what_needs_exact_numbers_stays(form):
     assert found[4].requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_numbers_too_small_for_levels_keep_their_signs(dtype):
+    x = torch.tensor([[2e-43, -1e-43, 0.0], [3e-37, -3e-37, 1e-38]]).to(dtype).requires_grad_()
+    for found in (decoded(coded((x,), "8bit")), decoded(coded_gradient((x.detach(),), "8bit", 0))):
+        assert (found[0].detach().double().sign() * x.detach().double().sign() >= 0).all()
+
+
 def test_a_row_that_is_not_finite_stays_so():
     g = torch.ones(3, 4)
     g[0, 1], g[1, 2] = torch.inf, torch.nan

@@ -260,12 +260,15 @@ def _cut(options: argparse.Namespace, inputs: Inputs, progress: Callable[[float,
     }
     run: dict[str, Any] = {"timetables": timetables, "time_limit": 0, "progress": progress}
     found = choose_cut(layers, speeds, counts[1], limit, **run)
-    title = f"{_shell_word([*found.layers_per_stage])} layers per stage, schedule={found.schedule}"
+    layers_per_stage = _shell_word([*found.layers_per_stage])
+    title = f"{layers_per_stage} layers per stage, schedule={found.schedule}"
     text = render_cut(found, title, speeds, better_order(found, layers, speeds, limit, timetables))
+    cut = f"auto parallel.speeds=[{_shell_word(speeds)}]"
+    if found.costs.links is not None:  # which auto does not know
+        cut = f"[{layers_per_stage}]"
     command = (
         f"zbpp train -n {num_ranks} schedule={found.schedule} num_microbatches={counts[1]} "
-        f"model.layers_per_stage=auto parallel.speeds=[{_shell_word(speeds)}]"
-        f"{_ahead(found.timetable, found.costs)}"
+        f"model.layers_per_stage={cut}{_ahead(found.timetable, found.costs)}"
     )
     about = f"To train with it (add your model=, data= and other keys):\n  {command}"
     timelines = {found.schedule: simulate(found.timetable, found.costs)}

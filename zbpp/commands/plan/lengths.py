@@ -61,7 +61,7 @@ def _numbers(text: str) -> list[float]:
     if text.lstrip().startswith("["):
         try:
             numbers: list[float] = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise PlanError(f"no JSON that can be read: {error}") from None
         return numbers
     found = []

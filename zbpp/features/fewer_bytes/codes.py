@@ -60,7 +60,7 @@ def _in_8_bits(tensor: Tensor, generator: Generator | None) -> tuple[Tensor, Ten
     """Codes and scales, given a generator of what is added before rounding down; None: to the nearest."""
     wide = tensor.to(_wide(tensor.dtype))
     scale = (wide.abs().amax(-1, keepdim=True) / _LEVELS).to(tensor.dtype)
-    scale.masked_fill_(scale == 0, 1)
+    scale.clamp_(min=torch.finfo(scale.dtype).tiny)  # of a smaller one codes would not fit into 8 bits
     codes = wide / scale
     if generator is None:
         codes.round_()
