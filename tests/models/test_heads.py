@@ -324,13 +324,13 @@ def most_held(head):
     model, seen = Llama(**{**SIZES, "vocab_size": MANY_WORDS}, head=head), []
     pipeline = pipeline_of(model, "zb_h1")
     worker = pipeline._rank.workers[0]
-    accumulate = worker.accumulate
+    run_w = worker.run_w
 
-    def looked_at(weight_grads):
+    def looked_at(microbatch, weight_grads):
         seen.append(weight_grads.held_bytes)
-        accumulate(weight_grads)
+        run_w(microbatch, weight_grads)
 
-    worker.accumulate = looked_at
+    worker.run_w = looked_at
     trained(pipeline)
     return max(seen)
 

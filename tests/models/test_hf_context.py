@@ -113,13 +113,13 @@ def divided(rank, cases, kind=Hf64, extras=()):
 
 def count_tasks(worker):
     """A set, to which each W of a stage adds how many gradients have waited for it."""
-    accumulate, seen = worker.accumulate, set()
+    run_w, seen = worker.run_w, set()
 
-    def count(weight_grads):
+    def count(microbatch, weight_grads):
         seen.add(len(weight_grads._tasks))
-        accumulate(weight_grads)
+        run_w(microbatch, weight_grads)
 
-    worker.accumulate = count
+    worker.run_w = count
     return seen
 
 

@@ -129,13 +129,13 @@ def in_context(rank, degrees, cases):
 
 def count_tasks(worker, seen):
     """Note how many gradients wait in each W of a stage."""
-    accumulate = worker.accumulate
+    run_w = worker.run_w
 
-    def count(weight_grads):
+    def count(microbatch, weight_grads):
         seen.add(num_deferred(weight_grads))
-        accumulate(weight_grads)
+        run_w(microbatch, weight_grads)
 
-    worker.accumulate = count
+    worker.run_w = count
 
 
 def close(found, expected, scale=None):
