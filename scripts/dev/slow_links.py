@@ -19,10 +19,11 @@ import torch
 import torch.distributed as dist
 
 from zbpp.benchmark.delayed_links import delayed_links
+from zbpp.features.messages_ahead.messages_ahead import MessagesAhead
 from zbpp.job.world import world
 from zbpp.launch import on_ranks
 from zbpp.models.emulated import Emulated
-from zbpp.planning import lower_bound, plan
+from zbpp.planning import lower_bound, messages_ahead, plan
 from zbpp.runtime import Pipeline
 from zbpp.schedule import Costs, Links, Timetable, simulate
 
@@ -109,7 +110,7 @@ def emulated(seconds: float) -> None:
             print(f"p=4, m={M}, EMULATED; ms: measured over delayed links, predicted, measured / predicted")
         for name, timetable in timetables(seconds).items():
             own = costs_of(timetable)
-            ms = measured(timetable)
+            ms = measured(timetable, messages_ahead(timetable, own))
             if rank == 0:
                 predicted = simulate(timetable, own).makespan
                 print(f"{name:32}{ms:7.0f}  {predicted:7.0f}  {ms / predicted:.3f}", flush=True)
@@ -118,7 +119,7 @@ def emulated(seconds: float) -> None:
 def timetables(seconds: float) -> dict[str, Timetable]:
     """Families, and what rank 0 finds in 1F1B's memory and in twice as much."""
     found = {name: plan(name, 4, M) for name in ("1f1b", "zb_h1", "zb_v")}
-    for placement, limit in (("one", 4.0), ("v", 4.0), ("one", 8.0)):
+    for placement, limit in (("one", 4.0), ("v", 4.0), ("one", 8.0), ("v", 8.0)):
         text = [""]
         if dist.get_rank() == 0:
             parts = 2 if placement == "v" else 1
@@ -136,10 +137,11 @@ def costs_of(timetable: Timetable) -> Costs:
     return Costs(*[UNIT / parts] * 3, links=SLOW)
 
 
-def measured(timetable: Timetable) -> float:
+def measured(timetable: Timetable, ahead: int) -> float:
     """The median time (ms) of a step, the first ones left out."""
     model, times = Emulated(num_layers=8, f=UNIT / 2, b=UNIT / 2, w=UNIT / 2), []
-    with delayed_links(SLOW), Pipeline(model, timetable) as pipeline:
+    extras = [MessagesAhead(ahead)] if ahead else []
+    with delayed_links(SLOW), Pipeline(model, timetable, extras=extras) as pipeline:
         for _ in range(STEPS):
             x, target = torch.randn(M, 8), torch.randn(M, 8)
             dist.barrier()
