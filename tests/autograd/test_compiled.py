@@ -14,6 +14,7 @@ import zbpp
 from helpers.split import CountCalls, assert_close, assert_equals_plain, call_module, grads_of, leaf
 from zbpp.autograd import backward_input, explain
 from zbpp.autograd.compiled import compile_stage, compiled_forward
+from zbpp.autograd.weight_grads import leaves_of
 from zbpp.models.llama import Llama
 
 
@@ -357,3 +358,17 @@ def test_each_part_of_torchs_compiler_is_used_in_one_file(part):
     assert [path.stem for path in files if f"torch.{part}" in path.read_text()] == [
         {"_functorch": "aot_autograd"}.get(part, part.lstrip("_"))
     ]
+
+
+def test_a_task_says_all_parameters_that_it_adds_to_also_where_one_has_a_hook():
+    """Whoever drops the task, or moves gradients for it, knows what else it serves."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    compile_stage(module, backend="eager")
+    module[0].weight.register_hook(lambda gradient: None)
+    x = torch.randn(2, 4, requires_grad=True)
+    _, weight_grads = backward_input(module(x), torch.ones(2, 4), x)
+    (task,) = weight_grads.tasks
+    assert {*map(id, leaves_of(task))} == {*map(id, module.parameters())}
+    weight_grads.accumulate()
+    assert all(each.grad is not None for each in module.parameters())

@@ -201,6 +201,8 @@ def test_no_step_follows_one_that_failed_after_an_update():
     with pytest.raises(RuntimeError, match="planned") as caught:
         pipeline.step(inputs, target=target)
     assert "some of its weights and optimizer states have been updated" in "\n".join(caught.value.__notes__)
+    with pytest.raises(RuntimeError, match="have been updated.*: make a new Pipeline"):
+        pipeline.finish_update()  # as a checkpoint does: it would hold the weights of no step
     assert not torch.equal(before, last.weight)
     with pytest.raises(
         RuntimeError, match="earlier call failed .*planned.* load weights and optimizer states"

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from helpers.timetables import random_timetable
-from zbpp import GradientRelease, OverlapExchange, Pipeline, Recorder, plan
+from zbpp import Feature, GradientRelease, OverlapExchange, Pipeline, Recorder, plan
 from zbpp.autograd import recompute
 from zbpp.autograd.models.exchange import Exchange
 from zbpp.models.emulated import Emulated
@@ -172,6 +172,23 @@ def test_hooks_fire_as_they_do_without():
     assert_equal(mine, expected)
     assert seen == seen_without
     assert len(seen) == STEPS * M * 2
+
+
+class DropAll(Feature):
+    """Drops the tasks of all W's."""
+
+    name = "drop_all"
+
+    def around_w(self, stage, run_w):
+        return lambda microbatch, weight_grads: None
+
+
+def test_a_w_in_an_exchange_runs_as_other_features_say():
+    stages = stages_of(2, random.Random(0))
+    extras = [OverlapExchange(), DropAll()]
+    pipeline = Pipeline(stages, Timetable.parse(LATE[2]), nn.functional.mse_loss, extras=extras)
+    pipeline.step(torch.ones(M, HIDDEN).double(), target=torch.zeros(M, HIDDEN).double())
+    assert all(each.grad is None for each in pipeline.parameters())
 
 
 def test_it_goes_with_gradients_that_are_released():

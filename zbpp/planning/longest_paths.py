@@ -80,8 +80,12 @@ class LongestPaths:
         """`ends`, and when each action's message has gone out, at the action's end where nothing is sent."""
         ends = np.zeros((self.none + 1, durations.shape[1]))
         ends[:-1] = durations
-        sent = ends if sending is None else np.zeros_like(ends)
-        free = np.zeros_like(ends)  # when the link of an action's message is free again
+        sent = free = ends
+        if sending is not None:
+            sent, free = (
+                np.zeros_like(ends),
+                np.zeros_like(ends),
+            )  # free: when the action's link is free again
         for level in self._levels:
             arrived = sent[self.sender[level]]
             arrived += delays[level]

@@ -34,7 +34,6 @@ class SharedHooks(Feature):
 
     def attach(self, rank: Rank) -> None:
         """Find the stages that share a parameter; a loss that is a module is part of the last stage."""
-        self._workers = rank.workers
         self._stages_of = _stages_of(rank.workers, last=rank.timetable.num_stages - 1)
         shared = {each: own for each, own in self._stages_of.items() if len(own) > 1}
         self._shared = set(map(id, shared))
@@ -92,9 +91,8 @@ class SharedHooks(Feature):
     def _take_from(self, weight_grads: WeightGrads, microbatch: int) -> None:
         """Let a W give the gradients of shared leaves to this object, not to the leaves."""
         for task in weight_grads.tasks:
-            if isinstance(task, HookedTask) and not self._shared.isdisjoint(
-                map(id, map(leaf_tensor, task.nodes))
-            ):
+            hooked = map(leaf_tensor, task.nodes) if isinstance(task, HookedTask) else ()
+            if isinstance(task, HookedTask) and not self._shared.isdisjoint(map(id, hooked)):
                 task.give = partial(self._add, microbatch)
 
     def _add(self, microbatch: int, nodes: Sequence[Node], gradients: list[Tensor | None]) -> None:

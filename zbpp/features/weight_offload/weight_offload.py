@@ -137,7 +137,7 @@ class OffloadedWeights(Feature):
             refusal = ""
         if refusal:
             raise ValueError(refusal)
-        self._workers, row = rank.workers, rank.timetable.rows[rank.index]
+        row = rank.timetable.rows[rank.index]
         self._last_w = {row[position] for position in complete_stages(row).values()}
 
     def around(self, call: str, at: Instruction, run: Run) -> Run:

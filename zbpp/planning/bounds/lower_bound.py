@@ -94,12 +94,7 @@ def _of_equal(problem: Problem) -> Bound:
     bounds = [bound for idle in idles for bound in _of_rank(relaxation, idle)]
     if problem.objective == MAKESPAN:
         bounds += [
-            Bound(
-                value,
-                f"work of the card of rank {sender}"
-                if sender == receiver
-                else f"work of the link from rank {sender} to rank {receiver}",
-            )
+            Bound(value, f"work of {_link_or_card(sender, receiver)}")
             for (sender, receiver), value in link_bounds(relaxation)
         ]
     best = max(bounds, key=lambda bound: bound.value)
@@ -108,6 +103,13 @@ def _of_equal(problem: Problem) -> Bound:
         best = Bound(late, "first B's are late")
     # The last action of a step is the last W of some stage, whose gradients are then reduced.
     return replace(best, value=best.value + problem.last_reduction)
+
+
+def _link_or_card(sender: int, receiver: int) -> str:
+    """What `link_bounds` calls by these two ranks."""
+    if sender == receiver:
+        return f"the card of rank {sender}"
+    return f"the link from rank {sender} to rank {receiver}"
 
 
 def _of_rank(relaxation: Relaxation, idle: Idle) -> list[Bound]:

@@ -120,9 +120,10 @@ class CutTiming:
         durations = np.stack(by_op, axis=1).reshape(-1, len(cuts))  # by kind and cut
         comm = share * layers.of_stages("comm", cuts, rank_of)[self._stage_of_sender]
         delays = np.where(self._has_sender[:, None], comm + self._latency[:, None], 0.0)
-        busy = np.broadcast_to(self._busy[:, None], delays.shape)
-        is_sent = np.ones_like(busy, dtype=bool)
-        sending = Sending(busy, is_sent, self._before) if self._busy.any() else None
+        sending = None
+        if self._busy.any():
+            busy = np.broadcast_to(self._busy[:, None], delays.shape)
+            sending = Sending(busy, np.ones_like(busy, dtype=bool), self._before)
         makespans: Floats = self._paths.ends(durations[self._kinds], delays, sending).max(axis=0)
         return makespans
 
